@@ -1,0 +1,126 @@
+"""What the engine asks of a model: one ``Request`` in, one ``Reply`` out, one attempt at a time.
+
+A client translates and sends once. Trying again, waiting for one's turn and charging the budget are the ``Pool``'s
+(``clients/pool.py``), so that they are written once for every provider:
+
+    engine ── Pool.ask(client, request, account) ──┐
+                 account.reserve()                 │  may wait; raises LimitReached
+                 limiter slot                      │  held only while on the wire
+                 client.complete(request)          │  one attempt: Reply, or a ModelError that says what it cost
+                 account.settle / forfeit / release┘
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, runtime_checkable
+
+import msgspec
+
+from ramify.types.message import Message, Reply, Usage
+
+
+class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How a reply is drawn."""
+
+    max_tokens: int = 8192
+    """Of the reply. Always sent: a budget can only be kept exactly if every reply is bounded."""
+    temperature: float | None = None
+    top_p: float | None = None
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
+    logprobs: bool = False
+    """Ask for token ids and log-probabilities where the server has them."""
+    extra: dict[str, Any] = {}
+    """Further fields for the provider's request body, as they are: ``{"reasoning_effort": "low"}``."""
+
+
+class Tool(msgspec.Struct, frozen=True):
+    """A tool offered natively to a model."""
+
+    name: str
+    description: str
+    parameters: dict[str, Any]
+    """JSON schema of the arguments."""
+
+
+class Request(msgspec.Struct, frozen=True):
+    """One request for one reply."""
+
+    messages: tuple[Message, ...]
+    sampling: Sampling = Sampling()
+    schema: dict[str, Any] | None = None
+    """JSON schema that the reply's content should meet, where the provider can enforce it."""
+    tools: tuple[Tool, ...] = ()
+    affinity: str = ""
+    """Requests with the same value share a prefix; a server with several engines may keep them together."""
+
+    def max_input_tokens(self) -> int:
+        """An upper bound on the prompt's tokens, known before sending: its UTF-8 bytes, plus what templates add.
+
+        No byte-level tokenizer makes more tokens than bytes. 16 per message and 64 per request cover role markers.
+        """
+        total = 64
+        for message in self.messages:
+            total += 16 + len(message.content.encode("utf-8", "surrogatepass"))
+            total += len((message.reasoning or "").encode("utf-8", "surrogatepass"))
+            total += sum(
+                16 + len(call.name) + len(call.arguments.encode("utf-8", "surrogatepass"))
+                for call in message.tool_calls
+            )
+        for part in (self.schema, self.tools or None):
+            total += len(msgspec.json.encode(part)) if part is not None else 0
+        return total
+
+
+class Price(msgspec.Struct, frozen=True):
+    """Dollars per million tokens."""
+
+    input: float
+    output: float
+    cached: float | None = None
+    """For input read from the provider's cache; None: the same as ``input``."""
+
+    def of(self, usage: Usage) -> float:
+        cached = self.input if self.cached is None else self.cached
+        fresh = usage.input_tokens - usage.cached_tokens
+        return (fresh * self.input + usage.cached_tokens * cached + usage.output_tokens * self.output) / 1e6
+
+
+@runtime_checkable
+class Client(Protocol):
+    """A model that can be asked. One attempt per call; every failure is a ``ModelError``."""
+
+    name: str
+    """``provider:model``"""
+    window: int
+    """Tokens that prompt and reply together may have."""
+    price: Price | None
+    """None where it is not known; free local models have ``Price(0, 0)``."""
+
+    async def complete(self, request: Request) -> Reply:
+        """Send ``request`` once. ``Reply.usage.calls`` is 1 and ``Reply.cost`` is left to the pool."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class Account(Protocol):
+    """Who pays for one request. The engine's ledger implements it; ``reserve`` comes before every attempt."""
+
+    async def reserve(self) -> None:
+        """Set aside the most that one attempt can cost; waits while others' reservations may yet be freed.
+
+        Raises LimitReached where it cannot fit even then."""
+        ...
+
+    def settle(self, usage: Usage, cost: float | None) -> None:
+        """The attempt cost this much."""
+        ...
+
+    def forfeit(self, error: str) -> None:
+        """The attempt may have cost everything that was reserved; record it as an upper bound."""
+        ...
+
+    def release(self, error: str) -> None:
+        """The attempt cost nothing."""
+        ...

@@ -1,0 +1,128 @@
+"""A live Python session somewhere, whatever holds it: the protocol that the engine uses and every provider meets.
+
+    engine ── Session.run(code, answer=…) ──> Door (a byte stream) ──> guest.py: one namespace
+                     ^                                                    │
+                     └───── answer(name, args, kwargs) <── llm_query(…) ──┘   over the same stream
+
+A provider is little more than a ``Door``; ``session.py`` speaks the guest's wire over it. ``check.py`` is the suite
+that every provider passes before it is documented.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from ramify.types.trajectory import Cell
+
+Answer = Callable[[str, Sequence[Any], Mapping[str, Any]], Awaitable[Any]]
+"""The host's side of a call from a session: (name, args, kwargs) -> value. A ``HostCallError`` rises in the session."""
+
+
+class Caps(msgspec.Struct, frozen=True):
+    """What a provider really does on this machine. ``isolates_*`` true means that a test tried and failed."""
+
+    isolates_files: bool = False
+    isolates_network: bool = False
+    isolates_processes: bool = False
+    limits_memory: bool = False
+    interrupt: bool = False
+    """An endless loop can be stopped with its variables kept."""
+    kill: bool = False
+    """A session can be ended from outside without harm to the host."""
+    fork: bool = False
+    shares_context: bool = False
+    """Sessions over the same context share its memory."""
+
+
+class SandboxSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Which sessions a run gets."""
+
+    provider: str = "process"
+    memory_bytes: int = 2 << 30
+    """Address space of one session."""
+    cell_s: float = 120.0
+    """Most time that one cell may work; waiting for models is not counted."""
+    grace_s: float = 0.5
+    """From an interrupt to a kill."""
+    max_output_bytes: int = 1 << 20
+    """Kept of one cell's output for the host, head and tail; the session keeps up to sixteen times as much."""
+    packages: tuple[str, ...] = ()
+    """Third-party packages of the host that sessions may import; imported ahead of time where the provider can."""
+    allow_weaker: bool = False
+    """Accept a provider that does not isolate what the default would."""
+
+
+class Ran(msgspec.Struct, frozen=True):
+    """What one cell did."""
+
+    cell: Cell
+    """``stdout`` up to ``max_output_bytes``, ``stdout_chars`` its true length."""
+    note: Any = None
+    """What the installed modules' ``after_cell`` hooks returned: module name -> value."""
+    interrupted: str | None = None
+    """Why the host interrupted the cell (``"time"``, or the reason given to ``interrupt``); None if it ran to its end."""
+
+
+class Session(Protocol):
+    """One live Python namespace. Not safe for concurrent ``run``; ``interrupt`` and ``close`` may come at any time."""
+
+    caps: Caps
+
+    async def run(self, code: str, *, answer: Answer, timeout_s: float | None = None) -> Ran:
+        """Execute a cell; its calls to the host go to ``answer``, several at once if the code uses threads.
+
+        ``timeout_s`` counts only while the session works. Raises SessionDied where it had to be killed or fell over."""
+        ...
+
+    async def set(self, name: str, value: Any, *, reserved: bool = False) -> None:
+        """Bind ``name``. A reserved name is put back after every cell that rebinds it. Raises SandboxError for a value
+        that the codec does not carry, naming its type."""
+        ...
+
+    async def get(self, name: str) -> Any:
+        """The value of ``name``. Raises HostCallError("NameError", …) or ("TypeError", …) as the session would."""
+        ...
+
+    async def install(self, module: str, source: str) -> None:
+        """Execute ``source`` as a module in the session and bind the names of its ``__all__`` as reserved names.
+
+        In it ``call_host(name, *args, **kwargs)`` calls the host, ``HostError`` (``.kind``, ``.data``) is what it raises,
+        ``namespace`` is the notebook's dict. An optional ``after_cell()`` returns a value for ``Ran.note``."""
+        ...
+
+    def interrupt(self, reason: str) -> None:
+        """Stop the running cell: KeyboardInterrupt in its main thread, a kill after the grace time."""
+        ...
+
+    async def close(self) -> None:
+        """End the session and everything it started. Idempotent."""
+        ...
+
+
+class Context(Protocol):
+    """A context prepared once for any number of sessions; see ``sandbox.context.SharedContext``."""
+
+    kind: str
+    chars: int
+    digest: str
+
+
+class Sandbox(Protocol):
+    """A provider on this machine, ready to open sessions. One per RLM and event loop."""
+
+    caps: Caps
+    warning: str | None
+    """What a user must know before running hostile code here; None for an isolating provider."""
+
+    async def open(self, *, context: Context | None = None, seed: str = "") -> Session:
+        """A fresh session, with ``context`` bound as the reserved name ``context`` where given.
+
+        ``seed`` seeds ``random`` there, so that a replay draws the same numbers."""
+        ...
+
+    async def close(self) -> None:
+        """End every session that is still open."""
+        ...

@@ -1,0 +1,197 @@
+"""What happens in a run, as a stream of small facts: the one source of journal, live views and trajectory.
+
+The engine emits each event before it acts on it. ``Fold`` turns the stream, whole or cut off anywhere, into the
+``Trajectory``; the engine uses the same fold in memory that the store uses on a file.
+
+    RunStarted  (CallStarted (Requested (Attempted* Replied CellRan*)* CallEnded))*  RunEnded
+                 of one call, in this order; calls of one run interleave
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from ramify.types.message import Message, Reply, Usage
+from ramify.types.trajectory import (
+    SCHEMA_VERSION,
+    Call,
+    CallKind,
+    Cell,
+    ContextRef,
+    Fork,
+    Parent,
+    Stop,
+    Trajectory,
+    Turn,
+)
+
+
+class Event(msgspec.Struct, frozen=True, omit_defaults=True, tag=True, kw_only=True):
+    """Common to all events."""
+
+    at_s: float = 0.0
+    """Seconds since the run began."""
+
+
+class RunStarted(Event, frozen=True):
+    id: str
+    question: str
+    started_at: float
+    """Unix time."""
+    schema_version: int = SCHEMA_VERSION
+    task: str = ""
+    context: ContextRef | None = None
+    config: dict[str, Any] = {}
+    """Models, limits, scaffold and sandbox as given: what a resume needs to go on in the same way. Never a key."""
+
+
+class CallStarted(Event, frozen=True):
+    id: str
+    kind: CallKind
+    model: str
+    depth: int
+    question: str
+    parent: Parent | None = None
+    fork: Fork | None = None
+    context: ContextRef | None = None
+
+
+class Requested(Event, frozen=True):
+    """A request is about to be sent."""
+
+    call: str
+    turn: int
+    reused: int
+    prompt: tuple[Message, ...]
+    prompt_hash: str
+    """Of model, whole prompt and sampling: what makes two requests the same."""
+
+
+class Attempted(Event, frozen=True):
+    """An attempt to send a request failed."""
+
+    call: str
+    turn: int
+    error: str
+    usage: Usage = Usage()
+    """An upper bound, with ``unknown_calls`` set, where the attempt may have been paid."""
+    cost: float | None = None
+
+
+class Replied(Event, frozen=True):
+    """A reply arrived. Once this is in the journal it is never paid for again."""
+
+    call: str
+    turn: int
+    reply: Reply
+    cached: bool = False
+    """The reply came from a recorded run or the call cache, and was not paid now."""
+
+
+class CellRan(Event, frozen=True):
+    call: str
+    turn: int
+    cell: int
+    result: Cell
+
+
+class ToolAnswered(Event, frozen=True):
+    """A user's tool returned to a session."""
+
+    call: str
+    turn: int
+    cell: int
+    ordinal: int
+    """Of tool calls within the cell."""
+    name: str
+    arguments_hash: str
+    result: Any = None
+    """Encoded by the session's codec."""
+    error: str | None = None
+
+
+class Noted(Event, frozen=True):
+    """Something worth telling a person: a retry, a compaction, a deferred answer."""
+
+    call: str
+    text: str
+
+
+class CallEnded(Event, frozen=True):
+    id: str
+    stop: Stop
+    answer: Any = None
+    error: str | None = None
+
+
+class RunEnded(Event, frozen=True):
+    stop: Stop
+    answer: Any = None
+    error: str | None = None
+    usage: Usage = Usage()
+    cost: float | None = None
+
+
+AnyEvent = (
+    RunStarted | CallStarted | Requested | Attempted | Replied | CellRan | ToolAnswered | Noted | CallEnded | RunEnded
+)
+
+
+class Fold:
+    """Events in, ``trajectory`` out; valid after every event, also of a run that was cut off.
+
+    A conversation is a second ``RunStarted`` … ``RunEnded`` in the same stream: its call ids go on counting.
+    """
+
+    def __init__(self) -> None:
+        self.trajectory = Trajectory(id="", question="")
+        self._calls: dict[str, Call] = {}
+        self._asked: dict[str, Requested] = {}
+
+    def apply(self, event: AnyEvent) -> None:
+        match event:
+            case CallStarted():
+                call = Call(
+                    event.id, event.kind, event.model, event.depth, event.question,
+                    parent=event.parent, fork=event.fork, context=event.context, started_s=event.at_s,
+                )  # fmt: skip
+                self._calls[event.id] = call
+                self.trajectory.calls.append(call)
+            case Requested():
+                self._asked[event.call] = event
+            case Attempted():
+                self._charge(self._calls[event.call], event.usage, event.cost)
+                self.trajectory.errors.append(f"call {event.call}, turn {event.turn}: {event.error}")
+            case Replied():
+                call = self._calls[event.call]
+                asked = self._asked.pop(event.call)
+                call.turns.append(Turn(asked.reused, asked.prompt, event.reply))
+                self._charge(call, event.reply.usage, event.reply.cost)
+            case CellRan():
+                turns = self._calls[event.call].turns
+                turns[event.turn] = msgspec.structs.replace(
+                    turns[event.turn], cells=(*turns[event.turn].cells, event.result)
+                )
+            case CallEnded():
+                call = self._calls[event.id]
+                call.stop, call.answer, call.error, call.ended_s = event.stop, event.answer, event.error, event.at_s
+                if event.error:
+                    self.trajectory.errors.append(f"call {event.id}: {event.error}")
+            case RunStarted() if not self.trajectory.id:
+                self.trajectory.id, self.trajectory.question = event.id, event.question
+                self.trajectory.task, self.trajectory.context = event.task, event.context
+                self.trajectory.started_at, self.trajectory.metadata = event.started_at, dict(event.config)
+            case RunEnded():
+                self.trajectory.stop, self.trajectory.answer = event.stop, event.answer
+                self.trajectory.seconds = event.at_s
+            case _:
+                pass
+
+    def _charge(self, call: Call, usage: Usage, cost: float | None) -> None:
+        call.usage += usage
+        self.trajectory.usage += usage
+        if cost is not None:
+            call.cost = (call.cost or 0.0) + cost
+            self.trajectory.cost = (self.trajectory.cost or 0.0) + cost

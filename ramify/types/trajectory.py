@@ -1,0 +1,204 @@
+"""The tree that a run leaves behind: who was asked what, what code ran, what came of it.
+
+A ``Trajectory`` is what a user looks at, an evaluation scores and a trainer learns from. Each thing is stored once:
+calls are a flat list with parent ids, and a turn holds only the messages that the turn before it did not have.
+
+    Trajectory
+    └── Call 0            (rlm, depth 0)
+        ├── Turn 0        prompt: [system, user]    reply    cells: [Cell]
+        ├── Turn 1        prompt: [observation]     reply    cells: [Cell]
+        ├── Call 0.0      (lm, depth 1)   parent: call 0, turn 0, cell 0
+        └── Call 0.1      (rlm, depth 1)  parent: call 0, turn 1, cell 0
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import msgspec
+
+from ramify.types.message import Message, Reply, Usage
+
+SCHEMA_VERSION = 1
+"""Of events and trajectories on disk. A reader refuses a newer one."""
+
+CallKind = Literal["rlm", "lm", "leaf"]
+
+
+class Stop(enum.StrEnum):
+    """Why a call ended."""
+
+    FINAL = "final"
+    MAX_TURNS = "max_turns"
+    MAX_TOKENS = "max_tokens"
+    MAX_COST = "max_cost"
+    DEADLINE = "deadline"
+    MAX_CALLS = "max_calls"
+    NO_CODE = "no_code"
+    ERROR = "error"
+    CANCELLED = "cancelled"
+
+    def is_truncated(self) -> bool:
+        """Whether a limit cut the call short, so that its answer is the best so far."""
+        return self in _TRUNCATED
+
+
+_TRUNCATED = {Stop.MAX_TURNS, Stop.MAX_TOKENS, Stop.MAX_COST, Stop.DEADLINE, Stop.MAX_CALLS, Stop.CANCELLED}
+
+
+class ContextRef(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A context by content, never by value."""
+
+    digest: str
+    """SHA-256, hexadecimal, of the context's encoded form; the blob's name in a store."""
+    chars: int
+    kind: str
+    """Its Python type in the session: ``str``, ``dict``, ``list`` …"""
+
+
+class Cell(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One execution of code in a session."""
+
+    code: str
+    stdout: str = ""
+    """What was printed, cut to what the model was shown at most."""
+    value: str | None = None
+    """The echo of the last expression."""
+    error: str | None = None
+    """The traceback, with the cell's own line numbers; None if the cell ended well."""
+    seconds: float = 0.0
+    """Time that the session worked; time spent waiting for models is not counted."""
+    stdout_chars: int = 0
+    """True length of what was printed; more than ``len(stdout)`` where it was cut."""
+    stdout_digest: str | None = None
+    """The blob that holds the whole output, where it was cut and a store was given."""
+    restored: tuple[str, ...] = ()
+    """Reserved names that the cell had rebound and that were put back."""
+
+
+class Turn(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One request to a model and what was done with its reply."""
+
+    reused: int
+    """How many messages of the conversation so far (prompt, then reply, of every turn before) this prompt begins with."""
+    prompt: tuple[Message, ...]
+    """The messages of this prompt after the reused ones."""
+    reply: Reply
+    cells: tuple[Cell, ...] = ()
+
+
+class Parent(msgspec.Struct, frozen=True):
+    """Where a call was made: in cell ``cell`` of turn ``turn`` of call ``call``."""
+
+    call: str
+    turn: int
+    cell: int
+
+
+class Fork(msgspec.Struct, frozen=True):
+    """The call continues ``call`` after ``turn`` and shares everything before."""
+
+    call: str
+    turn: int
+
+
+class Call(msgspec.Struct, omit_defaults=True):
+    """One invocation of a model at one depth: a whole RLM loop, or a single plain request."""
+
+    id: str
+    """Dotted path by order of issue: ``0``, ``0.0``, ``0.3.1``."""
+    kind: CallKind
+    model: str
+    """``provider:model``"""
+    depth: int
+    question: str
+    parent: Parent | None = None
+    fork: Fork | None = None
+    context: ContextRef | None = None
+    turns: list[Turn] = msgspec.field(default_factory=list)
+    answer: Any = None
+    """JSON-ready; None until the call ends with one."""
+    stop: Stop | None = None
+    """None while the call runs, and after a crash."""
+    error: str | None = None
+    usage: Usage = Usage()
+    """Of this call alone, without its children."""
+    cost: float | None = None
+    """Dollars for this call alone; None where its model has no price."""
+    started_s: float = 0.0
+    """Seconds since the run began."""
+    ended_s: float | None = None
+
+
+class Trajectory(msgspec.Struct, omit_defaults=True):
+    """One run: the tree of its calls, its rewards and its bill."""
+
+    id: str
+    question: str
+    schema_version: int = SCHEMA_VERSION
+    task: str = ""
+    """Name of the task it came from; empty for a user's question."""
+    context: ContextRef | None = None
+    calls: list[Call] = msgspec.field(default_factory=list)
+    rewards: dict[str, float] = msgspec.field(default_factory=dict)
+    call_rewards: dict[str, dict[str, float]] = msgspec.field(default_factory=dict)
+    """Call id -> reward name -> reward."""
+    metrics: dict[str, float] = msgspec.field(default_factory=dict)
+    errors: list[str] = msgspec.field(default_factory=list)
+    answer: Any = None
+    stop: Stop | None = None
+    usage: Usage = Usage()
+    """Of the whole tree."""
+    cost: float | None = None
+    """Dollars for the whole tree; None where no model had a price."""
+    seconds: float = 0.0
+    started_at: float = 0.0
+    """Unix time."""
+    metadata: dict[str, Any] = msgspec.field(default_factory=dict)
+
+    @property
+    def root(self) -> Call:
+        """The first call; in a conversation, the first question's."""
+        return self.calls[0]
+
+    @property
+    def depth(self) -> int:
+        """Depth of the deepest call; 0 where the root made none."""
+        return max((call.depth for call in self.calls), default=0)
+
+    def call(self, id: str) -> Call:
+        for call in self.calls:
+            if call.id == id:
+                return call
+        raise KeyError(f"no call {id!r} in trajectory {self.id}")
+
+    def children(self, call: Call) -> list[Call]:
+        """The calls that ``call``'s cells made, in order of issue."""
+        return [child for child in self.calls if child.parent is not None and child.parent.call == call.id]
+
+    def walk(self) -> Iterator[Call]:
+        """Every call, a parent before its children, siblings in order of issue."""
+        below: dict[str | None, list[Call]] = {}
+        for call in self.calls:
+            below.setdefault(call.parent.call if call.parent else None, []).append(call)
+        stack = below.get(None, [])[::-1]
+        while stack:
+            call = stack.pop()
+            yield call
+            stack.extend(below.get(call.id, [])[::-1])
+
+    def conversation(self, call: Call, turn: int | None = None) -> list[Message]:
+        """The messages of ``call`` up to and including the reply of ``turn`` (by default its last)."""
+        messages = self.conversation(self.call(call.fork.call), call.fork.turn) if call.fork else []
+        for step in call.turns if turn is None else call.turns[: turn + 1]:
+            messages = [*messages[: step.reused], *step.prompt, step.reply.message]
+        return messages
+
+
+class Group(msgspec.Struct):
+    """Trajectories of one task: the siblings that a baseline is taken over."""
+
+    task: str
+    trajectories: list[Trajectory]
