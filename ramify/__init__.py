@@ -55,7 +55,7 @@ _HOMES = {
     "load": "ramify.sources.load",
 }
 
-__all__ = sorted(_HOMES)  # noqa: PLE0605 -- one list, tested to be exact
+__all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:

@@ -63,7 +63,7 @@ class Ran(msgspec.Struct, frozen=True):
     note: Any = None
     """What the installed modules' ``after_cell`` hooks returned: module name -> value."""
     interrupted: str | None = None
-    """Why the host interrupted the cell (``"time"``, or the reason given to ``interrupt``); None if it ran to its end."""
+    """Why the host interrupted the cell: ``"time"``, or what ``interrupt`` was given. None if it ran to its end."""
 
 
 class Session(Protocol):
@@ -89,8 +89,8 @@ class Session(Protocol):
     async def install(self, module: str, source: str) -> None:
         """Execute ``source`` as a module in the session and bind the names of its ``__all__`` as reserved names.
 
-        In it ``call_host(name, *args, **kwargs)`` calls the host, ``HostError`` (``.kind``, ``.data``) is what it raises,
-        ``namespace`` is the notebook's dict. An optional ``after_cell()`` returns a value for ``Ran.note``."""
+        In it ``call_host(name, *args, **kwargs)`` calls the host, ``HostError`` (``.kind``, ``.data``) is what it
+        raises, ``namespace`` is the notebook's dict. An optional ``after_cell()`` returns a value for ``Ran.note``."""
         ...
 
     def interrupt(self, reason: str) -> None:

@@ -45,7 +45,7 @@ class Sequence(msgspec.Struct, omit_defaults=True):
         for name, values in {**required, **{k: v for k, v in optional.items() if v}, **self.streams}.items():
             if len(values) != num_tokens:
                 raise ValueError(
-                    f"sequence of {num_tokens} tokens has {len(values)} entries in '{name}'; each stream has one per token"
+                    f"sequence of {num_tokens} tokens has {len(values)} entries in '{name}', not one per token"
                 )
 
 

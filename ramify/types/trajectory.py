@@ -82,7 +82,7 @@ class Turn(msgspec.Struct, frozen=True, omit_defaults=True):
     """One request to a model and what was done with its reply."""
 
     reused: int
-    """How many messages of the conversation so far (prompt, then reply, of every turn before) this prompt begins with."""
+    """How many messages of the conversation so far (prompt and reply of every turn before) this prompt begins with."""
     prompt: tuple[Message, ...]
     """The messages of this prompt after the reused ones."""
     reply: Reply
