@@ -71,6 +71,11 @@ class Request(msgspec.Struct, frozen=True):
             total += len(msgspec.json.encode(part)) if part is not None else 0
         return total
 
+    def max_usage(self) -> Usage:
+        """An upper bound on what one attempt uses: what to reserve, and what to book where no usage came back."""
+        tokens = self.max_input_tokens()
+        return Usage(tokens, self.sampling.max_tokens, cache_write_tokens=tokens, calls=1, unknown_calls=1)
+
 
 class Price(msgspec.Struct, frozen=True):
     """Dollars per million tokens."""
@@ -79,11 +84,15 @@ class Price(msgspec.Struct, frozen=True):
     output: float
     cached: float | None = None
     """For input read from the provider's cache; None: the same as ``input``."""
+    cache_write: float | None = None
+    """For input that the provider stored in its cache and charges more for; None: the same as ``input``."""
 
     def of(self, usage: Usage) -> float:
         cached = self.input if self.cached is None else self.cached
-        fresh = usage.input_tokens - usage.cached_tokens
-        return (fresh * self.input + usage.cached_tokens * cached + usage.output_tokens * self.output) / 1e6
+        stored = self.input if self.cache_write is None else self.cache_write
+        fresh = usage.input_tokens - usage.cached_tokens - usage.cache_write_tokens
+        dollars = fresh * self.input + usage.cached_tokens * cached + usage.cache_write_tokens * stored
+        return (dollars + usage.output_tokens * self.output) / 1e6
 
 
 @runtime_checkable
@@ -98,7 +107,8 @@ class Client(Protocol):
     """None where it is not known; free local models have ``Price(0, 0)``."""
 
     async def complete(self, request: Request) -> Reply:
-        """Send ``request`` once. ``Reply.usage.calls`` is 1 and ``Reply.cost`` is left to the pool."""
+        """Send ``request`` once. ``Reply.usage.calls`` is 1, or 0 where the server did not say what was used: the pool
+        then books ``request.max_usage()``. ``Reply.cost`` is left to the pool."""
         ...
 
     async def close(self) -> None: ...

@@ -47,6 +47,8 @@ class Usage(msgspec.Struct, frozen=True, omit_defaults=True):
     """Requests that were paid for, or may have been."""
     unknown_calls: int = 0
     """The part of ``calls`` whose tokens are an upper bound, since no usage came back."""
+    cache_write_tokens: int = 0
+    """The part of ``input_tokens`` that the provider stored in its prompt cache and charges for as such."""
 
     def __add__(self, other: Usage) -> Usage:
         return Usage(
@@ -56,6 +58,7 @@ class Usage(msgspec.Struct, frozen=True, omit_defaults=True):
             self.reasoning_tokens + other.reasoning_tokens,
             self.calls + other.calls,
             self.unknown_calls + other.unknown_calls,
+            self.cache_write_tokens + other.cache_write_tokens,
         )
 
     @property

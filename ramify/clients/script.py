@@ -1,0 +1,236 @@
+"""What a scripted model says: a list, rules or a function in; one reply or one failure out per request.
+
+Shared by ``ScriptedClient`` (no wire) and ``ScriptedServer`` (real HTTP), so that both count and fail alike.
+Tokens are counted as a quarter of the characters, rounded up, for each text of a message: simple, the same on every
+machine, and never more than the bytes that a budget reserves for.
+
+    ["hello", rate_limited(1.5), "again"]                    one per request, in order
+    lambda messages: messages[-1].content.upper()            or a coroutine function
+    [Rule(match="capital", reply="Paris"), ...]              first rule whose pattern is found in the last message
+
+A script file is JSON: a list of the same, ``{"fail": "rate_limited", "retry_after_s": 1.5}`` for a failure and
+``{"match": "capital", "reply": …}`` for a rule.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from ramify.errors import ConfigError, Refused
+from ramify.types.message import Message, Reply, Usage
+
+Kind = Literal[
+    "rate_limited", "server_error", "refused", "unreachable",
+    "dropped", "cut", "stalled", "malformed", "html", "no_choices", "no_usage",
+]  # fmt: skip
+
+
+class Failure(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """Something other than a good reply. ``fail`` says what; see the functions below."""
+
+    fail: Kind
+    text: str = ""
+    """What the model had answered, or the server's message."""
+    retry_after_s: float | None = None
+    status: int = 0
+    """The HTTP status, where the kind leaves it open."""
+
+
+def rate_limited(retry_after_s: float | None = None) -> Failure:
+    """429, with the time to wait where given."""
+    return Failure("rate_limited", retry_after_s=retry_after_s, status=429)
+
+
+def server_error(status: int = 500, text: str = "the engine fell over") -> Failure:
+    """A 5xx."""
+    return Failure("server_error", text, status=status)
+
+
+def refused(status: int = 400, text: str = "the request was refused") -> Failure:
+    """A 4xx: not worth trying again."""
+    return Failure("refused", text, status=status)
+
+
+def unreachable() -> Failure:
+    """Nobody listens; over HTTP, where somebody must, the connection is closed like ``dropped``."""
+    return Failure("unreachable")
+
+
+def dropped(text: str = "lost") -> Failure:
+    """The model worked and was paid; the connection closed before the reply began."""
+    return Failure("dropped", text)
+
+
+def cut(text: str = "cut in the middle") -> Failure:
+    """As ``dropped``, but in the middle of the reply's body."""
+    return Failure("cut", text)
+
+
+def stalled(text: str = "too late") -> Failure:
+    """The model worked; the reply never comes and the connection stays open."""
+    return Failure("stalled", text)
+
+
+def malformed(text: str = "not json") -> Failure:
+    """200 with a body that is not JSON. Paid."""
+    return Failure("malformed", text)
+
+
+def html(status: int = 200) -> Failure:
+    """A web page instead of the API, as a wrong base URL gives."""
+    return Failure("html", "<!doctype html><title>Welcome</title>", status=status)
+
+
+def no_choices(text: str = "nothing") -> Failure:
+    """200 and JSON, but no choices. Paid."""
+    return Failure("no_choices", text)
+
+
+def no_usage(text: str) -> Failure:
+    """A good reply that does not say what it cost."""
+    return Failure("no_usage", text)
+
+
+PAID: frozenset[str] = frozenset({"dropped", "cut", "stalled", "malformed", "no_choices", "no_usage"})
+"""Kinds of failure for which the model did its work."""
+
+Step = str | Message | Reply | Failure
+"""What a script gives for one request."""
+
+
+class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Requests whose last message matches get this reply."""
+
+    match: str
+    """Regular expression, searched for in the last message; ``.`` also matches newlines."""
+    reply: Step | tuple[Step, ...]
+    """Of a tuple, one after the other; the last is repeated."""
+
+
+Teller = Callable[[tuple[Message, ...]], Step | Awaitable[Step]]
+Lines = Sequence[Step | Rule] | Teller
+
+
+class Script:
+    """The next answer for any request. Requests served at the same time take lines in order of arrival."""
+
+    def __init__(self, lines: Lines, name: str = "the script") -> None:
+        self._tell: Teller = lines if callable(lines) else _told(tuple(lines), name)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Script:
+        """A script from a JSON file."""
+        return cls(_lines(path), name=str(path))
+
+    async def answer(self, messages: tuple[Message, ...], max_tokens: int) -> tuple[Reply | Failure, Usage]:
+        """What to answer, and what the model used for it (nothing where it was not asked)."""
+        step = self._tell(messages)
+        if inspect.isawaitable(step):
+            step = await step
+        if isinstance(step, Failure):
+            if step.fail not in PAID:
+                return step, Usage()
+            return step, _reply(step.text, messages, max_tokens).usage
+        reply = _reply(step, messages, max_tokens)
+        return reply, reply.usage
+
+
+def count(text: str | None) -> int:
+    """Tokens of a text, as scripted models count them."""
+    return (len(text) + 3) // 4 if text else 0
+
+
+def count_message(message: Message) -> int:
+    """Tokens of a message: its texts and its tool calls."""
+    calls = sum(count(call.name) + count(call.arguments) for call in message.tool_calls)
+    return count(message.content) + count(message.reasoning) + calls
+
+
+def _reply(step: str | Message | Reply, messages: tuple[Message, ...], max_tokens: int) -> Reply:
+    if isinstance(step, Reply) and step.usage.calls:
+        return step
+    reply = (
+        step if isinstance(step, Reply) else Reply(step if isinstance(step, Message) else Message("assistant", step))
+    )
+    message, finish = reply.message, reply.finish
+    room = max_tokens - count(message.reasoning)
+    if count(message.content) > room:
+        message, finish = msgspec.structs.replace(message, content=message.content[: 4 * max(room, 0)]), "length"
+    elif message.tool_calls and finish == "stop":
+        finish = "tool_calls"
+    usage = Usage(
+        input_tokens=sum(map(count_message, messages)),
+        output_tokens=count_message(message),
+        reasoning_tokens=count(message.reasoning),
+        calls=1,
+    )
+    return msgspec.structs.replace(reply, message=message, finish=finish, usage=usage)
+
+
+def _told(lines: tuple[Step | Rule, ...], name: str) -> Teller:
+    if any(isinstance(line, Rule) for line in lines):
+        return _by_rule([line if isinstance(line, Rule) else Rule("", line) for line in lines], name)
+    return _in_order(lines, name)  # type: ignore[arg-type]
+
+
+def _in_order(lines: tuple[Step, ...], name: str) -> Teller:
+    left = iter(lines)
+    asked = 0
+
+    def tell(messages: tuple[Message, ...]) -> Step:
+        nonlocal asked
+        asked += 1
+        for line in left:
+            return line
+        raise Refused(f"{name}: all {len(lines)} replies are used up (this is request {asked}): add one, or use a rule")
+
+    return tell
+
+
+def _by_rule(rules: list[Rule], name: str) -> Teller:
+    patterns = [re.compile(rule.match, re.DOTALL) for rule in rules]
+    replies = [rule.reply if isinstance(rule.reply, tuple) else (rule.reply,) for rule in rules]
+    used = [0] * len(rules)
+
+    def tell(messages: tuple[Message, ...]) -> Step:
+        last = messages[-1].content if messages else ""
+        for i, pattern in enumerate(patterns):
+            if pattern.search(last):
+                used[i] += 1
+                return replies[i][min(used[i], len(replies[i])) - 1]
+        raise Refused(f'{name}: no rule matches the last message {last[:60]!r}: add a rule with "match": ""')
+
+    return tell
+
+
+def _lines(path: str | Path) -> tuple[Step | Rule, ...]:
+    try:
+        lines = msgspec.json.decode(Path(path).read_bytes(), type=list[Any])
+        return tuple(_line(line) for line in lines)
+    except OSError as error:
+        raise ConfigError(f"script {path}: {error.strerror}; give a JSON list of replies or rules") from None
+    except (msgspec.MsgspecError, re.error) as error:
+        raise ConfigError(f"script {path}: {error}; give a JSON list of replies or rules") from None
+
+
+def _line(line: Any) -> Step | Rule:
+    if isinstance(line, dict) and "match" in line:
+        reply = line.get("reply")
+        steps = tuple(_step(each) for each in reply) if isinstance(reply, list) else _step(reply)
+        re.compile(line["match"])
+        return Rule(line["match"], steps)
+    return _step(line)
+
+
+def _step(line: Any) -> Step:
+    if isinstance(line, dict) and "fail" in line:
+        return msgspec.convert(line, Failure)
+    if isinstance(line, dict):
+        return msgspec.convert({"role": "assistant", **line}, Message)
+    return msgspec.convert(line, str)

@@ -1,0 +1,127 @@
+"""A model that says what it was told to: the double that ships with the package.
+
+    client = ScriptedClient(["```repl\nx = 1\n```", rate_limited(0.1), "FINAL(2)"])
+    client = ScriptedClient(lambda messages: f"{len(messages)} messages so far", latency_s=0.05)
+
+It is injected where a real client would be; nothing is patched. ``served`` is what it would have charged, dropped
+replies included, so that a test can compare it with what a run reports.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import msgspec
+
+from ramify.clients.base import Price, Request
+from ramify.clients.script import (
+    Failure,
+    Lines,
+    Rule,
+    Script,
+    Step,
+    cut,
+    dropped,
+    html,
+    malformed,
+    no_choices,
+    no_usage,
+    rate_limited,
+    refused,
+    server_error,
+    stalled,
+    unreachable,
+)
+from ramify.errors import BadReply, ModelError, RateLimited, Refused, ReplyLost, ServerFailed, Unreachable
+from ramify.types.message import Message, Reply, Usage
+
+__all__ = [
+    "Failure", "Rule", "ScriptedClient", "Step", "cut", "dropped", "html", "malformed", "no_choices", "no_usage",
+    "rate_limited", "refused", "server_error", "stalled", "unreachable",
+]  # fmt: skip
+
+
+class ScriptedClient:
+    """A ``Client`` over a script. See ``script.py`` for what a script may be."""
+
+    def __init__(
+        self,
+        script: Lines | Script,
+        name: str = "scripted:test",
+        window: int = 128_000,
+        price: Price | None = None,
+        latency_s: float = 0.0,
+    ) -> None:
+        self.name = name
+        self.window = window
+        self.price = price
+        self.served = Usage()
+        """Everything the model did, whether or not the reply arrived."""
+        self.requests: list[Request] = []
+        """Every request, in order of arrival."""
+        self.in_flight = 0
+        self.most_in_flight = 0
+        self._script = script if isinstance(script, Script) else Script(script, name)
+        self._latency_s = latency_s
+
+    @classmethod
+    def load(cls, path: str | Path) -> ScriptedClient:
+        """The client named ``scripted:PATH``."""
+        return cls(Script.load(path), name=f"scripted:{path}")
+
+    async def complete(self, request: Request) -> Reply:
+        self.requests.append(request)
+        self.in_flight += 1
+        self.most_in_flight = max(self.most_in_flight, self.in_flight)
+        started = time.perf_counter()
+        try:
+            step, usage = await self._script.answer(request.messages, request.sampling.max_tokens)
+            self._refuse_overlong(request, usage)
+            self.served += usage
+            if self._latency_s:
+                await asyncio.sleep(self._latency_s)
+            reply = await self._replied(step)
+        finally:
+            self.in_flight -= 1
+        model = reply.model or self.name.partition(":")[2]
+        return msgspec.structs.replace(reply, model=model, seconds=time.perf_counter() - started)
+
+    async def close(self) -> None:
+        """Nothing to close."""
+
+    def _refuse_overlong(self, request: Request, usage: Usage) -> None:
+        if usage.input_tokens > self.window:
+            raise Refused(
+                f"{self.name}: the prompt has {usage.input_tokens} tokens and the window {self.window}: shorten it"
+            )
+
+    async def _replied(self, step: Reply | Failure) -> Reply:
+        if isinstance(step, Reply):
+            return step
+        if step.fail == "no_usage":
+            return Reply(Message("assistant", step.text))
+        if step.fail == "stalled":
+            await asyncio.Event().wait()
+        raise _error(self.name, step)
+
+
+def _error(name: str, step: Failure) -> ModelError:
+    match step.fail:
+        case "rate_limited":
+            return RateLimited(f"{name}: 429, rate limited", step.retry_after_s)
+        case "server_error":
+            return ServerFailed(f"{name}: {step.status or 500}, {step.text}")
+        case "refused":
+            return Refused(f"{name}: {step.status or 400}, {step.text}")
+        case "unreachable":
+            return Unreachable(f"{name}: connection refused")
+        case "dropped" | "cut":
+            return ReplyLost(f"{name}: the connection closed before the reply was whole")
+        case "html":
+            return BadReply(f"{name}: answered HTML instead of JSON")
+        case "no_choices":
+            return BadReply(f"{name}: a reply without choices")
+        case _:
+            return BadReply(f"{name}: a reply that is not JSON: {step.text[:60]!r}")
