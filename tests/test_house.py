@@ -1,0 +1,103 @@
+"""The floors of the house: who may import whom, and that ``import ramify`` stays light.
+
+A room imports lower floors; on its own floor only another room's ``base``. Imports inside functions count, and so do
+those under ``TYPE_CHECKING``, except in ``ramify/__init__.py``, whose public names come from every floor.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "ramify"
+FLOORS = [
+    {"types", "errors"},
+    {"clients", "sandbox", "policy", "inference", "store", "sources", "tasks"},
+    {"engine"},
+    {"combinators"},
+    {"evaluate"},
+    {"train"},
+    {"build"},
+    {"viewer", "serve"},
+    {"cli"},
+]
+FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+ALSO = {("inference", "policy")}
+STANDARD_LIBRARY_ONLY = {"sandbox/guest.py", "__init__.py"}
+HEAVY = {"torch", "transformers", "aiohttp", "httpx", "pydantic", "jsonschema", "typer", "rich"}
+
+
+def imports(tree: ast.AST, package: str) -> Iterator[str]:
+    """Dotted names of all that is imported anywhere in ``tree``; ``from a import b`` gives ``a.b``."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import():
+                yield from (alias.name for alias in node.names)
+            case ast.ImportFrom():
+                above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+                yield from (".".join([*above, *filter(None, [node.module]), alias.name]) for alias in node.names)
+            case ast.Call(
+                func=ast.Attribute(attr="import_module") | ast.Name(id="import_module" | "__import__"),
+                args=[ast.Constant(value=str(name)), *_],
+            ):
+                yield name
+
+
+def is_allowed(importer: str, name: str) -> bool:
+    """Whether room ``importer`` may import ``name``, a dotted name below ``ramify``."""
+    room, _, rest = name.partition(".")
+    if room in (importer, "__version__"):
+        return True
+    if room not in FLOOR_OF or FLOOR_OF[room] > FLOOR_OF[importer]:
+        return False
+    return FLOOR_OF[room] < FLOOR_OF[importer] or rest.split(".")[0] == "base" or (importer, room) in ALSO
+
+
+def without_type_checking(tree: ast.Module) -> ast.Module:
+    guarded = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    return ast.Module([node for node in tree.body if node not in guarded], [])
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_go_down(path: Path) -> None:
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    tree = ast.parse(path.read_bytes())
+    if parts == ("__init__",):
+        names = list(imports(without_type_checking(tree), "ramify"))
+    else:
+        assert parts[0] in FLOOR_OF, f"ramify/{parts[0]} is on no floor of the table in this file"
+        names = list(imports(tree, ".".join(("ramify", *parts[:-1]))))
+        inside = [name.removeprefix("ramify.") for name in names if name.startswith("ramify.")]
+        wrong = [name for name in inside if not is_allowed(parts[0], name)]
+        assert (wrong, "ramify" in names) == ([], False), f"{path} imports a room that it may not"
+    if path.relative_to(PACKAGE).as_posix() in STANDARD_LIBRARY_ONLY:
+        assert {name.split(".")[0] for name in names} <= sys.stdlib_module_names
+
+
+@pytest.mark.parametrize(
+    ("importer", "name", "allowed"),
+    [
+        ("engine", "clients.openai.OpenAI", True),
+        ("clients", "sandbox.base.Caps", True),
+        ("clients", "sandbox.process", False),
+        ("clients", "sandbox", False),
+        ("store", "engine.rlm", False),
+        ("inference", "policy.load", True),
+        ("policy", "inference.local", False),
+        ("types", "errors.RamifyError", False),
+        ("engine", "helpers.x", False),
+    ],
+)
+def test_the_rule_itself(importer: str, name: str, allowed: bool) -> None:
+    assert is_allowed(importer, name) is allowed
+
+
+def test_import_is_light() -> None:
+    script = f"import ramify, sys; print(sorted({HEAVY!r} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
