@@ -89,6 +89,9 @@ class BadReply(ModelError):
 class Refused(ModelError):
     """The server refused the request: a 4xx other than 429."""
 
+    too_long = False
+    """Whether the reason was that the prompt does not fit the model's window."""
+
 
 class SandboxError(RamifyError):
     """A session could not be had, or broke its protocol."""

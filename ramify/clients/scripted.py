@@ -120,7 +120,9 @@ def _error(name: str, step: Failure) -> ModelError:
         case "dropped" | "cut":
             return ReplyLost(f"{name}: the connection closed before the reply was whole")
         case "html":
-            return BadReply(f"{name}: answered HTML instead of JSON")
+            error = BadReply(f"{name}: answered HTML instead of JSON")
+            error.may_be_paid = False
+            return error
         case "no_choices":
             return BadReply(f"{name}: a reply without choices")
         case _:

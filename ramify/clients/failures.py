@@ -1,0 +1,146 @@
+"""What a server's refusal means: status, headers and body in; the right ``ModelError`` out. One line, never a key.
+
+Shared by all clients that speak HTTP, whatever library sends for them. The time to wait is read from
+``retry-after-ms``, ``retry-after`` (seconds or a date), the ``x-ratelimit-reset-*`` of a limit that is used up, and
+Google's ``retryDelay``.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterable, Mapping
+from datetime import datetime
+from email.utils import parsedate_to_datetime
+from typing import Any
+
+import msgspec
+
+from ramify.errors import ModelError, RateLimited, Refused, ReplyLost, ServerFailed
+
+_LOOKS_LIKE_A_KEY = re.compile(r"\b(sk|pk|gsk|xai|key|Bearer)([-_ ])[\w*.+/=-]{8,}")
+_TOO_LONG = re.compile(
+    r"context.{0,12}(length|window)|maximum context|too many (input )?tokens|prompt is too long|input is too long"
+    r"|max_model_len|longer than the (model|maximum)|exceeds? the (maximum|model|limit)[^.]{0,40}tokens",
+    re.IGNORECASE,
+)
+_NO_MONEY = re.compile(r"insufficient_quota|billing|credit balance|exceeded your current quota", re.IGNORECASE)
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
+_UNIT_S = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_RETRY_DELAY = re.compile(rb'"retryDelay"\s*:\s*"(\d+(?:\.\d+)?)s"')
+
+
+def from_status(
+    where: str,
+    status: int,
+    headers: Mapping[str, str],
+    body: bytes,
+    *,
+    key_variable: str = "",
+    secrets: Iterable[str] = (),
+) -> ModelError:
+    """The error for an answer that is not a 2xx. ``where`` names model and address."""
+    said = redacted(message_of(body), secrets)
+    text = f"{where} answered {status}: {said}" if said else f"{where} answered {status}"
+    if status in (429, 529) or (status == 503 and retry_after_s(headers, body) is not None):
+        if _NO_MONEY.search(said) and status == 429:
+            return Refused(f"{text}; the account has no quota left")
+        return RateLimited(text, retry_after_s(headers, body))
+    if status in (504, 524):
+        return ReplyLost(f"{text}; a gateway gave up waiting")
+    if status >= 500 or status in (408, 425):
+        return ServerFailed(text)
+    return _refused(text, status, said, headers, key_variable)
+
+
+def _refused(text: str, status: int, said: str, headers: Mapping[str, str], key_variable: str) -> Refused:
+    if status in (400, 413, 422) and (status == 413 or _TOO_LONG.search(said)):
+        error = Refused(f"{text}; shorten the prompt or name a model with a larger window")
+        error.too_long = True
+        return error
+    if status in (401, 403) and key_variable:
+        return Refused(f"{text}; check the key in {key_variable}")
+    if status == 404 and "html" in headers.get("content-type", "").lower():
+        return Refused(f"{text}; check the base URL: most end in /v1")
+    return Refused(text)
+
+
+def message_of(body: bytes) -> str:
+    """What an error body says, in whatever shape this provider says it; at most 300 characters on one line."""
+    try:
+        parsed = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        text = body[:2000].decode("utf-8", "replace")
+        parsed = "a web page" if text.lstrip()[:1] == "<" else text
+    return " ".join(_said(parsed).split())[:300]
+
+
+def _said(parsed: Any) -> str:
+    if isinstance(parsed, list):
+        return _said(parsed[0]) if parsed else ""
+    if not isinstance(parsed, dict):
+        return str(parsed)
+    for field in ("error", "message", "detail", "msg", "error_message"):
+        if parsed.get(field):
+            code = parsed.get("code") or parsed.get("type")
+            tail = f" ({code})" if field == "message" and isinstance(code, str) else ""
+            return _said(parsed[field]) + tail
+    return msgspec.json.encode(parsed).decode() if parsed else ""
+
+
+def redacted(text: str, secrets: Iterable[str] = ()) -> str:
+    """``text`` without the given secrets and without what looks like a key."""
+    for secret in secrets:
+        if len(secret) >= 6:
+            text = text.replace(secret, "***")
+    return _LOOKS_LIKE_A_KEY.sub(r"\1\2***", text)
+
+
+def retry_after_s(headers: Mapping[str, str], body: bytes = b"") -> float | None:
+    """Seconds to wait, where the server said so."""
+    waits = [
+        _scaled(headers.get("retry-after-ms"), 1e-3),
+        seconds_of(headers.get("retry-after")),
+        _reset_of_what_is_used_up(headers),
+    ]
+    for wait_s in waits:
+        if wait_s is not None:
+            return wait_s
+    delay = _RETRY_DELAY.search(body)
+    return float(delay[1]) if delay else None
+
+
+def _scaled(value: str | None, unit: float) -> float | None:
+    try:
+        return max(0.0, float(value) * unit) if value is not None else None
+    except ValueError:
+        return None
+
+
+def _reset_of_what_is_used_up(headers: Mapping[str, str]) -> float | None:
+    waits = []
+    for name, value in headers.items():
+        name = name.lower()
+        if "ratelimit" in name and "remaining" in name and value.strip() == "0":
+            reset = seconds_of(headers.get(name.replace("remaining", "reset")))
+            if reset is not None:
+                waits.append(reset)
+    return max(waits, default=None)
+
+
+def seconds_of(value: str | None) -> float | None:
+    """``"2"``, ``"6m0.5s"``, ``"20ms"``, an HTTP date, an ISO date or a Unix time: seconds from now."""
+    if not value:
+        return None
+    value = value.strip()
+    number = _scaled(value, 1.0)
+    if number is not None:
+        return number if number < 1e9 else max(0.0, (number / 1000 if number > 1e11 else number) - time.time())
+    if _DURATION.fullmatch(value) or re.fullmatch(rf"({_DURATION.pattern})+", value):
+        return sum(float(amount) * _UNIT_S[unit] for amount, unit in _DURATION.findall(value))
+    for parse in (parsedate_to_datetime, datetime.fromisoformat):
+        try:
+            return max(0.0, parse(value).timestamp() - time.time())
+        except (ValueError, TypeError):
+            continue
+    return None

@@ -1,0 +1,197 @@
+"""One connection pool, one gate and one way of trying again, for a whole run's tree.
+
+    ask ── account.reserve()        may wait; nothing is held meanwhile
+         ─ a turn at the gates      of the model, which gives way to its rate limits; then of the run
+         ─ client.complete()        the turn is held for this alone
+         ─ settle / forfeit / release, exactly once, whatever happened
+         ─ wait and begin again, where the error is worth it
+
+Every model has a gate of its own, so that one that is rate limited does not slow the others; ``max_in_flight`` holds
+for each and for all together. A rate limit counts as a failed attempt only if no other request of that model got
+through meanwhile: a crowded server lets its queue through however long it is, a closed one is given up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Mapping
+from typing import TypeVar
+
+import msgspec
+
+from ramify.clients.base import Account, Client, Request
+from ramify.clients.limiter import Limiter
+from ramify.clients.prices import PriceTable
+from ramify.clients.providers import PROVIDERS, resolve, split_name
+from ramify.clients.wire import Wire
+from ramify.errors import ConfigError, ModelError, RateLimited, ReplyLost
+from ramify.types.message import Reply
+
+AnyClient = TypeVar("AnyClient", bound=Client)
+Sleep = Callable[[float], Awaitable[object]]
+
+_FIRST_WAIT_S = 0.5
+_LONGEST_BACKOFF_S = 30.0
+
+
+class Pool:
+    """Connects models by name and asks them. Belongs to one event loop."""
+
+    def __init__(
+        self,
+        max_in_flight: int = 64,
+        max_attempts: int = 5,
+        timeout_s: float = 600.0,
+        prices: PriceTable | None = None,
+        *,
+        keys: Mapping[str, str] | None = None,
+        base_urls: Mapping[str, str] | None = None,
+        max_wait_s: float = 300.0,
+        rng: random.Random | None = None,
+        sleep: Sleep = asyncio.sleep,
+    ) -> None:
+        """``timeout_s`` bounds each attempt; a server that asks to wait longer than ``max_wait_s`` is given up.
+
+        ``keys`` and ``base_urls`` map a provider's name to what is used instead of its environment variables.
+        """
+        for name, value in (("max_in_flight", max_in_flight), ("max_attempts", max_attempts), ("timeout_s", timeout_s)):
+            if value <= 0:
+                raise ConfigError(f"{name} is {value}: give at least 1")
+        self.max_in_flight = max_in_flight
+        self.max_attempts = max_attempts
+        self.timeout_s = timeout_s
+        self.max_wait_s = max_wait_s
+        self._prices = prices
+        self._keys = dict(keys or {})
+        self._base_urls = dict(base_urls or {})
+        self._random = rng or random.Random()
+        self._sleep = sleep
+        self._wire = Wire()
+        self._clients: dict[str, Client] = {}
+        self._gate = Limiter(max_in_flight)
+        self._gates: dict[str, Limiter] = {}
+
+    def client(self, name: str) -> Client:
+        """The client of ``provider:model``, connected at its first request."""
+        client = self._clients.get(name)
+        return client if client is not None else self.adopt(self._connect(name))
+
+    def adopt(self, client: AnyClient) -> AnyClient:
+        """Use ``client`` wherever its name is asked for; it is closed with the pool."""
+        self._clients[client.name] = client
+        return client
+
+    async def ask(
+        self, client: Client, request: Request, account: Account, on_retry: Callable[[str], None] | None = None
+    ) -> Reply:
+        """One reply, with its cost, for a request that is sent until it succeeds or is not worth sending again.
+
+        Raises the last attempt's ModelError, or what ``account.reserve`` raises. ``on_retry`` is told, in
+        a line for a person, of each failure that is followed by another attempt."""
+        gate = self._gates.get(client.name)
+        if gate is None:
+            gate = self._gates[client.name] = Limiter(self.max_in_flight)
+        failed = 0
+        while True:
+            passed = gate.passed
+            try:
+                return await self._attempt(client, request, account, gate, failed)
+            except ModelError as error:
+                limited = isinstance(error, RateLimited)
+                failed += not (limited and gate.passed > passed)
+                if not error.transient or failed >= self.max_attempts or _asked_s(error) > self.max_wait_s:
+                    raise
+                wait_s = gate.opens_in_s() if limited else self._wait_s(error, failed)
+                if on_retry is not None:
+                    tried = f"attempt {failed} of {self.max_attempts}" if failed else "others got through"
+                    on_retry(f"{error}; trying again in {wait_s:.1f} s ({tried})")
+            if not limited:  # after a rate limit it is the gate that waits, for everyone
+                await self._sleep(wait_s)
+
+    async def close(self) -> None:
+        """Close every client and the connections. Idempotent."""
+        clients, self._clients = list(self._clients.values()), {}
+        try:
+            for client in clients:
+                await client.close()
+        finally:
+            await self._wire.close()
+
+    async def _attempt(self, client: Client, request: Request, account: Account, gate: Limiter, failed: int) -> Reply:
+        await account.reserve()
+        try:
+            entered = await self._enter(gate)
+        except BaseException:
+            account.release(f"{client.name}: given up before it was sent")
+            raise
+        try:
+            reply = await self._send(client, request)
+        except ModelError as error:
+            if isinstance(error, RateLimited):
+                gate.slow_down(entered, min(self._wait_s(error, failed + 1), self.max_wait_s))
+            (account.forfeit if error.may_be_paid else account.release)(str(error))
+            raise
+        except BaseException as error:
+            account.forfeit(f"{client.name}: given up on the wire ({type(error).__name__})")
+            raise
+        finally:
+            self._gate.release()
+            gate.release()
+        gate.speed_up()
+        reply = _priced(reply, client, request)
+        account.settle(reply.usage, reply.cost)
+        return reply
+
+    async def _enter(self, gate: Limiter) -> int:
+        entered = await gate.acquire()
+        try:
+            await self._gate.acquire()
+        except BaseException:
+            gate.release()
+            raise
+        return entered
+
+    async def _send(self, client: Client, request: Request) -> Reply:
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                return await client.complete(request)
+        except TimeoutError:
+            raise ReplyLost(f"{client.name}: no reply within {self.timeout_s:g} s") from None
+
+    def _wait_s(self, error: ModelError, failed: int) -> float:
+        """Seconds until the next attempt: as the server asked, or exponential with full jitter."""
+        backoff_s = self._random.uniform(0.0, min(_LONGEST_BACKOFF_S, _FIRST_WAIT_S * 2.0 ** max(failed - 1, 0)))
+        return _asked_s(error) or backoff_s
+
+    def _connect(self, name: str) -> Client:
+        provider, model = split_name(name)
+        if provider == "scripted":
+            from ramify.clients.scripted import ScriptedClient
+
+            return ScriptedClient.load(model)
+        prices = self._prices = self._prices or PriceTable.load()
+        price, window = prices.price(name), prices.window(name)
+        key, base_url = self._keys.get(provider), self._base_urls.get(provider)
+        if provider in PROVIDERS:
+            from ramify.clients.openai import OpenAIClient
+
+            endpoint = resolve(name, key=key, base_url=base_url)
+            return OpenAIClient(name, endpoint, self._wire, window=window, price=price)
+        if provider == "anthropic":
+            from ramify.clients.anthropic import AnthropicClient
+
+            return AnthropicClient(name, window=window, price=price, key=key, base_url=base_url)
+        from ramify.clients.litellm import LiteLLMClient
+
+        return LiteLLMClient(name, window=window, price=price, key=key, base_url=base_url)
+
+
+def _asked_s(error: ModelError) -> float:
+    return (error.retry_after_s or 0.0) if isinstance(error, RateLimited) else 0.0
+
+
+def _priced(reply: Reply, client: Client, request: Request) -> Reply:
+    usage = reply.usage if reply.usage.calls else request.max_usage()
+    cost = client.price.of(usage) if client.price is not None else reply.cost
+    return msgspec.structs.replace(reply, usage=usage, cost=cost)

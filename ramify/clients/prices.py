@@ -1,0 +1,98 @@
+"""What tokens cost and how long a window is, by model name. Unknown models have no price: nothing is guessed.
+
+The packaged ``prices.json`` goes stale: each entry carries the month that it was taken, and whether it was checked
+against the provider's page. A file of the same form, given or named by ``RAMIFY_PRICES``, is laid over it:
+
+    {"openai:gpt-5": {"input": 1.25, "cached": 0.125, "output": 10.0, "window": 400000, "taken": "2025-08"}}
+
+Dollars are per million tokens. ``also`` lists further names of the same entry; a name's date suffix is ignored.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from ramify.clients.base import Price
+from ramify.clients.providers import PROVIDERS
+from ramify.errors import ConfigError
+
+DEFAULT_WINDOW = 128_000
+"""Tokens assumed where the window is not known."""
+DEFAULT_LOCAL_WINDOW = 32_768
+
+_DATE = re.compile(r"[-@]20\d\d-?\d\d-?\d\d$")
+
+
+class Entry(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """What is known of one model."""
+
+    input: float | None = None
+    """Dollars per million tokens, as are the next three."""
+    output: float | None = None
+    cached: float | None = None
+    cache_write: float | None = None
+    window: int | None = None
+    """Tokens that prompt and reply together may have."""
+    taken: str = ""
+    """When the numbers were taken, ``2025-08``."""
+    checked: bool = False
+    """Whether they were compared with the provider's page then; if not they are from memory."""
+    also: tuple[str, ...] = ()
+
+    @property
+    def price(self) -> Price | None:
+        if self.input is None or self.output is None:
+            return None
+        return Price(self.input, self.output, self.cached, self.cache_write)
+
+
+class PriceTable:
+    """Prices and windows by ``provider:model``."""
+
+    def __init__(self, entries: Mapping[str, Entry]) -> None:
+        self._entries = dict(entries)
+        for entry in entries.values():
+            for name in entry.also:
+                self._entries.setdefault(name, entry)
+
+    @classmethod
+    def load(cls, path: str | Path | None = None) -> PriceTable:
+        """The packaged table under the file at ``path``, by default the one that ``RAMIFY_PRICES`` names."""
+        packaged = _read(Path(__file__).with_name("prices.json"))
+        own = path or os.environ.get("RAMIFY_PRICES")
+        return cls({**packaged, **_read(Path(own))} if own else packaged)
+
+    def price(self, name: str) -> Price | None:
+        entry = self._find(name)
+        if entry is not None and entry.price is not None:
+            return entry.price
+        return Price(0.0, 0.0) if _is_local(name) else None
+
+    def window(self, name: str) -> int:
+        entry = self._find(name)
+        if entry is not None and entry.window is not None:
+            return entry.window
+        return DEFAULT_LOCAL_WINDOW if _is_local(name) else DEFAULT_WINDOW
+
+    def _find(self, name: str) -> Entry | None:
+        bare = name.partition("@http")[0]
+        return self._entries.get(name) or self._entries.get(bare) or self._entries.get(_DATE.sub("", bare))
+
+
+def _is_local(name: str) -> bool:
+    provider = PROVIDERS.get(name.partition(":")[0])
+    return provider is not None and provider.local
+
+
+def _read(path: Path) -> dict[str, Entry]:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Entry])
+    except OSError as error:
+        raise ConfigError(f"price table {path}: {error.strerror}; RAMIFY_PRICES names a file of prices") from None
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"price table {path}: {error}; see docs/models.md for its form") from None

@@ -1,0 +1,272 @@
+"""The names before the colon in ``provider:model``: where each one lives, which key it wants, and its peculiarities.
+
+Everything here speaks OpenAI's chat completions. ``provider:model@http://host:port/v1`` sends the same to any server.
+The table in ``docs/models.md`` is written from this one. To add a provider, add a line.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from typing import Literal
+
+import msgspec
+
+from ramify.errors import ConfigError, nearest
+
+_AT_URL = re.compile(r"^(?P<model>.*)@(?P<url>https?://.+)$")
+_AZURE_API_VERSION = "2024-10-21"
+
+
+class Provider(msgspec.Struct, frozen=True, kw_only=True):
+    """One OpenAI-compatible service or server."""
+
+    title: str
+    url: str
+    """Base URL; empty where every account has its own."""
+    url_variable: str
+    """Environment variable that replaces the base URL."""
+    key_variables: tuple[str, ...]
+    """Environment variables that may hold the key; the first that is set is used."""
+    local: bool = False
+    """Runs on the user's own machines: needs no key, and costs nothing."""
+    key_header: str = "Authorization"
+    """Header of the key; ``Authorization`` has ``Bearer`` before it."""
+    header_variables: dict[str, str] = {}
+    """Further headers, each from a variable where that is set."""
+    limit_field: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
+    """How the length of a reply is bounded."""
+    returns_ids: bool = False
+    """Understands ``return_token_ids``, and so returns the ids of prompt and reply."""
+    reasoning_field: str = ""
+    """Field in which an assistant message's reasoning goes back; empty where it must not."""
+    cache_key: bool = False
+    """Takes ``prompt_cache_key`` to keep requests with one prefix together."""
+    note: str = ""
+    """For the documentation."""
+
+
+_LOCAL_KEY = "needs no key"
+
+PROVIDERS: dict[str, Provider] = {
+    "openai": Provider(
+        title="OpenAI, or any compatible server with `@URL`",
+        url="https://api.openai.com/v1",
+        url_variable="OPENAI_BASE_URL",
+        key_variables=("OPENAI_API_KEY",),
+        limit_field="max_completion_tokens",
+        cache_key=True,
+        note="another base URL gets `max_tokens` and needs no key",
+    ),
+    "azure": Provider(
+        title="Azure OpenAI",
+        url="",
+        url_variable="AZURE_OPENAI_ENDPOINT",
+        key_variables=("AZURE_OPENAI_API_KEY",),
+        key_header="api-key",
+        limit_field="max_completion_tokens",
+        note="the model is the deployment; `OPENAI_API_VERSION` applies unless the endpoint ends in `/v1`",
+    ),
+    "openrouter": Provider(
+        title="OpenRouter",
+        url="https://openrouter.ai/api/v1",
+        url_variable="OPENROUTER_BASE_URL",
+        key_variables=("OPENROUTER_API_KEY",),
+        reasoning_field="reasoning",
+        note="`openrouter:maker/model`; the cost that it reports is used where no price is known",
+    ),
+    "portkey": Provider(
+        title="Portkey",
+        url="https://api.portkey.ai/v1",
+        url_variable="PORTKEY_BASE_URL",
+        key_variables=("PORTKEY_API_KEY",),
+        key_header="x-portkey-api-key",
+        header_variables={
+            "x-portkey-provider": "PORTKEY_PROVIDER",
+            "x-portkey-virtual-key": "PORTKEY_VIRTUAL_KEY",
+            "x-portkey-config": "PORTKEY_CONFIG",
+        },
+        note="`portkey:@provider/model`, or set `PORTKEY_PROVIDER`, `PORTKEY_VIRTUAL_KEY` or `PORTKEY_CONFIG`",
+    ),
+    "vercel": Provider(
+        title="Vercel AI Gateway",
+        url="https://ai-gateway.vercel.sh/v1",
+        url_variable="AI_GATEWAY_BASE_URL",
+        key_variables=("AI_GATEWAY_API_KEY", "VERCEL_OIDC_TOKEN"),
+        note="`vercel:maker/model`",
+    ),
+    "gemini": Provider(
+        title="Gemini's compatible endpoint",
+        url="https://generativelanguage.googleapis.com/v1beta/openai",
+        url_variable="GEMINI_BASE_URL",
+        key_variables=("GEMINI_API_KEY", "GOOGLE_API_KEY"),
+    ),
+    "deepseek": Provider(
+        title="DeepSeek",
+        url="https://api.deepseek.com/v1",
+        url_variable="DEEPSEEK_BASE_URL",
+        key_variables=("DEEPSEEK_API_KEY",),
+    ),
+    "groq": Provider(
+        title="Groq",
+        url="https://api.groq.com/openai/v1",
+        url_variable="GROQ_BASE_URL",
+        key_variables=("GROQ_API_KEY",),
+    ),
+    "mistral": Provider(
+        title="Mistral",
+        url="https://api.mistral.ai/v1",
+        url_variable="MISTRAL_BASE_URL",
+        key_variables=("MISTRAL_API_KEY",),
+    ),
+    "together": Provider(
+        title="Together",
+        url="https://api.together.xyz/v1",
+        url_variable="TOGETHER_BASE_URL",
+        key_variables=("TOGETHER_API_KEY",),
+    ),
+    "xai": Provider(
+        title="xAI",
+        url="https://api.x.ai/v1",
+        url_variable="XAI_BASE_URL",
+        key_variables=("XAI_API_KEY",),
+    ),
+    "vllm": Provider(
+        title="vLLM",
+        url="http://127.0.0.1:8000/v1",
+        url_variable="VLLM_BASE_URL",
+        key_variables=("VLLM_API_KEY",),
+        local=True,
+        returns_ids=True,
+        note="returns token ids and log-probabilities",
+    ),
+    "sglang": Provider(
+        title="SGLang",
+        url="http://127.0.0.1:30000/v1",
+        url_variable="SGLANG_BASE_URL",
+        key_variables=("SGLANG_API_KEY",),
+        local=True,
+    ),
+    "ollama": Provider(
+        title="Ollama",
+        url="http://127.0.0.1:11434/v1",
+        url_variable="OLLAMA_BASE_URL",
+        key_variables=("OLLAMA_API_KEY",),
+        local=True,
+        note="set its context length (`OLLAMA_CONTEXT_LENGTH`): it cuts longer prompts without a word",
+    ),
+    "lmstudio": Provider(
+        title="LM Studio",
+        url="http://127.0.0.1:1234/v1",
+        url_variable="LMSTUDIO_BASE_URL",
+        key_variables=("LMSTUDIO_API_KEY",),
+        local=True,
+    ),
+}  # fmt: skip
+
+OTHERS = ("anthropic", "litellm", "scripted")
+"""Providers with a client of their own."""
+
+
+class Endpoint(msgspec.Struct, frozen=True):
+    """A provider resolved against the environment: ready to be sent to."""
+
+    provider: Provider
+    model: str
+    url: str
+    """Of chat completions, whole."""
+    headers: dict[str, str]
+    """With the key: never printed."""
+    secret: str
+    limit_field: str
+    cache_key: bool
+
+    def __repr__(self) -> str:
+        return f"Endpoint({self.model!r}, {self.url!r})"
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """``"openai:gpt-5"`` -> ``("openai", "gpt-5")``."""
+    provider, colon, model = name.partition(":")
+    known = (*PROVIDERS, *OTHERS)
+    if not colon:
+        raise ConfigError(f"model '{name}' has no provider: write provider:model, such as openai:{name or 'gpt-5'}")
+    if provider not in known:
+        raise ConfigError(f"unknown provider '{provider}' in '{name}': {nearest(provider, known)}")
+    if not model:
+        raise ConfigError(f"'{name}' names no model: write {provider}:MODEL")
+    return provider, model
+
+
+def resolve(
+    name: str,
+    *,
+    key: str | None = None,
+    base_url: str | None = None,
+    environ: Mapping[str, str] = os.environ,
+) -> Endpoint:
+    """Where ``name`` lives. Given ``key`` and ``base_url`` win over ``@URL`` in the name, that over the environment."""
+    provider_name, model = split_name(name)
+    provider = PROVIDERS[provider_name]
+    if at := _AT_URL.match(model):
+        model, base_url = at["model"], base_url or at["url"]
+        if not model:
+            raise ConfigError(f"'{name}' names no model before '@': write {provider_name}:MODEL@URL")
+    url = (base_url or environ.get(provider.url_variable) or provider.url).rstrip("/")
+    if not url:
+        raise ConfigError(f"{name}: no base URL: set {provider.url_variable}, or write {name}@https://…")
+    if not re.match(r"https?://[^/\s]", url):
+        raise ConfigError(f"{name}: '{url}' is not a base URL: write it as https://host/v1 in {provider.url_variable}")
+    at_home = url == provider.url or provider_name == "azure"
+    secret = _key(name, provider, key, environ, needed=at_home and not provider.local)
+    return Endpoint(
+        provider=provider,
+        model=model,
+        url=_azure_url(url, model, environ) if provider_name == "azure" else _chat_url(url),
+        headers=_headers(provider, secret, environ),
+        secret=secret,
+        limit_field=provider.limit_field if at_home else "max_tokens",
+        cache_key=provider.cache_key and at_home,
+    )
+
+
+def _key(name: str, provider: Provider, key: str | None, environ: Mapping[str, str], *, needed: bool) -> str:
+    found = key or next((environ[variable] for variable in provider.key_variables if environ.get(variable)), "")
+    if not found and needed:
+        variable = provider.key_variables[0]
+        raise ConfigError(f"{name}: no API key: set {variable} (export {variable}=…), or pass it to Pool(keys=…)")
+    if not found.isascii() or any(each.isspace() for each in found.strip()):
+        raise ConfigError(
+            f"{name}: the key in {provider.key_variables[0]} has spaces or signs that no key has; copy it again"
+        )
+    return found.strip()
+
+
+def _headers(provider: Provider, secret: str, environ: Mapping[str, str]) -> dict[str, str]:
+    headers = {header: environ[name] for header, name in provider.header_variables.items() if environ.get(name)}
+    if secret:
+        headers[provider.key_header] = f"Bearer {secret}" if provider.key_header == "Authorization" else secret
+    return headers
+
+
+def _chat_url(base: str) -> str:
+    return base if base.endswith("/chat/completions") else f"{base}/chat/completions"
+
+
+def _azure_url(base: str, deployment: str, environ: Mapping[str, str]) -> str:
+    if base.endswith("/v1"):
+        return _chat_url(base)
+    version = environ.get("OPENAI_API_VERSION") or _AZURE_API_VERSION
+    root = base if base.endswith("/openai") else f"{base}/openai"
+    return f"{root}/deployments/{deployment}/chat/completions?api-version={version}"
+
+
+def table() -> str:
+    """The providers as the Markdown table of ``docs/models.md``."""
+    rows = ["| name | what | base URL | changed by | key | notes |", "|---|---|---|---|---|---|"]
+    for name, each in PROVIDERS.items():
+        keys = " or ".join(f"`{variable}`" for variable in each.key_variables) + (" (optional)" if each.local else "")
+        url = f"`{each.url}`" if each.url else "your own"
+        rows.append(f"| `{name}` | {each.title} | {url} | `{each.url_variable}` | {keys} | {each.note} |")
+    return "\n".join(rows) + "\n"
