@@ -40,7 +40,8 @@ class RunStarted(Event, frozen=True):
     question: str
     started_at: float
     """Unix time."""
-    schema_version: int = SCHEMA_VERSION
+    schema_version: int = msgspec.field(default_factory=lambda: SCHEMA_VERSION)
+    """Always written, although it is the default: a later version must be able to tell."""
     task: str = ""
     context: ContextRef | None = None
     config: dict[str, Any] = {}
@@ -67,6 +68,8 @@ class Requested(Event, frozen=True):
     prompt: tuple[Message, ...]
     prompt_hash: str
     """Of model, whole prompt and sampling: what makes two requests the same."""
+    last_word: Stop | None = None
+    """The limit at which this request asks for the answer with what there is."""
 
 
 class Attempted(Event, frozen=True):

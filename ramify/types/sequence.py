@@ -6,6 +6,8 @@ Plain lists, so that this floor needs no tensor library; a backend makes tensors
 
 from __future__ import annotations
 
+from collections.abc import Sized
+
 import msgspec
 
 Stream = list[float]
@@ -35,14 +37,11 @@ class Sequence(msgspec.Struct, omit_defaults=True):
 
     def __post_init__(self) -> None:
         num_tokens = len(self.token_ids)
-        required = {
-            "mask": self.mask,
-            "sampler_logprobs": self.sampler_logprobs,
-            "advantages": self.advantages,
-            "rl": self.rl,
-        }
-        optional = {"ce": self.ce, "kd": self.kd, "versions": self.versions}
-        for name, values in {**required, **{k: v for k, v in optional.items() if v}, **self.streams}.items():
+        streams: dict[str, Sized] = {"mask": self.mask, "sampler_logprobs": self.sampler_logprobs}
+        streams |= {"advantages": self.advantages, "rl": self.rl}
+        optional: dict[str, Sized] = {"ce": self.ce, "kd": self.kd, "versions": self.versions}
+        streams |= {name: values for name, values in optional.items() if values}
+        for name, values in {**streams, **self.streams}.items():
             if len(values) != num_tokens:
                 raise ValueError(
                     f"sequence of {num_tokens} tokens has {len(values)} entries in '{name}', not one per token"
@@ -74,7 +73,8 @@ class Batch(msgspec.Struct):
 
     def __post_init__(self) -> None:
         num_tokens = len(self.token_ids)
-        for name, values in {"positions": self.positions, **self.streams}.items():
+        streams: dict[str, Sized] = {"positions": self.positions, **self.streams}
+        for name, values in streams.items():
             if len(values) != num_tokens:
                 raise ValueError(f"batch of {num_tokens} tokens has {len(values)} entries in '{name}'")
         end = 0

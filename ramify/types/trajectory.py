@@ -137,7 +137,8 @@ class Trajectory(msgspec.Struct, omit_defaults=True):
 
     id: str
     question: str
-    schema_version: int = SCHEMA_VERSION
+    schema_version: int = msgspec.field(default_factory=lambda: SCHEMA_VERSION)
+    """Always written, although it is the default: a later version must be able to tell."""
     task: str = ""
     """Name of the task it came from; empty for a user's question."""
     context: ContextRef | None = None

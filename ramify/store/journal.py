@@ -1,0 +1,184 @@
+"""A run's journal while it is written: one writer, one line and one ``write()`` per event.
+
+The lock is ``flock`` on the journal itself, so that the system frees it when the writer dies; ``RUN_ID.writer`` beside
+it only says who that is. Replies are put on the disk by the store's flusher, since they are what was paid for.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import threading
+import time
+from pathlib import Path
+from types import TracebackType
+
+import msgspec
+
+from ramify.errors import StoreError
+from ramify.store.blobs import Blobs
+from ramify.store.files import FILE_MODE, Bytes, write_all
+from ramify.store.flusher import Flusher
+from ramify.store.line import encode_line
+from ramify.store.secrets import Secrets
+from ramify.types.event import AnyEvent, Replied
+
+_PATIENCE_S = 0.3
+"""How long to try for the lock: a reader that asks whether a writer lives holds it for an instant."""
+
+
+class Writer(msgspec.Struct, frozen=True):
+    """Who is writing a journal."""
+
+    pid: int
+    host: str
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}"
+
+
+class Journal:
+    """Appends events to ``path``; ``store.create`` and ``store.reopen`` make one. Safe for several threads."""
+
+    def __init__(self, path: Path, fd: int, blobs: Blobs, flusher: Flusher, secrets: Secrets) -> None:
+        self.id = path.stem
+        self.path = path
+        self._fd = fd
+        self._blobs = blobs
+        self._flusher = flusher
+        self._secrets = secrets
+        self._lock = threading.Lock()
+        self._size = os.fstat(fd).st_size
+        self._failure: OSError | None = None
+        self._closed = False
+
+    def append(self, event: AnyEvent) -> None:
+        """Write ``event``: from here it survives the death of this process, and a reply soon that of the machine."""
+        line = encode_line(event, self._secrets)
+        with self._lock:
+            self._check()
+            try:
+                write_all(self._fd, line, self.path)
+            except StoreError:
+                os.ftruncate(self._fd, self._size)  # half a line must not stay: the next event would continue it
+                raise
+            self._size += len(line)
+            if type(event) is Replied:
+                self._flusher.flush(self._fd, self)
+
+    def put_blob(self, data: Bytes, digest: str | None = None) -> str:
+        """Store ``data`` by content and return its digest, to be named by an event after this."""
+        digest = self._blobs.put(data, digest)
+        with self._lock:
+            self._check()
+            fd = os.open(self._blobs.path(digest), os.O_RDONLY | os.O_CLOEXEC)
+            self._flusher.flush(fd, self)
+        return digest
+
+    def close(self) -> None:
+        """Everything is on the disk and the lock is free. Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._flusher.flush(self._fd, self)
+        self._flusher.settle(self)
+        writer_file(self.path).unlink(missing_ok=True)
+        fcntl.flock(self._fd, fcntl.LOCK_UN)  # a process forked from this one may still hold the descriptor
+        os.close(self._fd)
+        if self._failure is not None:
+            raise _not_on_disk(self.path, self._failure)
+
+    def flush_failed(self, error: OSError) -> None:
+        self._failure = error
+
+    def flushed(self, fd: int) -> None:
+        if fd != self._fd:
+            os.close(fd)
+
+    def _check(self) -> None:
+        if self._closed:
+            raise StoreError(f"journal {self.path} is closed: open it again with store.reopen({self.id!r})")
+        if self._failure is not None:
+            raise _not_on_disk(self.path, self._failure)
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+
+def writer_file(journal: Path) -> Path:
+    return journal.with_suffix(".writer")
+
+
+def open_locked(path: Path, flags: int) -> int:
+    """A descriptor that appends to ``path`` and holds its writer's lock."""
+    fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | flags, FILE_MODE)
+    try:
+        _lock(fd, path)
+        me = msgspec.json.encode(Writer(os.getpid(), socket.gethostname()))
+        writer_file(path).write_bytes(me)
+        writer_file(path).chmod(FILE_MODE)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _lock(fd: int, path: Path) -> None:
+    deadline = time.monotonic() + _PATIENCE_S
+    while True:
+        try:
+            return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                holder = _named(path) or "another process"
+                raise StoreError(f"run {path.stem} is being written by {holder}: stop that one first") from None
+        time.sleep(0.01)
+
+
+def writer(path: Path) -> Writer | None:
+    """Who is writing the journal at ``path`` now; None if nobody is, also where the writer was killed."""
+    named = _named(path)
+    if named is None:
+        return None
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return named
+    finally:
+        os.close(fd)
+    return None
+
+
+def _named(path: Path) -> Writer | None:
+    try:
+        return msgspec.json.decode(writer_file(path).read_bytes(), type=Writer)
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+def cut_torn_line(fd: int) -> int:
+    """Truncate a journal after its last whole line; the bytes cut."""
+    size = end = os.fstat(fd).st_size
+    while end > 0:
+        start = max(0, end - 65536)
+        found = os.pread(fd, end - start, start).rfind(b"\n")
+        if found >= 0:
+            end = start + found + 1
+            break
+        end = start
+    if end < size:
+        os.ftruncate(fd, end)
+    return size - end
+
+
+def _not_on_disk(path: Path, error: OSError) -> StoreError:
+    return StoreError(f"{path} may not be on the disk: {error.strerror}; free some space, or set RAMIFY_HOME")

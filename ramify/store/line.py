@@ -1,0 +1,56 @@
+"""One event as one line of JSON, whatever the event holds.
+
+The fast path is one call of the codec. The slow path is for what JSON or UTF-8 cannot hold, and for secrets: lone
+surrogates become ``\\\\udc80`` escapes, an infinite number the largest finite one, a secret ``«redacted NAME»``.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import Any
+
+import msgspec
+
+from ramify.errors import StoreError
+from ramify.store.secrets import Secrets
+from ramify.types.event import AnyEvent, Replied
+
+_encoder = msgspec.json.Encoder()
+
+
+def encode_line(event: AnyEvent, secrets: Secrets) -> bytes:
+    """``event`` as JSON and a newline."""
+    if type(event) is Replied and event.reply.logprobs and not math.isfinite(sum(event.reply.logprobs)):
+        return _plain_line(event, secrets)
+    try:
+        line = _encoder.encode(event)
+    except (UnicodeEncodeError, RecursionError, TypeError) as error:
+        return _plain_line(event, secrets, error)
+    return _plain_line(event, secrets) if secrets.found_in(line) else line + b"\n"
+
+
+def _plain_line(event: AnyEvent, secrets: Secrets, cause: Exception | None = None) -> bytes:
+    try:
+        plain = msgspec.to_builtins(event)
+        return _encoder.encode({key: _clean(value, secrets) for key, value in plain.items()}) + b"\n"
+    except (UnicodeEncodeError, RecursionError, TypeError) as error:
+        raise StoreError(
+            f"a {type(event).__name__} event cannot be written as JSON: {cause or error}; give it plain values"
+        ) from error
+
+
+def _clean(value: Any, secrets: Secrets) -> Any:
+    match value:
+        case str():
+            return secrets.redact(value.encode("utf-8", "backslashreplace").decode())
+        case float() if math.isnan(value):
+            raise TypeError("a number in it is NaN")
+        case float() if math.isinf(value):
+            return math.copysign(sys.float_info.max, value)
+        case dict():
+            return {_clean(key, secrets): _clean(item, secrets) for key, item in value.items()}
+        case list() | tuple():
+            return [_clean(item, secrets) for item in value]
+        case _:
+            return value

@@ -1,0 +1,204 @@
+"""Deleting runs, and the blobs that nothing names any more.
+
+Which blobs are needed is read from the journals: every quoted string of 64 hexadecimal digits counts as a name. A run
+that is about to name a blob has put it (which renews the blob's time) a moment before; so a blob is spared that was
+put after the run it is deleted with had ended, or within the last hour where some run is being written.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import re
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from ramify.errors import StoreError
+from ramify.store.blobs import Blobs
+from ramify.store.files import FILE_MODE, remove_file
+from ramify.store.journal import open_locked, writer, writer_file
+
+DEFAULT_MAX_BYTES = 20 << 30
+"""Above this a store warns; ``$RAMIFY_STORE_MAX_BYTES`` sets another cap."""
+GRACE_S = 3600.0
+"""A blob put more recently is not litter while runs are being written."""
+SETTLE_S = 60.0
+"""Nor is one put more recently that no run has named yet, whether or not one is being written."""
+_STALE_S = 3600.0
+"""How old a measurement of the store's size may be before it is taken again."""
+_NAME = re.compile(rb'"([0-9a-f]{64})"')
+
+
+class _Size(msgspec.Struct):
+    num_bytes: int
+    at: float
+
+
+class Pruner:
+    """Deletes from one store, and watches its size."""
+
+    def __init__(self, root: Path, runs: Path, blobs: Blobs) -> None:
+        self._root = root
+        self._runs = runs
+        self._blobs = blobs
+        self._warned = False
+
+    def remove(self, path: Path) -> int:
+        """Delete this journal and what only it named; the bytes freed. StoreError where it is being written."""
+        stat, candidates = _delete(path)
+        return stat.st_size + self._collect(candidates)
+
+    def prune(
+        self, newest_first: list[Path], older_than_s: float | None, keep_last: int | None, max_bytes: int | None
+    ) -> list[str]:
+        oldest_first = [path for path in newest_first[keep_last or 0 :][::-1] if writer(path) is None]
+        if older_than_s is not None:
+            going = [path for path in oldest_first if time.time() - path.stat().st_mtime > older_than_s]
+        else:
+            going = oldest_first if keep_last is not None and max_bytes is None else []
+        removed = self._remove_all(going)
+        self._sweep()
+        if max_bytes is not None:
+            removed += self._fit(max_bytes, [path for path in oldest_first if path.stem not in set(removed)])
+        return removed
+
+    def measure(self) -> int:
+        """Bytes under the root, remembered for ``warn_if_full``."""
+        total = sum(_walk(self._root))
+        data = msgspec.json.encode(_Size(total, time.time()))
+        try:
+            fd = os.open(self._root / "size.json", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, FILE_MODE)
+            with os.fdopen(fd, "wb") as file:
+                file.write(data)
+        except OSError:
+            pass  # it is only a memory: the next one measures again
+        return total
+
+    def warn_if_full(self) -> None:
+        """Warn, once per store object, when the store is over its cap. Measures at most once an hour."""
+        if self._warned:
+            return
+        size = self._remembered()
+        cap = max_store_bytes()
+        if size > cap:
+            self._warned = True
+            warnings.warn(
+                f"the store {self._root} holds {size / 1e9:.1f} GB, over its cap of {cap / 1e9:.1f} GB: "
+                "prune old runs, or set RAMIFY_STORE_MAX_BYTES",
+                stacklevel=4,
+            )
+
+    def _remembered(self) -> int:
+        try:
+            size = msgspec.json.decode((self._root / "size.json").read_bytes(), type=_Size)
+        except (OSError, msgspec.DecodeError):
+            return self.measure()
+        return size.num_bytes if abs(time.time() - size.at) < _STALE_S else self.measure()
+
+    def _remove_all(self, journals: list[Path]) -> list[str]:
+        """As ``remove``, with one scan for all; journals that somebody has begun to write again stay."""
+        removed, candidates = [], dict[str, float]()
+        for path in journals:
+            try:
+                _, named = _delete(path)
+            except StoreError:
+                continue
+            removed.append(path.stem)
+            candidates |= {name: max(ended, candidates.get(name, 0.0)) for name, ended in named.items()}
+        self._collect(candidates)
+        return removed
+
+    def _fit(self, max_bytes: int, oldest_first: list[Path]) -> list[str]:
+        removed: list[str] = []
+        size = self.measure()
+        for path in oldest_first:
+            if size <= max_bytes:
+                break
+            try:
+                size -= self.remove(path)
+            except StoreError:
+                continue
+            removed.append(path.stem)
+        return removed
+
+    def _sweep(self) -> None:
+        """Delete every blob that no journal names, and files that a killed writer left behind."""
+        settled, stale = time.time() - SETTLE_S, time.time() - GRACE_S
+        candidates = {}
+        for path, stat in self._blobs.list():
+            if not path.name.startswith("."):
+                candidates[path.name] = settled
+            elif stat.st_mtime < stale:
+                remove_file(path)
+        self._collect(candidates)
+        for path in self._runs.glob("*.writer"):
+            if not path.with_suffix(".jsonl").exists() and path.stat().st_mtime < stale:
+                remove_file(path)
+
+    def _collect(self, candidates: dict[str, float]) -> int:
+        """Delete the candidates (digest -> spare it if put after this time) that no journal names; bytes freed."""
+        if not candidates:
+            return 0
+        writing = any(writer(path.with_suffix(".jsonl")) for path in self._runs.glob("*.writer"))
+        latest = time.time() - GRACE_S if writing else float("inf")
+        unnamed = dict(candidates)
+        for path in self._runs.glob("*.jsonl"):
+            for name in _names(path):
+                unnamed.pop(name, None)
+        return sum(self._blobs.delete(name, min(spare, latest)) for name, spare in unnamed.items())
+
+
+def max_store_bytes() -> int:
+    given = os.environ.get("RAMIFY_STORE_MAX_BYTES")
+    if not given:
+        return DEFAULT_MAX_BYTES
+    try:
+        return int(float(given))
+    except ValueError:
+        raise StoreError(f"RAMIFY_STORE_MAX_BYTES is {given!r}: give a number of bytes, such as 20e9") from None
+
+
+def _delete(path: Path) -> tuple[os.stat_result, dict[str, float]]:
+    """Delete a journal that nobody writes; what it was, and the digests it named -> when it ended."""
+    try:
+        fd = open_locked(path, 0)
+    except OSError as error:
+        raise StoreError(f"cannot delete {path}: {error.strerror}") from error
+    try:
+        stat = os.fstat(fd)
+        named = dict.fromkeys(_names(path), stat.st_mtime)
+        remove_file(path)
+        remove_file(writer_file(path))
+        fcntl.flock(fd, fcntl.LOCK_UN)
+    finally:
+        os.close(fd)
+    return stat, named
+
+
+def _names(path: Path) -> Iterator[str]:
+    """The digests that a journal names."""
+    try:
+        with open(path, "rb") as file:
+            if os.fstat(file.fileno()).st_size == 0:
+                return
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                for found in _NAME.finditer(data):
+                    yield found[1].decode()
+    except FileNotFoundError:
+        return
+
+
+def _walk(folder: Path) -> Iterator[int]:
+    for entry in os.scandir(folder):
+        try:
+            if entry.is_dir(follow_symlinks=False):
+                yield from _walk(Path(entry.path))
+            else:
+                yield entry.stat(follow_symlinks=False).st_size
+        except FileNotFoundError:
+            continue

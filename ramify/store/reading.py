@@ -1,0 +1,79 @@
+"""A journal as it is read: whole, cut off, still being written, or damaged.
+
+A last line without a newline is one that a writer did not finish: it is left out. Anything else that cannot be read
+is an error that names the file and the line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import msgspec
+
+from ramify.errors import StoreError
+from ramify.store.journal import writer
+from ramify.types.event import AnyEvent
+from ramify.types.trajectory import SCHEMA_VERSION
+
+_BLOCK_BYTES = 1 << 20
+_decoder: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent)
+
+
+class _Version(msgspec.Struct):
+    schema_version: int = 0
+
+
+def lines(path: Path, offset: int = 0) -> Iterator[bytes]:
+    """The whole lines from ``offset`` on, without their newlines."""
+    try:
+        with open(path, "rb", buffering=_BLOCK_BYTES) as file:
+            file.seek(offset)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return
+                yield line[:-1]
+    except OSError as error:
+        raise StoreError(f"cannot read {path}: {error.strerror}") from error
+
+
+def read_events(path: Path) -> Iterator[AnyEvent]:
+    for number, line in enumerate(lines(path), start=1):
+        yield decode_line(line, path, number)
+
+
+def decode_line(line: bytes, path: Path, number: int) -> AnyEvent:
+    if line.startswith(b'{"type":"RunStarted"'):
+        _check_version(line, path)
+    try:
+        return _decoder.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise StoreError(f"{path}, line {number} is damaged: {error}; the events before it can be read") from error
+
+
+def _check_version(line: bytes, path: Path) -> None:
+    try:
+        version = msgspec.json.decode(line, type=_Version).schema_version
+    except msgspec.DecodeError:
+        return  # the whole decode says it better
+    if version > SCHEMA_VERSION:
+        raise StoreError(
+            f"{path} was written by a newer Ramify (schema {version}; this one reads up to {SCHEMA_VERSION}): "
+            "pip install -U ramify"
+        )
+
+
+async def follow(path: Path, poll_s: float = 0.1) -> AsyncIterator[AnyEvent]:
+    """Every event from the first on, and those that come, until all is read and nobody writes any more.
+
+    Between two questions of a conversation the writer lives, so following goes on."""
+    offset, number = 0, 0
+    while True:
+        alive = writer(path) is not None  # asked first: what its last act wrote is read below
+        for line in lines(path, offset):
+            offset, number = offset + len(line) + 1, number + 1
+            yield decode_line(line, path, number)
+        if not alive:
+            return
+        await asyncio.sleep(poll_s)
