@@ -1,0 +1,179 @@
+"""Reading what a model wants to do from what it wrote: code to run, a final answer, or neither.
+
+Tolerant, and says what it ignored. Understood are fences marked ``repl``, ``python`` or ``py``, a last fence that was
+never closed, fences inside strings of the code, native tool calls, and ``FINAL(…)`` / ``FINAL_VAR(…)`` as text at the
+start of a line. What stands inside ``<think>…</think>`` is not an action.
+
+    "Let me look.\\n```repl\\nprint(context[:9])\\n```"   ->  Action(codes=("print(context[:9])",))
+    "FINAL(42)"                                        ->  Action(final=Final(text="42"))
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import re
+import tokenize
+from collections.abc import Iterator
+
+import msgspec
+
+from ramify.types.message import Message, ToolCall
+
+CODE_TOOL = "repl"
+FINAL_TOOL = "final"
+
+_LANGUAGES = {"repl", "python", "py", "python3", "ipython"}
+_OPEN = re.compile(r"^[ \t]{0,3}(?P<fence>`{3,}|~{3,})[ \t]*(?P<language>[\w.+-]*)[^\n`]*$", re.MULTILINE)
+_THINK = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
+_QUOTED = re.compile(
+    r"""\s*[rRuUbBfF]?(\"\"\".*?\"\"\"|'''.*?'''|"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*')\s*\)""", re.DOTALL
+)
+_FINAL = re.compile(r"^[ \t>*]*(?P<name>FINAL_VAR|FINAL)\s*\(", re.MULTILINE)
+
+
+class Final(msgspec.Struct, frozen=True):
+    """A final answer given as text."""
+
+    text: str
+    variable: bool = False
+    """``text`` names a variable of the session that holds the answer."""
+
+    def literal(self) -> object:
+        """The value where the text is a Python literal, otherwise the text."""
+        try:
+            return ast.literal_eval(self.text)
+        except (ValueError, SyntaxError, MemoryError, RecursionError, TypeError):
+            return self.text
+
+
+class Action(msgspec.Struct, frozen=True):
+    """What one reply asks for, in the order it is done: run the codes, then answer."""
+
+    codes: tuple[str, ...] = ()
+    tool_call_ids: tuple[str, ...] = ()
+    """Native tool calls of the reply, which each need an answer."""
+    final: Final | None = None
+    ignored: tuple[str, ...] = ()
+    """What was not understood, for the model to read."""
+
+
+def read_action(message: Message) -> Action:
+    """The action that ``message`` asks for."""
+    text = _THINK.sub(lambda match: " " * len(match.group()), message.content)
+    codes, prose, ignored = _fenced(text)
+    final = _final_text(prose)
+    for call in message.tool_calls:
+        code, answer, problem = _native(call)
+        codes += [code] if code is not None else []
+        final = answer or final
+        ignored += [problem] if problem else []
+    return Action(tuple(codes), tuple(call.id for call in message.tool_calls), final, tuple(ignored))
+
+
+def _fenced(text: str) -> tuple[list[str], str, list[str]]:
+    """(codes, the text outside all fences, what was ignored)."""
+    codes: list[str] = []
+    prose: list[str] = []
+    ignored: list[str] = []
+    position = 0
+    while opening := _OPEN.search(text, position):
+        prose.append(text[position : opening.start()])
+        body_start = min(opening.end() + 1, len(text))
+        language = opening["language"].lower()
+        is_code = language in _LANGUAGES
+        body, position, closed = _body(text, body_start, opening["fence"], is_code)
+        if is_code and body.strip():
+            codes.append(body)
+            if not closed:
+                ignored.append("the last code fence was not closed; it was run up to the end of the message")
+        elif not is_code:
+            ignored.append(
+                f"a fence marked '{language}' was not run; use ```repl"
+                if language
+                else "an unmarked fence was not run; use ```repl"
+            )
+    prose.append(text[position:])
+    return codes, "\n".join(prose), ignored
+
+
+def _body(text: str, start: int, fence: str, is_code: bool) -> tuple[str, int, bool]:
+    """(the fence's content, where the text goes on, whether it was closed)."""
+    closes = list(_closings(text, start, fence))
+    for begin, end in closes:
+        if not is_code or not _ends_inside_string(text[start:begin]):
+            return text[start:begin].rstrip("\n"), end, True
+    if closes:  # the string itself is what is unclosed: the first fence is the best guess
+        begin, end = closes[0]
+        return text[start:begin].rstrip("\n"), end, True
+    return text[start:].rstrip("\n"), len(text), False
+
+
+def _closings(text: str, start: int, fence: str) -> Iterator[tuple[int, int]]:
+    pattern = re.compile(rf"^[ \t]{{0,3}}{re.escape(fence[0])}{{{len(fence)},}}[ \t]*$", re.MULTILINE)
+    for match in pattern.finditer(text, start):
+        yield match.start(), match.end()
+
+
+def _ends_inside_string(code: str) -> bool:
+    """Whether ``code`` breaks off inside a triple-quoted string, so that a fence there is text."""
+    if '"""' not in code and "'''" not in code:
+        return False
+    try:
+        for _ in tokenize.generate_tokens(io.StringIO(code).readline):
+            pass
+    except tokenize.TokenError as error:
+        reason = str(error.args[0])
+        return "multi-line string" in reason or "triple-quoted" in reason
+    except SyntaxError:
+        return False
+    return False
+
+
+def _final_text(prose: str) -> Final | None:
+    """The last ``FINAL(…)`` or ``FINAL_VAR(…)`` that begins a line."""
+    found = None
+    position = 0
+    while match := _FINAL.search(prose, position):
+        inside, position = _balanced(prose, match.end())
+        inside = inside.strip()
+        variable = match["name"] == "FINAL_VAR"
+        found = Final(inside.strip("\"'` ") if variable else inside, variable)
+    return found
+
+
+def _balanced(text: str, start: int) -> tuple[str, int]:
+    """The text from ``start`` to the parenthesis that closes it, or to the end; and where to go on."""
+    quoted = _QUOTED.match(text, start)
+    if quoted:  # parentheses inside a string do not count
+        return text[start : quoted.end() - 1], quoted.end()
+    depth = 1
+    for index in range(start, len(text)):
+        depth += {"(": 1, ")": -1}.get(text[index], 0)
+        if depth == 0:
+            return text[start:index], index + 1
+    return text[start:], len(text)
+
+
+def _native(call: ToolCall) -> tuple[str | None, Final | None, str | None]:
+    """(code, final, problem) of one native tool call."""
+    try:
+        arguments = json.loads(call.arguments or "{}")
+    except ValueError as error:
+        return None, None, f"the arguments of tool call '{call.name}' are not JSON ({error})"
+    if not isinstance(arguments, dict):
+        return None, None, f"the arguments of tool call '{call.name}' are not an object"
+    if call.name == FINAL_TOOL:
+        answer = arguments.get("answer", arguments.get("value"))
+        if answer is None:
+            return None, None, f"tool call '{FINAL_TOOL}' has no 'answer'"
+        return None, Final(answer if isinstance(answer, str) else repr(answer)), None
+    code = arguments.get("code", arguments.get("input"))
+    if call.name in _LANGUAGES and isinstance(code, str):
+        return code, None, None
+    return (
+        None,
+        None,
+        f"no tool '{call.name}' with those arguments; there are {CODE_TOOL}(code) and {FINAL_TOOL}(answer)",
+    )

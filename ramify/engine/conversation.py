@@ -1,0 +1,89 @@
+"""Several questions over one live session.
+
+Variables, imports and the history stay from question to question; each question is a call of its own in one trajectory
+(``0``, ``1``, …) that continues the one before. Limits hold for each question; the clock stops in between.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+from ramify.engine import sync
+from ramify.engine.question import question
+from ramify.engine.recorder import Listener, Recorder
+from ramify.engine.resources import Shared
+from ramify.engine.running import Result, Running, Setup, Thread, checked
+from ramify.errors import ConfigError
+from ramify.store.store import Store
+from ramify.types.trajectory import Trajectory
+
+
+class Conversation:
+    """Open it with ``with`` (and ``ask``) or with ``async with`` (and ``aask``)."""
+
+    def __init__(self, setup: Setup, shared: Shared, prompt: Any, store: Store | None) -> None:
+        self._setup, self._shared, self._prompt, self._store = setup, shared, prompt, store
+        self._thread: Thread | None = None
+        self._id = ""
+        self._close_journal: Callable[[], None] | None = None
+
+    @property
+    def trajectory(self) -> Trajectory:
+        """All questions so far."""
+        return self._opened().recorder.trajectory
+
+    def ask(
+        self, query: str, *, answer_type: Any = None, cite: bool = False, on_event: Listener | None = None
+    ) -> Result:
+        """Ask the next question. Raises as ``RLM.completion`` does."""
+        return sync.run(self.aask(query, answer_type=answer_type, cite=cite, on_event=on_event))
+
+    async def aask(
+        self, query: str, *, answer_type: Any = None, cite: bool = False, on_event: Listener | None = None
+    ) -> Result:
+        """``ask`` on the caller's event loop."""
+        thread = self._opened()
+        asked = question(self._prompt, query, answer_type, cite)
+        if on_event is not None:
+            thread.recorder.listen(on_event)
+        try:
+            running = Running(
+                self._setup, asked, self._shared.use(), id=self._id, recorder=thread.recorder, thread=thread
+            )
+            return checked(await running.result())
+        finally:
+            if on_event is not None:
+                thread.recorder.ignore(on_event)
+
+    async def __aenter__(self) -> Conversation:
+        self._shared.pin()
+        journal = self._store.create(self._store.new_id("conversation")) if self._store else None
+        self._id = journal.id if journal else secrets.token_hex(8)
+        self._close_journal = journal.close if journal else None
+        self._thread = Thread(Recorder(journal))
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        thread, self._thread = self._opened(), None
+        try:
+            await thread.close()
+        finally:
+            if self._close_journal is not None:
+                self._close_journal()
+            await self._shared.unpin()
+
+    def __enter__(self) -> Conversation:
+        return sync.run(self.__aenter__())
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        sync.run(self.__aexit__(kind, error, at))
+
+    def _opened(self) -> Thread:
+        if self._thread is None:
+            raise ConfigError("the conversation is not open: use `with rlm.conversation(context) as c: c.ask(…)`")
+        return self._thread

@@ -1,0 +1,212 @@
+"""The host's side of a cell: answers the calls that its code makes for models, children and tools.
+
+    session: llm_query_batched([p, q])  ──>  Host.answer  ──>  two `lm` calls at once   ──>  ["…", "…"]
+    session: rlm_query("…", part)       ──>  Host.answer  ──>  a child with its own session  ──>  its answer
+
+A sub-call that fails raises ``SubcallError`` in the session after all others of its batch have ended, with their results.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Awaitable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+
+from ramify.clients.base import Client
+from ramify.engine.observe import plain_prompt
+from ramify.engine.plain import ask_plain
+from ramify.engine.run import LiveCall, Outcome, Run
+from ramify.engine.typed import AnswerType, answer_type
+from ramify.errors import ConfigError, HostCallError, LimitReached, ModelError, ReplayDiverged, SandboxError
+from ramify.sandbox.context import SharedContext
+from ramify.types.event import ToolAnswered
+from ramify.types.trajectory import Parent, Stop
+
+if TYPE_CHECKING:
+    from ramify.engine.loop import ChildLoop
+
+MAX_QUESTION_CHARS = 20_000
+"""A longer prompt to a child without a context becomes that child's context."""
+
+
+class Host:
+    """Answers the calls of one cell."""
+
+    def __init__(self, run: Run, call: LiveCall, turn: int, cell: int, child_loop: ChildLoop) -> None:
+        self._run, self._call = run, call
+        self._where = Parent(call.id, turn, cell)
+        self._child_loop = child_loop
+        self._num_tool_calls = 0
+        self.fatal: ReplayDiverged | None = None
+        """An error that the model's code may catch but that ends the run."""
+
+    async def answer(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The ``sandbox.base.Answer`` of this cell."""
+        try:
+            match name:
+                case "llm_query_batched":
+                    return await self._llm_query_batched(*args, **kwargs)
+                case "rlm_query_batched":
+                    return await self._rlm_query_batched(*args, **kwargs)
+                case "history":
+                    return self._history(*args, **kwargs)
+                case "tool":
+                    return await self._tool(*args, **kwargs)
+        except TypeError as error:  # a session may forge any arguments
+            raise HostCallError("TypeError", f"{name}: {error}") from error
+        except ReplayDiverged as error:
+            self.fatal = error
+            raise HostCallError("RuntimeError", str(error)) from error
+        raise HostCallError("NameError", f"the host has no function '{name}'")
+
+    # --- plain calls -------------------------------------------------------------------------------------------
+
+    async def _llm_query_batched(self, prompts: list[str], model: str | None = None, schema: Any = None) -> list[Any]:
+        _check_texts(prompts)
+        client = self._client(model, self._run.models.plain)
+        kind = _schema_check(schema)
+        calls = [self._sub_call("lm", client, prompt) for prompt in prompts]
+        return await self._all([self._plain(call, call.question, kind) for call in calls])
+
+    async def _plain(self, call: LiveCall, prompt: str, kind: AnswerType | None) -> Outcome:
+        self._run.begin(call)
+        outcome = await ask_plain(self._run, call, prompt, kind)
+        self._run.end(call, outcome)
+        return outcome
+
+    # --- children ----------------------------------------------------------------------------------------------
+
+    async def _rlm_query_batched(
+        self, prompts: list[str], contexts: list[Any] | None = None, model: str | None = None
+    ) -> list[Any]:
+        _check_texts(prompts)
+        depth = self._call.depth + 1
+        deep = depth <= self._run.limits.max_depth
+        client = self._client(model, self._run.models.rlm(depth) if deep else self._run.models.plain)
+        given = contexts if contexts is not None else [None] * len(prompts)
+        if len(given) != len(prompts):
+            raise HostCallError("ValueError", f"{len(prompts)} prompts but {len(given)} contexts")
+        pairs = [self._question_and_context(prompt, value) for prompt, value in zip(prompts, given, strict=True)]
+        kind = "rlm" if deep else "lm"
+        calls = [self._sub_call(kind, client, question, context) for question, context in pairs]
+        room = asyncio.Semaphore(self._run.limits.max_children)
+        return await self._all([self._child(call, room) for call in calls])
+
+    def _question_and_context(self, prompt: str, value: Any) -> tuple[str, SharedContext | None]:
+        if value is not None:
+            return prompt, SharedContext(value)
+        if len(prompt) > MAX_QUESTION_CHARS:
+            return f"{prompt[:500]} […] (this task is long: all of it is in `context`)", SharedContext(prompt)
+        return prompt, self._call.context
+
+    async def _child(self, call: LiveCall, room: asyncio.Semaphore) -> Outcome:
+        if call.kind == "lm":
+            return await self._too_deep(call)
+        async with room:
+            return await self._child_loop(self._run, call)
+
+    async def _too_deep(self, call: LiveCall) -> Outcome:
+        """At the depth limit a child is one plain call that is given question and context."""
+        prompt = plain_prompt(call.question, None if call.context is None else call.context.value)
+        max_chars = 3 * (call.client.window - self._run.sampling.max_tokens)
+        if len(prompt) > max_chars:
+            self._run.begin(call)
+            outcome = Outcome(
+                Stop.ERROR,
+                error=f"the depth limit of {self._run.limits.max_depth} is reached, so this rlm_query would be one plain call, "
+                f"and {len(prompt):,} characters are too many for it (about {max_chars:,} fit); cut the context into parts",
+            )
+            self._run.end(call, outcome)
+            return outcome
+        return await self._plain(call, prompt, None)
+
+    # --- the rest ----------------------------------------------------------------------------------------------
+
+    def _history(self, seen: int) -> list[dict[str, str]]:
+        return [{"role": message.role, "content": message.content} for message in self._call.messages[seen:]]
+
+    async def _tool(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        ordinal, self._num_tool_calls = self._num_tool_calls, self._num_tool_calls + 1
+        asked = hashlib.sha256(repr((name, args, sorted(kwargs.items()))).encode()).hexdigest()[:32]
+        where = (self._where.call, self._where.turn, self._where.cell, ordinal)
+        run = self._run
+        if run.recording is not None:
+            recorded = run.recording.tool(*where, asked)
+            if recorded is not None:
+                return self._tool_outcome(where, name, asked, recorded.result, recorded.error)
+        try:
+            result = await run.tools_at(self._call.depth).call(name, args, kwargs)
+            packed, error = SharedContext(result).pack(), None
+        except HostCallError as failure:
+            packed, error = None, f"{failure.kind}: {failure}"
+        except SandboxError as failure:  # the tool returned something that no session can hold
+            packed, error = None, f"TypeError: {name}: {failure}"
+        return self._tool_outcome(where, name, asked, packed, error)
+
+    def _tool_outcome(
+        self, where: tuple[str, int, int, int], name: str, asked: str, packed: Any, error: str | None
+    ) -> Any:
+        call, turn, cell, ordinal = where
+        self._run.recorder.emit(
+            ToolAnswered(
+                at_s=self._run.recorder.now(), call=call, turn=turn, cell=cell, ordinal=ordinal, name=name,
+                arguments_hash=asked, result=packed, error=error,
+            )
+        )  # fmt: skip
+        if error is not None:
+            kind, _, text = error.partition(": ")
+            raise HostCallError(kind, text)
+        return SharedContext.unpack(packed)
+
+    def _sub_call(self, kind: Any, client: Client, question: str, context: SharedContext | None = None) -> LiveCall:
+        depth = self._call.depth + 1
+        return LiveCall(self._call.next_child(), kind, client, depth, question, parent=self._where, context=context)
+
+    def _client(self, model: str | None, default: Client) -> Client:
+        if model is None:
+            return default
+        client = self._run.models.named(model)
+        if client is None:
+            known = ", ".join(sorted(client.name for client in self._run.models.all))
+            raise HostCallError("SubcallError", f"there is no model '{model}' in this run; there are: {known}")
+        return client
+
+    async def _all(self, work: list[Awaitable[Outcome]]) -> list[Any]:
+        """The answers in order; SubcallError with what did arrive if one failed."""
+        outcomes = await asyncio.gather(*(_caught(one) for one in work))
+        failures = {index: outcome.error for index, outcome in enumerate(outcomes) if outcome.error is not None}
+        fatal = next((o.failure for o in outcomes if isinstance(o.failure, ReplayDiverged)), None)
+        if fatal is not None:
+            raise fatal
+        results = [None if index in failures else outcome.answer for index, outcome in enumerate(outcomes)]
+        if failures:
+            first = next(iter(failures.values()))
+            message = (
+                first
+                if len(outcomes) == 1
+                else f"{len(failures)} of {len(outcomes)} sub-calls failed; the first: {first}"
+            )
+            raise HostCallError("SubcallError", str(message), {"results": results, "failures": failures})
+        return results
+
+
+async def _caught(work: Awaitable[Outcome]) -> Outcome:
+    """Failure is data here, so that the rest of a batch goes on."""
+    try:
+        return await work
+    except (LimitReached, ModelError, SandboxError, ReplayDiverged) as error:
+        return Outcome(Stop.ERROR, error=str(error), failure=error)
+
+
+def _check_texts(prompts: Any) -> None:
+    if not isinstance(prompts, list) or not all(isinstance(prompt, str) for prompt in prompts):
+        raise HostCallError("TypeError", "prompts must be a list of str")
+
+
+def _schema_check(schema: Any) -> AnswerType | None:
+    try:
+        return answer_type(schema if isinstance(schema, dict) else None)
+    except ConfigError as error:
+        raise HostCallError("ValueError", str(error)) from error

@@ -1,0 +1,347 @@
+"""The RLM loop: ask, run the code, show what came of it, until there is an answer. Written once, for every depth.
+
+    ask ──> read the action ──> run its cells ──> final answer? ── yes ──> checked, put off if output is unseen, given
+     ^                                                 │ no
+     └───────────── observation  <─────────────────────┘
+
+What it leaves out: who pays and who may ask (``run.py``), what the session's calls do (``host.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from importlib import resources
+from typing import Any
+
+from ramify.engine import observe
+from ramify.engine.action import Action, Final, read_action
+from ramify.engine.host import Host
+from ramify.engine.run import NATIVE_TOOLS, LiveCall, Outcome, Run
+from ramify.engine.typed import AnswerType, Mismatch
+from ramify.errors import HostCallError, LimitReached, ModelError, SandboxError, SessionDied
+from ramify.sandbox.base import Ran, Session
+from ramify.types.event import CellRan
+from ramify.types.message import Message
+from ramify.types.trajectory import Cell, Stop
+
+ChildLoop = Callable[[Run, LiveCall], Coroutine[Any, Any, Outcome]]
+
+MAX_DEATHS = 3
+"""Sessions that one call may lose before it ends in an error."""
+_NOTHING: Any = object()
+
+
+async def run_child(run: Run, call: LiveCall) -> Outcome:
+    """A child from beginning to end, in a session of its own."""
+    run.begin(call)
+    outcome = Outcome(Stop.CANCELLED, error="cancelled")
+    try:
+        loop = RlmLoop(run, call)
+        try:
+            outcome = await loop.answer(observe.first_message(call.question, _value(call)))
+        finally:
+            await loop.close()
+    except (ModelError, SandboxError, LimitReached) as error:
+        stop = Stop(error.stop) if isinstance(error, LimitReached) else Stop.ERROR
+        outcome = Outcome(stop, error=str(error), failure=error)
+    finally:
+        run.end(call, outcome)
+    if outcome.answer is None and outcome.error is None:
+        return Outcome(outcome.stop, error=f"the child ended without an answer ({outcome.stop})")
+    return outcome if outcome.answer is None else Outcome(outcome.stop, outcome.answer)
+
+
+def _value(call: LiveCall) -> Any:
+    return "" if call.context is None else call.context.value
+
+
+class RlmLoop:
+    """One call with its session. ``answer`` may be asked again: the session and its history go on."""
+
+    def __init__(self, run: Run, call: LiveCall, session: Session | None = None) -> None:
+        self.run, self.call, self.session = run, call, session
+        self._kind: AnswerType | None = None
+        self._pending: list[Message] = []
+        self._reused: int | None = None
+        self._deferred: Any = _NOTHING
+        self._partial: Any = None
+        self._last_text = ""
+        self._num_idle = self._num_deaths = 0
+        self._is_root = call.parent is None
+
+    async def answer(self, question: str, kind: AnswerType | None = None) -> Outcome:
+        """Answer one question; ``question`` is the whole first message, ``kind`` the check of the final value."""
+        self._kind = kind
+        text = f"{question}\n\n{kind.instruction()}" if kind else question
+        self._pending = [*self._opening(), Message("user", text)]
+        while True:
+            outcome = await self._step()
+            if outcome is not None:
+                return outcome
+
+    async def close(self) -> None:
+        if self.session is not None:
+            self.run.drop(self.session)
+            await self.session.close()
+            self.session = None
+
+    # --- one turn ----------------------------------------------------------------------------------------------
+
+    async def _step(self) -> Outcome | None:
+        run, call = self.run, self.call
+        stop = run.must_stop(call)
+        if stop is None and self._is_root:
+            stop = run.hold_last_word(call, self._pending)
+        if stop is not None:
+            return await self._last_word(stop)
+        tools = NATIVE_TOOLS if run.scaffold.native_tools else ()
+        try:
+            reply = await run.ask(call, self._pending, reused=self._reused, tools=tools)
+        except LimitReached as reached:
+            return await self._last_word(Stop(reached.stop))
+        except ModelError as error:
+            return Outcome(Stop.ERROR, self._best(), str(error), error)
+        self._reused, self._last_text = None, reply.message.content
+        action = read_action(reply.message)
+        outcome, messages = await self._act(action)
+        if outcome is None:
+            self._pending = messages
+            await self._compact_if_long()
+        return outcome
+
+    async def _act(self, action: Action) -> tuple[Outcome | None, list[Message]]:
+        """Do what the model asked for: an outcome, or the messages that it is shown next."""
+        notes = list(action.ignored)
+        turn = self.call.turn - 1
+        reports, final = await self._run_cells(action, turn, notes)
+        if final is _NOTHING and action.final is not None:
+            final = await self._text_final(action.final, notes)
+        if final is _NOTHING and not action.codes:
+            return self._idle(action, notes)
+        self._num_idle = 0
+        if final is not _NOTHING:
+            outcome = self._conclude(final, reports, notes)
+            if outcome is not None:
+                return outcome, []
+        return None, self._observation(action, reports, notes)
+
+    def _idle(self, action: Action, notes: list[str]) -> tuple[Outcome | None, list[Message]]:
+        """A message without code or answer: a deferred answer stands; otherwise a nudge, and then it is the answer."""
+        if self._deferred is not _NOTHING:
+            outcome = self._conclude(self._deferred, [], notes)
+            return outcome, [] if outcome else self._observation(action, [], notes)
+        self._num_idle += 1
+        if self._num_idle >= self.run.scaffold.max_idle:
+            return Outcome(Stop.NO_CODE, self._best()), []
+        return None, self._observation(action, [observe.NUDGE], notes)
+
+    def _conclude(self, final: Any, reports: list[str], notes: list[str]) -> Outcome | None:
+        """The answer, if it fits its type and nothing is unseen; otherwise None, with a note for the model."""
+        try:
+            value = self._kind.convert(final) if self._kind else final
+        except Mismatch as mismatch:
+            self._deferred = _NOTHING
+            notes.append(f"The answer does not fit its type: {mismatch}. Correct it and give it again with FINAL(…).")
+            return None
+        unseen = any(report != "(no output)" for report in reports)
+        if unseen and self.run.scaffold.defer_final and self._deferred is _NOTHING:
+            self._deferred = final
+            notes.append(
+                "Your answer is noted, and put off by one turn: you had not seen the output above when you gave it. If it "
+                "still stands, give it again with FINAL(…); otherwise go on."
+            )
+            return None
+        return Outcome(Stop.FINAL, value)
+
+    # --- cells -------------------------------------------------------------------------------------------------
+
+    async def _run_cells(self, action: Action, turn: int, notes: list[str]) -> tuple[list[str], Any]:
+        """Run the codes in order, up to the first that fails: (what the model is shown of each, a final answer)."""
+        reports: list[str] = []
+        final = _NOTHING
+        for index, code in enumerate(action.codes):
+            cell, note = await self._run_cell(code, turn, index)
+            reports.append(observe.cell_report(cell))
+            final = note.get("final", final)
+            self._partial = note.get("partial", self._partial)
+            if cell.error is not None and index + 1 < len(action.codes):
+                notes.append(f"cells {index + 2} to {len(action.codes)} were not run, since cell {index + 1} failed")
+                break
+            if self.run.closing is not None:
+                break
+        return reports, final
+
+    async def _run_cell(self, code: str, turn: int, index: int) -> tuple[Cell, dict[str, Any]]:
+        host = Host(self.run, self.call, turn, index, run_child)
+        session = await self._open()
+        try:
+            ran = await session.run(code, answer=host.answer, timeout_s=self.run.cell_s)
+        except SessionDied as died:
+            ran = await self._bury(code, died)
+        if host.fatal is not None:
+            raise host.fatal
+        note = ran.note.get("prelude") if isinstance(ran.note, dict) else None
+        note = note if isinstance(note, dict) else {}
+        cell = self._kept(ran, note)
+        recorded = self.run.recording.cell(self.call.id, turn, index) if self.run.recording is not None else None
+        if recorded is not None:
+            cell = self._as_recorded(cell, recorded)
+        self.run.recorder.emit(
+            CellRan(at_s=self.run.recorder.now(), call=self.call.id, turn=turn, cell=index, result=cell)
+        )
+        return cell, note
+
+    def _kept(self, ran: Ran, note: dict[str, Any]) -> Cell:
+        """The cell as it is recorded and shown: long output cut, the whole of it in a blob."""
+        cell, most = ran.cell, self.run.scaffold.max_output_chars
+        digest = None
+        if cell.stdout_chars > most and self.run.blobs is not None:
+            digest = self.run.blobs.put(cell.stdout.encode("utf-8", "backslashreplace"))
+        where = f"in outputs[{note['cell']}]" if "cell" in note else "lost"
+        error = observe.cut(cell.error, most, len(cell.error), "not kept") if cell.error is not None else None
+        value = observe.cut(cell.value, most, len(cell.value), "in _") if cell.value is not None else None
+        stdout = observe.cut(cell.stdout, most, cell.stdout_chars, where)
+        return Cell(cell.code, stdout, value, error, round(cell.seconds, 6), cell.stdout_chars, digest, cell.restored)
+
+    def _as_recorded(self, cell: Cell, recorded: Cell) -> Cell:
+        """The replies that follow were given to what was shown then, so that is shown again; a difference is told."""
+        if (cell.stdout, cell.value, cell.error) != (recorded.stdout, recorded.value, recorded.error):
+            self.run.note(self.call, "a cell that was run again gave another output than it did when it was recorded")
+        return recorded
+
+    async def _bury(self, code: str, died: SessionDied) -> Ran:
+        """The session is gone: what is left of the cell, and a note that the variables went with it."""
+        await self.close()
+        self._num_deaths += 1
+        if self._num_deaths >= MAX_DEATHS:
+            raise died
+        error = (
+            f"SessionDied: {died}\nA new session was started: `context` is there, your variables and imports are not."
+        )
+        return Ran(Cell(code, died.stdout, None, error, 0.0, len(died.stdout)))
+
+    async def _open(self) -> Session:
+        if self.session is None:
+            run, call = self.run, self.call
+            self.session = session = await run.open_session(context=call.context, seed=call.id)
+            run.keep(session)
+            await session.install("prelude", _prelude(run.scaffold.max_output_chars))
+            tools = run.tools_at(call.depth)
+            if tools.functions:
+                await session.install("tools", tools.source())
+            for name, value in tools.values.items():
+                await session.set(name, value, reserved=True)
+        return self.session
+
+    # --- answers -----------------------------------------------------------------------------------------------
+
+    async def _text_final(self, final: Final, notes: list[str]) -> Any:
+        """The value of ``FINAL(…)`` or ``FINAL_VAR(…)`` given as text; no value, with a note, if there is none."""
+        name = final.text
+        if final.variable or (name.isidentifier() and name not in ("True", "False", "None")):
+            try:
+                session = await self._open()
+                return await session.get(name)
+            except (HostCallError, SandboxError) as error:
+                if final.variable:
+                    notes.append(f"FINAL_VAR({name}): {error}")
+                    return _NOTHING
+        if self._kind is None and not name.startswith(("'", '"')):
+            return name
+        return final.literal()
+
+    def _best(self) -> Any:
+        """The best answer so far, checked where it can be."""
+        for candidate in (self._deferred, self._partial, self._last_text or None):
+            if candidate is _NOTHING or candidate is None:
+                continue
+            try:
+                return self._kind.convert(candidate) if self._kind else candidate
+            except Mismatch:
+                continue
+        return None
+
+    async def _last_word(self, stop: Stop) -> Outcome:
+        """At a limit: one request more to answer with what there is. For the root it was held back; a child has one
+        only where its own turns are what ran out."""
+        reason = "You are asked to finish." if stop is Stop.CANCELLED else f"The limit is reached ({stop})."
+        if not self._is_root and stop is not Stop.MAX_TURNS:
+            return self._cut_short(stop)
+        word = Message("user", observe.LAST_WORD.format(reason=reason))
+        prompts = [[*self._pending, word]]
+        if self.call.messages:
+            prompts.append([word])  # a long observation may be what does not fit any more
+        for prompt in prompts:
+            try:
+                reply = await self.run.ask(self.call, prompt, reused=self._reused, last_word=stop)
+            except LimitReached:
+                continue
+            except ModelError as error:
+                return Outcome(stop, self._best(), str(error), error)
+            self._last_text = reply.message.content
+            return Outcome(stop, await self._last_answer(reply.message))
+        return self._cut_short(stop)
+
+    def _cut_short(self, stop: Stop) -> Outcome:
+        best = self._best()
+        return Outcome(stop, best, f"the run's limit is reached ({stop})" if best is None else None)
+
+    async def _last_answer(self, message: Message) -> Any:
+        action = read_action(message)
+        if action.final is None:
+            return self._best()
+        value = await self._text_final(action.final, [])
+        if value is _NOTHING:
+            return self._best()
+        try:
+            return self._kind.convert(value) if self._kind else value
+        except Mismatch:
+            return self._best()
+
+    # --- messages ----------------------------------------------------------------------------------------------
+
+    def _opening(self) -> list[Message]:
+        """What stands before the question: the system prompt, or the answers that native calls are still owed."""
+        if not self.call.messages:
+            return [Message("system", self._system_prompt())]
+        return [Message("tool", "(answered)", tool_call_id=call.id) for call in self.call.messages[-1].tool_calls]
+
+    def _system_prompt(self) -> str:
+        run, depth = self.run, self.call.depth
+        limits = f"You have {run.limits.max_turns} turns; each of your messages is one."
+        return run.scaffold.system_prompt(
+            depth=depth, children=depth < run.limits.max_depth, tools=run.tools_at(depth).describe(), limits=limits
+        )
+
+    def _observation(self, action: Action, reports: list[str], notes: list[str]) -> list[Message]:
+        turn, most = self.call.turn, self.run.limits.max_turns
+        warnings = observe.running_low(self.run.ledger.standing(), turn, most)
+        text = observe.observation(reports, notes, turn, most, warnings)
+        if not action.tool_call_ids:
+            return [Message("user", text)]
+        first, *rest = action.tool_call_ids  # a native call needs an answer each; one of them carries the report
+        return [
+            Message("tool", text, tool_call_id=first),
+            *(Message("tool", "(reported with the first call)", tool_call_id=id) for id in rest),
+        ]
+
+    async def _compact_if_long(self) -> None:
+        """Summarise a history that nears the window; the next turn begins a new branch from the first messages."""
+        run, call = self.run, self.call
+        request_chars = sum(len(message.content) for message in (*call.messages, *self._pending))
+        tokens = max(call.known_tokens() + sum(len(m.content) for m in self._pending) // 3, request_chars // 6)
+        if tokens + run.sampling.max_tokens <= run.scaffold.compact_at * call.client.window or len(call.messages) <= 3:
+            return
+        run.note(call, f"the history has about {tokens:,} tokens of a window of {call.client.window:,}: summarising it")
+        try:
+            reply = await run.ask(call, [*self._pending, Message("user", observe.SUMMARISE)])
+        except (LimitReached, ModelError) as error:
+            run.note(call, f"the summary failed ({error}); going on with the whole history")
+            return
+        self._reused = 2
+        self._pending = [Message("user", observe.CONTINUE.format(summary=reply.message.content))]
+
+
+def _prelude(max_output_chars: int) -> str:
+    source = resources.files("ramify.engine").joinpath("prelude.py").read_text("utf-8")
+    return f"{source}\n_CONTROL['max_output_chars'] = {max_output_chars}\n"

@@ -1,0 +1,143 @@
+"""The messages that the engine writes to a model: the first one, what a cell did, and the last word.
+
+Prompts only grow, so everything that changes from turn to turn (the turn count, what is left to spend) is said here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from ramify.types.trajectory import Cell
+
+_PREVIEW_CHARS = 300
+_PREVIEW_ITEMS = 8
+
+LAST_WORD = (
+    "{reason} No more code will be run and no more calls can be made. Answer now with what you have: write "
+    "FINAL(your answer) as text, the best answer that what you have seen supports."
+)
+NUDGE = (
+    "Nothing was run: there was no code fence marked repl and no FINAL(…) in your message. Write code in a ```repl fence, "
+    "or give the answer with FINAL(…). If your last message is the answer, it will be taken as it is after another "
+    "message without code."
+)
+SUMMARISE = (
+    "The conversation is about to outgrow your window. Write a summary that lets you go on without it: the question, what "
+    "you have found out with its evidence, which variables of the session hold what, what is still to be done. The session "
+    "itself stays as it is. Write text only, no code."
+)
+CONTINUE = "Summary of the work so far (the session and its variables are as you left them):\n\n{summary}\n\nGo on."
+
+
+def cut(text: str, max_chars: int, length: int, where: str) -> str:
+    """Head and tail of ``text`` with the true length stated; as it is where it fits.
+
+    >>> cut("abcdefghij", 4, 10, "in outputs[1]")
+    'ab\\n[… 6 of 10 characters cut; the whole is in outputs[1] …]\\nij'
+    """
+    if length <= max_chars:
+        return text
+    head, tail = text[: max_chars - max_chars // 2], text[len(text) - max_chars // 2 :]
+    hidden = length - len(head) - len(tail)
+    return f"{head}\n[… {hidden:,} of {length:,} characters cut; the whole is {where} …]\n{tail}"
+
+
+def cell_report(cell: Cell) -> str:
+    """What the model is shown of one execution; ``stdout`` has been cut already."""
+    parts = [cell.stdout.rstrip("\n")] if cell.stdout.strip() else []
+    parts += [f"=> {cell.value}"] if cell.value is not None else []
+    parts += [cell.error.rstrip("\n")] if cell.error else []
+    if cell.restored:
+        names = ", ".join(f"`{name}`" for name in cell.restored)
+        parts.append(f"({names}: reserved, put back as it was; use another name)")
+    return "\n".join(parts) or "(no output)"
+
+
+def observation(
+    reports: Sequence[str], notes: Iterable[str], turn: int, max_turns: int, warnings: Iterable[str]
+) -> str:
+    """The message after a turn's cells. ``turn`` counts from 1."""
+    body = (
+        "\n".join(f"[cell {n} of {len(reports)}]\n{text}" for n, text in enumerate(reports, 1))
+        if len(reports) > 1
+        else "".join(reports)
+    )
+    extra = [f"[note] {note}" for note in notes]
+    return "\n".join([*([body] if body else []), *extra, *warnings, f"[turn {turn} of {max_turns}]"])
+
+
+def running_low(standing: Iterable[tuple[str, float, float]], turn: int, max_turns: int) -> list[str]:
+    """One line for each limit of which less than a fifth is left."""
+    rows = [*standing, ("turns", float(turn), float(max_turns))]
+    return [
+        f"[limit] {_amount(limit - spent)} of {_amount(limit)} {name} left; answer before they are gone"
+        for name, spent, limit in rows
+        if limit - spent < 0.2 * limit
+    ]
+
+
+def _amount(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.3g}"
+
+
+def first_message(question: str, value: Any, about: str = "") -> str:
+    """The question and what the context looks like from outside."""
+    parts = [f"Question: {question}", "", f"`context` is {describe(value)}"]
+    return "\n".join([*parts, *(["", about] if about else [])])
+
+
+def describe(value: Any) -> str:
+    """One short paragraph on a context: type, size, beginning.
+
+    >>> describe(["ab", "cde"])
+    "a list of 2 items, 5 characters in all; the first: 'ab'"
+    """
+    if isinstance(value, str):
+        lines = value.count("\n") + 1
+        return f"a str of {len(value):,} characters in {lines:,} lines. It begins:\n{value[:_PREVIEW_CHARS]!r}"
+    if isinstance(value, Mapping):
+        names = [f"{key!r} ({_size(item)})" for key, item in list(value.items())[:_PREVIEW_ITEMS]]
+        more = f", … ({len(value) - _PREVIEW_ITEMS:,} more)" if len(value) > _PREVIEW_ITEMS else ""
+        return f"a dict of {len(value):,} entries, {chars_of(value):,} characters in all: {', '.join(names)}{more}"
+    if isinstance(value, list | tuple):
+        first = f"; the first: {_short(value[0])}" if value else ""
+        return f"a {type(value).__name__} of {len(value):,} items, {chars_of(value):,} characters in all{first}"
+    return f"a value of type {type(value).__name__}: {_short(value)}"
+
+
+def _size(item: Any) -> str:
+    return f"{len(item):,} characters" if isinstance(item, str) else type(item).__name__
+
+
+def _short(item: Any) -> str:
+    text = repr(item)
+    return text if len(text) <= _PREVIEW_CHARS else text[:_PREVIEW_CHARS] + "…"
+
+
+def chars_of(value: Any) -> int:
+    """Characters of all text in a context."""
+    if isinstance(value, str | bytes):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(chars_of(key) + chars_of(item) for key, item in value.items())
+    if isinstance(value, list | tuple | set | frozenset):
+        return sum(chars_of(item) for item in value)
+    return len(str(value)) if value is not None else 0
+
+
+def rendered(value: Any) -> str:
+    """A context as plain text, for a model that gets it in its prompt."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, Mapping):
+        return "\n\n".join(f"=== {key} ===\n{rendered(item)}" for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return "\n\n".join(f"=== {index} ===\n{rendered(item)}" for index, item in enumerate(value))
+    return str(value)
+
+
+def plain_prompt(question: str, value: Any) -> str:
+    """Question and context in one message."""
+    text = rendered(value) if value is not None else ""
+    return f"{text}\n\nQuestion: {question}" if text.strip() else question

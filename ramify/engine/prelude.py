@@ -1,0 +1,231 @@
+"""The names that a model finds in its session. This file's source runs *inside* the session, never in the host.
+
+Standard library only. The guest provides ``call_host``, ``HostError``, ``namespace``, ``last_output`` and ``portable``
+before this source is executed, and binds every name of ``__all__`` as a reserved name of the notebook.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    call_host: Callable[..., Any]
+    namespace: dict[str, Any]
+    last_output: Callable[[], tuple[str, int]]
+    portable: Callable[[Any], Any]
+
+    class HostError(Exception):
+        kind: str
+        data: dict[str, Any]
+
+
+__all__ = [
+    "FINAL", "FINAL_VAR", "SHOW_VARS", "SubcallError", "answer", "history", "llm_query", "llm_query_batched", "outputs",
+    "rlm_query", "rlm_query_batched",
+]  # fmt: skip
+
+_MISSING: Any = type("Missing", (), {"__repr__": lambda self: "<no value>"})()
+
+
+class SubcallError(RuntimeError):
+    """Some sub-calls failed. ``results`` has every reply that did arrive, None where one failed; ``failures`` maps the
+    index of each that failed to the reason."""
+
+    def __init__(self, message: str, results: list[Any] | None = None, failures: dict[int, str] | None = None) -> None:
+        super().__init__(message)
+        self.results: list[Any] = results or []
+        self.failures: dict[int, str] = failures or {}
+
+
+def _ask(name: str, *args: Any, **kwargs: Any) -> list[Any]:
+    try:
+        return list(call_host(name, *args, **kwargs))
+    except HostError as error:
+        if error.kind != "SubcallError":
+            raise
+        raise SubcallError(str(error), error.data.get("results"), error.data.get("failures")) from None
+
+
+def llm_query(prompt: str, model: str | None = None, schema: Any = None) -> Any:
+    """Ask a language model once; returns its text, or a value if ``schema`` (a JSON schema, a type such as ``list[int]``
+    or a dataclass) is given. It sees only ``prompt``. Raises SubcallError."""
+    return llm_query_batched([prompt], model, schema)[0]
+
+
+def llm_query_batched(prompts: Sequence[str], model: str | None = None, schema: Any = None) -> list[Any]:
+    """Ask for every prompt at once; replies in the order of the prompts. Raises SubcallError after all have ended."""
+    if isinstance(prompts, str):
+        raise TypeError("llm_query_batched takes a list of prompts; for a single one use llm_query")
+    return _ask("llm_query_batched", [str(prompt) for prompt in prompts], model=model, schema=_schema(schema))
+
+
+def rlm_query(prompt: str, context: Any = _MISSING, model: str | None = None) -> Any:
+    """Start a child like you, with a session of its own; returns its final answer. Its ``context`` is the value given
+    here, by default yours. Raises SubcallError."""
+    contexts = None if context is _MISSING or context is None else [context]
+    return rlm_query_batched([prompt], contexts, model)[0]
+
+
+def rlm_query_batched(
+    prompts: Sequence[str], contexts: Sequence[Any] | None = None, model: str | None = None
+) -> list[Any]:
+    """Start a child for every prompt at once, with the context of the same index; their answers in order."""
+    if isinstance(prompts, str):
+        raise TypeError("rlm_query_batched takes a list of prompts; for a single one use rlm_query")
+    if contexts is not None and len(contexts) != len(prompts):
+        raise ValueError(
+            f"{len(prompts)} prompts but {len(contexts)} contexts; give one context for each prompt, or None"
+        )
+    given = None if contexts is None else [_shared(value) for value in contexts]
+    return _ask("rlm_query_batched", [str(prompt) for prompt in prompts], contexts=given, model=model)
+
+
+def _shared(value: Any) -> Any:
+    """``value`` as it goes over: None stands for the session's own context, which need not travel."""
+    return None if value is namespace.get("context", _MISSING) else value
+
+
+class _Answer(dict[str, Any]):
+    """``answer["content"]`` is the best answer so far; ``answer["ready"] = True`` makes it the final one."""
+
+
+answer = _Answer(content="", ready=False)
+_final: list[Any] = []
+
+
+def FINAL(value: Any = _MISSING) -> None:
+    """Give ``value`` as the final answer."""
+    if value is _MISSING:
+        raise TypeError("FINAL needs the answer: FINAL(value)")
+    _final[:] = [portable(value)]
+
+
+def FINAL_VAR(name: Any) -> None:
+    """Give the value of the variable called ``name`` as the final answer."""
+    if isinstance(name, str) and name.isidentifier():
+        if name not in namespace:
+            raise NameError(f"FINAL_VAR: there is no variable '{name}'; SHOW_VARS() lists them")
+        FINAL(namespace[name])
+    else:
+        FINAL(name)
+
+
+def SHOW_VARS() -> dict[str, str]:
+    """Your variables: name -> type and size."""
+    hidden = set(__all__) | {"context"}
+    return {
+        name: _kind(value)
+        for name, value in namespace.items()
+        if name not in hidden and not name.startswith("__") and name != "_" and not isinstance(value, types.ModuleType)
+    }
+
+
+def _kind(value: Any) -> str:
+    kind = type(value).__name__
+    try:
+        return f"{kind}, {len(value):,} long"
+    except Exception:  # noqa: BLE001 -- any class may have any __len__
+        return kind
+
+
+class _History(Sequence[Any]):
+    """The conversation so far, oldest first, each ``{"role": …, "content": …}``; fetched when looked at."""
+
+    def __init__(self) -> None:
+        self._messages: list[dict[str, str]] = []
+
+    def _fetch(self) -> list[dict[str, str]]:
+        self._messages += call_host("history", len(self._messages))
+        return self._messages
+
+    def __len__(self) -> int:
+        return len(self._fetch())
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._fetch()[index]
+
+    def __repr__(self) -> str:
+        return f"<history of {len(self)} messages>"
+
+
+history = _History()
+outputs: dict[int, str] = {}
+"""Cell number -> the whole output of a cell whose output was cut."""
+
+_CONTROL: dict[str, int] = {"cells": 0, "max_output_chars": 10_000}
+
+
+def after_cell() -> dict[str, Any]:
+    """What the host needs to know once a cell has ended."""
+    _CONTROL["cells"] += 1
+    note: dict[str, Any] = {"cell": _CONTROL["cells"]}
+    text, length = last_output()
+    if length > _CONTROL["max_output_chars"]:
+        outputs[_CONTROL["cells"]] = text
+    current = namespace.get("answer")
+    if isinstance(current, Mapping) and current.get("content") not in ("", None):
+        note["partial"] = portable(current["content"])
+        if current.get("ready"):
+            _final[:] = [note["partial"]]
+            current["ready"] = False  # type: ignore[index]
+    if _final:
+        note["final"] = _final.pop()
+    return note
+
+
+# --- JSON schemas of Python types, so that llm_query(..., schema=list[int]) works ----------------------------------
+
+_SIMPLE = {
+    int: "integer",
+    float: "number",
+    str: "string",
+    bool: "boolean",
+    list: "array",
+    dict: "object",
+    type(None): "null",
+}
+
+
+def _schema(kind: Any) -> Any:
+    """The JSON schema of a type; a schema (a dict) and None as they are."""
+    if kind is None or isinstance(kind, dict):
+        return kind
+    if kind in _SIMPLE:
+        return {"type": _SIMPLE[kind]}
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin is typing.Literal:
+        return {"enum": list(args)}
+    if origin in (list, set, tuple, Sequence):
+        return {"type": "array", "items": _schema(args[0])} if args else {"type": "array"}
+    if origin in (dict, Mapping):
+        return {"type": "object", "additionalProperties": _schema(args[1])}
+    if origin in (typing.Union, types.UnionType):
+        return {"anyOf": [_schema(arg) for arg in args]}
+    if isinstance(kind, type) and hasattr(kind, "model_json_schema"):
+        return kind.model_json_schema()
+    if isinstance(kind, type) and (dataclasses.is_dataclass(kind) or hasattr(kind, "__annotations__")):
+        return _object_schema(kind)
+    raise TypeError(
+        f"no JSON schema for {kind!r}: give a dict, int, float, str, bool, list[…], dict[str, …] or a dataclass"
+    )
+
+
+def _object_schema(kind: type) -> dict[str, Any]:
+    hints = typing.get_type_hints(kind, vars(sys.modules.get(kind.__module__, types.ModuleType("none"))) | namespace)
+    fields = {name: _schema(hint) for name, hint in hints.items()}
+    optional = (
+        {f.name for f in dataclasses.fields(kind) if not _required(f)} if dataclasses.is_dataclass(kind) else set()
+    )
+    required = [name for name in fields if name not in optional]
+    return {"type": "object", "properties": fields, "required": required, "additionalProperties": False}
+
+
+def _required(field: dataclasses.Field[Any]) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING

@@ -1,0 +1,85 @@
+"""What is asked, made of what a user gave: a prompt, perhaps a query, perhaps something that ``ramify.load`` read.
+
+completion(text, "how many?")          context = text, question = "how many?"
+completion("How many days has May?")   no context: the question is answered directly
+completion(very_long_prompt)           context = the prompt, question = "do what it asks"
+completion(ramify.load("logs/"), "…")  context, tools and a description from the sources
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import msgspec
+
+from ramify.engine import observe
+from ramify.engine.citations import INSTRUCTION, cited_type
+from ramify.engine.scaffold import Scaffold
+from ramify.engine.typed import AnswerType, answer_type
+from ramify.errors import ConfigError
+
+MAX_BARE_PROMPT_CHARS = 20_000
+"""A prompt without a query that is longer than this becomes the context."""
+_BARE = "The task and its data are in `context`. Read it and do what it asks."
+
+
+@runtime_checkable
+class Sources(Protocol):
+    """What ``ramify.load`` returns."""
+
+    @property
+    def context(self) -> Any: ...
+
+    @property
+    def tools(self) -> Mapping[str, Any]: ...
+
+    def manifest(self) -> str: ...
+
+
+class Question(msgspec.Struct, frozen=True):
+    """One question, ready to be run."""
+
+    text: str
+    context: Any
+    """The value that the session gets; None for a question without a context."""
+    about: str = ""
+    """What the model is told of the context beyond its size and beginning."""
+    tools: Mapping[str, Any] = {}
+    """Functions that come with the sources."""
+    kind: AnswerType | None = None
+    cite: bool = False
+
+    def is_direct(self, scaffold: Scaffold, window: int, has_tools: bool) -> bool:
+        """The root-level rule: what fits easily is answered by one direct call."""
+        if self.context is None:
+            return not has_tools
+        fits = observe.chars_of(self.context) <= min(scaffold.direct_chars, 2 * window)
+        return fits and not has_tools and not self.tools
+
+    def first_message(self) -> str:
+        context = "" if self.context is None else self.context
+        return observe.first_message(self.text, context, self.about)
+
+
+def question(prompt: Any, query: str | None, kind: Any, cite: bool) -> Question:
+    """The question that ``completion(prompt, query)`` asks. Raises ConfigError for an empty one."""
+    about, tools = "", {}
+    if isinstance(prompt, Sources):
+        about, tools, prompt = prompt.manifest(), dict(prompt.tools), prompt.context
+    if query is None:
+        if not isinstance(prompt, str):
+            raise ConfigError(f"a context of type {type(prompt).__name__} needs a question: completion(context, query)")
+        text, context = (prompt, None) if len(prompt) <= MAX_BARE_PROMPT_CHARS else (_BARE, prompt)
+    else:
+        text, context = query, prompt
+    if not isinstance(text, str) or not text.strip():
+        raise ConfigError("the question is empty: say what you want to know")
+    if context is not None and not tools and observe.chars_of(context) == 0:
+        raise ConfigError(
+            "the context is empty: there is nothing to answer from; leave it out to ask without a context"
+        )
+    check = cited_type(kind, context) if cite else answer_type(kind)
+    if cite and context is None:
+        raise ConfigError("citations need a context to cite: give one, or ask without cite")
+    return Question(text, context, "\n".join(filter(None, [about, INSTRUCTION if cite else ""])), tools, check, cite)

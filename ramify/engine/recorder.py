@@ -1,0 +1,82 @@
+"""Where every event of a run goes, before it is acted on: journal, trajectory and whoever listens.
+
+A resumed run goes through its events again; those that its journal already has are not written twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import warnings
+from collections.abc import AsyncIterator, Callable
+from typing import Protocol
+
+from ramify.types.event import AnyEvent, Fold, RunEnded
+from ramify.types.trajectory import Trajectory
+
+Listener = Callable[[AnyEvent], None]
+
+
+class Journal(Protocol):
+    """What the recorder needs of ``store.Journal``."""
+
+    def append(self, event: AnyEvent) -> None: ...
+
+
+class Recorder:
+    """Events in, in order; one per run, or per conversation."""
+
+    def __init__(
+        self,
+        journal: Journal | None = None,
+        listeners: tuple[Listener, ...] = (),
+        *,
+        held: Callable[[AnyEvent], bool] | None = None,
+        since_s: float = 0.0,
+    ) -> None:
+        """``held`` says which events the journal of a resumed run has already; ``since_s`` is where its clock stood."""
+        self._journal = journal
+        self._listeners = list(listeners)
+        self._held = held
+        self._fold = Fold()
+        self._began = time.perf_counter() - since_s
+
+    @property
+    def trajectory(self) -> Trajectory:
+        return self._fold.trajectory
+
+    def now(self) -> float:
+        """Seconds since the run began."""
+        return round(time.perf_counter() - self._began, 6)
+
+    def emit(self, event: AnyEvent) -> None:
+        if self._journal is not None and not (self._held is not None and self._held(event)):
+            self._journal.append(event)
+        self._fold.apply(event)
+        for listener in tuple(self._listeners):
+            try:
+                listener(event)
+            except Exception as error:  # noqa: BLE001 -- a listener is the user's; it must not end a paid run
+                self._listeners.remove(listener)
+                warnings.warn(f"an event listener failed and is not called again: {error!r}", stacklevel=2)
+
+    def listen(self, listener: Listener) -> None:
+        self._listeners.append(listener)
+
+    def ignore(self, listener: Listener) -> None:
+        """Stop telling ``listener``; nothing if it is not told any more."""
+        if listener in self._listeners:
+            self._listeners.remove(listener)
+
+    async def events(self) -> AsyncIterator[AnyEvent]:
+        """Every event from now on, until the run ends."""
+        queue: asyncio.Queue[AnyEvent] = asyncio.Queue()
+        self.listen(queue.put_nowait)
+        try:
+            while True:
+                event = await queue.get()
+                yield event
+                if isinstance(event, RunEnded):
+                    return
+        finally:
+            self.ignore(queue.put_nowait)

@@ -1,0 +1,65 @@
+"""What the runs of one ``RLM`` share on one event loop: the connection pool and the sandbox.
+
+Opened by the first run that needs them, closed by the last one that ends, unless pinned by ``async with`` or by the
+synchronous face, which keeps them until ``RLM.close``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from ramify.clients.pool import Pool
+from ramify.sandbox.base import Sandbox, SandboxSpec, open_sandbox
+
+
+class Resources:
+    """One pool and one sandbox."""
+
+    def __init__(self, max_in_flight: int, spec: SandboxSpec) -> None:
+        self.pool = Pool(max_in_flight=max_in_flight)
+        self._spec = spec
+        self._sandbox: Sandbox | None = None
+
+    @property
+    def sandbox(self) -> Sandbox:
+        if self._sandbox is None:
+            self._sandbox = open_sandbox(self._spec)
+        return self._sandbox
+
+    async def close(self) -> None:
+        if self._sandbox is not None:
+            await self._sandbox.close()
+        await self.pool.close()
+
+
+class Shared:
+    """Counts who uses the resources of each loop."""
+
+    def __init__(self, max_in_flight: int, spec: SandboxSpec) -> None:
+        self._make = lambda: Resources(max_in_flight, spec)
+        self._open: dict[asyncio.AbstractEventLoop, tuple[Resources, int]] = {}
+
+    def pin(self) -> Resources:
+        """One user more on the running loop."""
+        loop = asyncio.get_running_loop()
+        resources, count = self._open.get(loop) or (self._make(), 0)
+        self._open[loop] = (resources, count + 1)
+        return resources
+
+    async def unpin(self) -> None:
+        loop = asyncio.get_running_loop()
+        resources, count = self._open.pop(loop)
+        if count > 1:
+            self._open[loop] = (resources, count - 1)
+        else:
+            await resources.close()
+
+    @asynccontextmanager
+    async def use(self) -> AsyncIterator[Resources]:
+        resources = self.pin()
+        try:
+            yield resources
+        finally:
+            await self.unpin()

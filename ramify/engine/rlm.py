@@ -1,0 +1,282 @@
+"""The library's face: ``RLM``, which answers questions over inputs of any size.
+
+    rlm = RLM("openai:gpt-5-mini")
+    result = rlm.completion(huge_text, "Which host failed first?")
+    result.response, result.usage, result.cost, result.trajectory
+
+    async with RLM(…) as rlm:
+        async for event in rlm.stream(huge_text, "…"): …
+        result = await rlm.acompletion(huge_text, "…")
+
+    with rlm.conversation(huge_text) as c:      # one live session, several questions
+        c.ask("How many errors?"); c.ask("And warnings?")
+
+What it leaves out: the loop (``loop.py``), what a tree shares (``run.py``), prompts (``scaffold.py``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import time
+import warnings
+from collections.abc import AsyncIterator, Sequence
+from types import TracebackType
+from typing import Any
+
+import msgspec
+
+from ramify.clients.base import Client, Sampling
+from ramify.engine import sync
+from ramify.engine.conversation import Conversation
+from ramify.engine.limits import Limits
+from ramify.engine.models import Models, ModelSpec, listed
+from ramify.engine.question import Question, question
+from ramify.engine.recorder import Listener, Recorder
+from ramify.engine.resources import Resources, Shared
+from ramify.engine.running import Result, Running, Setup, as_text, checked
+from ramify.engine.scaffold import Scaffold, scaffold_of
+from ramify.engine.tools import Tools, ToolSet
+from ramify.errors import ConfigError
+from ramify.sandbox.base import SandboxSpec
+from ramify.sandbox.context import SharedContext
+from ramify.store.cache import CallCache
+from ramify.store.replay import Recording
+from ramify.store.store import Store
+from ramify.types.event import AnyEvent, RunStarted
+from ramify.types.trajectory import Stop
+
+__all__ = ["RLM", "Result", "Running"]
+
+
+class RLM:
+    """A recursive language model.
+
+    ``model``        ``"provider:model"`` or a client; a list gives one by depth
+    ``sub_model``    answers below the root; a list adds models that a session may ask for by name
+    ``limits``       what one question may spend: turns, depth, calls, tokens, dollars, seconds
+    ``scaffold``     prompts and conventions, by name or as a ``Scaffold``
+    ``sandbox``      where code runs
+    ``tools``        functions (and values) of yours in the session; run here, with your rights
+    ``child_tools``  the same for children; by default ``tools``
+    ``store``        where runs are kept; by default nowhere
+    ``sampling``     temperature and the like
+    """
+
+    def __init__(
+        self,
+        model: ModelSpec | Sequence[ModelSpec],
+        *,
+        sub_model: ModelSpec | Sequence[ModelSpec] | None = None,
+        limits: Limits | None = None,
+        scaffold: Scaffold | str | None = None,
+        sandbox: SandboxSpec | str | None = None,
+        tools: Tools | None = None,
+        child_tools: Tools | None = None,
+        store: Store | None = None,
+        sampling: Sampling | None = None,
+    ) -> None:
+        limits = limits or Limits()
+        spec = SandboxSpec(provider=sandbox) if isinstance(sandbox, str) else sandbox or SandboxSpec()
+        tool_set = ToolSet(tools)
+        self.store = store
+        self._shared = Shared(limits.max_concurrency, spec)
+        self._is_pinned_in_thread = False
+        self._model, self._sub_model = model, sub_model
+        self._setup = Setup(
+            self._connect, limits, scaffold_of(scaffold), spec, sampling or Sampling(), tool_set,
+            tool_set if child_tools is None else ToolSet(child_tools), store.blobs if store else None,
+            _config(model, sub_model, limits, scaffold_of(scaffold), spec, sampling),
+        )  # fmt: skip
+
+    @property
+    def limits(self) -> Limits:
+        return self._setup.limits
+
+    # --- asking ------------------------------------------------------------------------------------------------
+
+    def completion(
+        self, prompt: Any, query: str | None = None, *, answer_type: Any = None, cite: bool = False,
+        cache: bool = False, on_event: Listener | None = None,
+    ) -> Result:  # fmt: skip
+        """Answer ``query`` over ``prompt`` (text, a dict or list of texts, any plain value, or what ``load`` returned).
+
+        Without ``query``, ``prompt`` is the question. ``answer_type`` is a type or a JSON schema that the answer must
+        meet; ``cite`` asks for citations and checks them; ``cache`` uses replies to the same requests kept in the store.
+        Raises ConfigError for wrong input, and the model's or sandbox's error where that left no answer. A limit is no
+        error: see ``Result.stop``."""
+        return self._in_thread(
+            self.acompletion(prompt, query, answer_type=answer_type, cite=cite, cache=cache, on_event=on_event)
+        )
+
+    async def acompletion(
+        self, prompt: Any, query: str | None = None, *, answer_type: Any = None, cite: bool = False,
+        cache: bool = False, on_event: Listener | None = None,
+    ) -> Result:  # fmt: skip
+        """``completion`` on the caller's event loop. Cancelling it cancels the tree."""
+        running = self.start(prompt, query, answer_type=answer_type, cite=cite, cache=cache, on_event=on_event)
+        return checked(await running.result())
+
+    async def stream(
+        self, prompt: Any, query: str | None = None, *, answer_type: Any = None, cite: bool = False, cache: bool = False
+    ) -> AsyncIterator[AnyEvent]:
+        """The events of a run as they happen, ``RunEnded`` the last; leaving the loop early cancels the run."""
+        running = self.start(prompt, query, answer_type=answer_type, cite=cite, cache=cache)
+        try:
+            async for event in running.events():
+                yield event
+            checked(await running.result())
+        finally:
+            running.cancel()
+
+    def start(
+        self, prompt: Any, query: str | None = None, *, answer_type: Any = None, cite: bool = False,
+        cache: bool = False, on_event: Listener | None = None,
+    ) -> Running:  # fmt: skip
+        """A run that goes on while the caller does other things; needs a running event loop. Its ``result`` is data: it
+        raises nothing for what a model did."""
+        asked = question(prompt, query, answer_type, cite)
+        journal = self.store.create(self.store.new_id(asked.text)) if self.store else None
+        recorder = Recorder(journal, (on_event,) if on_event else ())
+        return Running(
+            self._setup, asked, self._shared.use(), id=journal.id if journal else _new_id(), recorder=recorder,
+            cache=self._cache(cache), close=journal.close if journal else _nothing,
+        )  # fmt: skip
+
+    def conversation(self, prompt: Any) -> Conversation:
+        """Several questions over one live session: ``with rlm.conversation(text) as c: c.ask(…)``, or ``async with`` and
+        ``await c.aask(…)``. Limits hold for each question."""
+        return Conversation(self._setup, self._shared, prompt, self.store)
+
+    # --- going on, and again -----------------------------------------------------------------------------------
+
+    async def aresume(self, run: str, *, answer_type: Any = None, on_event: Listener | None = None) -> Result:
+        """Go on with a stored run that was cut off: no reply that was recorded is paid for again; what was in flight is
+        sent again and counted as possibly paid. A run that has ended is answered from the record."""
+        store = self._need_store("resume")
+        recording = Recording(store.events(run))
+        if recording.ended is not None:
+            return self._from_record(run)
+        journal = store.reopen(run)
+        recorder = Recorder(journal, (on_event,) if on_event else (), held=recording.holds, since_s=recording.last_s)
+        running = self._again(recording, answer_type, recorder, journal.close)
+        return checked(await running.result())
+
+    async def areplay(self, run: str, *, answer_type: Any = None, on_event: Listener | None = None) -> Result:
+        """Run a stored run's cells again against its recorded replies, without asking any model. Raises ReplayDiverged
+        where the run asks something else than it did."""
+        recording = Recording(self._need_store("replay").events(run), strict=True)
+        recorder = Recorder(None, (on_event,) if on_event else ())
+        result = await self._again(recording, answer_type, recorder, _nothing).result()
+        return checked(result)
+
+    def resume(self, run: str, *, answer_type: Any = None, on_event: Listener | None = None) -> Result:
+        """``aresume``, waited for."""
+        return self._in_thread(self.aresume(run, answer_type=answer_type, on_event=on_event))
+
+    def replay(self, run: str, *, answer_type: Any = None, on_event: Listener | None = None) -> Result:
+        """``areplay``, waited for."""
+        return self._in_thread(self.areplay(run, answer_type=answer_type, on_event=on_event))
+
+    def _again(self, recording: Recording, answer_type: Any, recorder: Recorder, close: Any) -> Running:
+        started = recording.started
+        if len(recording.questions) > 1:
+            raise ConfigError(f"run {started.id} is a conversation of {len(recording.questions)} questions: ask anew")
+        asked = self._question_of(started, answer_type)
+        return Running(
+            self._setup, asked, self._shared.use(), id=started.id, recorder=recorder, recording=recording, close=close
+        )
+
+    def _question_of(self, started: RunStarted, kind: Any) -> Question:
+        config, value = started.config, None
+        if started.context is not None:
+            blob = self._need_store("resume").blobs.get(started.context.digest)
+            value = SharedContext.decode(blob).value
+        cite = bool(config.get("cite"))
+        kind = kind if kind is not None else None if cite else config.get("answer_schema")
+        asked = question("" if value is None else value, started.question, kind, cite) if value is not None else None
+        asked = asked or question(started.question, None, kind, cite)
+        return msgspec.structs.replace(asked, about=config.get("about", ""))
+
+    def _from_record(self, run: str) -> Result:
+        trajectory = self._need_store("resume").load(run)
+        return Result(
+            as_text(trajectory.answer), trajectory.answer, trajectory.stop or Stop.ERROR, trajectory.usage,
+            trajectory.cost, trajectory,
+        )  # fmt: skip
+
+    def _need_store(self, what: str) -> Store:
+        if self.store is None:
+            raise ConfigError(f"{what} needs the store that holds the run: RLM(…, store=ramify.Store())")
+        return self.store
+
+    # --- resources ---------------------------------------------------------------------------------------------
+
+    def _connect(self, resources: Resources) -> Models:
+        pool = resources.pool
+
+        def connect(spec: ModelSpec) -> Client:
+            return pool.client(spec) if isinstance(spec, str) else pool.adopt(spec)
+
+        return Models(self._model, self._sub_model, connect)
+
+    def _cache(self, wanted: bool) -> CallCache | None:
+        return CallCache(self._need_store("cache=True")) if wanted else None
+
+    def _in_thread(self, work: Any) -> Any:
+        if not self._is_pinned_in_thread:
+            self._is_pinned_in_thread = True
+            sync.run(self._pin())
+        return sync.run(work)
+
+    async def _pin(self) -> None:
+        self._shared.pin()
+
+    def close(self) -> None:
+        """End what the synchronous face keeps open between completions. Idempotent."""
+        if self._is_pinned_in_thread:
+            self._is_pinned_in_thread = False
+            sync.run(self._shared.unpin())
+
+    def __enter__(self) -> RLM:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    async def __aenter__(self) -> RLM:
+        self._shared.pin()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        await self._shared.unpin()
+
+    def __del__(self) -> None:
+        if getattr(self, "_is_pinned_in_thread", False):
+            with contextlib.suppress(Exception):
+                self.close()
+                warnings.warn(
+                    "an RLM was not closed: use `with RLM(…) as rlm`, or rlm.close()", ResourceWarning, stacklevel=2
+                )
+
+
+def _config(
+    model: ModelSpec | Sequence[ModelSpec], sub_model: ModelSpec | Sequence[ModelSpec] | None, limits: Limits,
+    chosen: Scaffold, spec: SandboxSpec, sampling: Sampling | None,
+) -> dict[str, Any]:  # fmt: skip
+    names = [spec if isinstance(spec, str) else spec.name for spec in listed(model)]
+    subs = [spec if isinstance(spec, str) else spec.name for spec in listed(sub_model or ())]
+    return {
+        "model": names, "sub_model": subs, "limits": msgspec.to_builtins(limits), "scaffold": msgspec.to_builtins(chosen),
+        "sandbox": msgspec.to_builtins(spec), "sampling": msgspec.to_builtins(sampling or Sampling()),
+    }  # fmt: skip
+
+
+def _new_id() -> str:
+    return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}"
+
+
+def _nothing() -> None:
+    pass

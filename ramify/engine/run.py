@@ -1,0 +1,401 @@
+"""One question's tree: everything that its calls share, and the one way from any of them to a model.
+
+    RLM.start ──> Run.answer ──> RlmLoop (root) ──> Run.ask ──> recording? cache? ──> Pool.ask ──> a model
+                                     │                 ^
+                                     └── Host ─────────┘   llm_query: ask        rlm_query: a RlmLoop of its own
+
+A call holds a slot of the limiter while it is on the wire and never while it waits for its children, so any depth makes
+progress. ``close_in`` is how work ends early, by deadline or by the user: what is on the wire is cut and charged as
+possibly paid, running cells are interrupted, and only last words are let through.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import math
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from ramify.clients.base import Client, Request, Sampling, Tool
+from ramify.clients.pool import Pool
+from ramify.engine.action import CODE_TOOL, FINAL_TOOL
+from ramify.engine.limits import Amount, Ledger, Limits, bound
+from ramify.engine.models import Models
+from ramify.engine.recorder import Recorder
+from ramify.engine.scaffold import Scaffold
+from ramify.engine.tools import ToolSet
+from ramify.errors import ConfigError, LimitReached
+from ramify.sandbox.base import Session
+from ramify.sandbox.context import SharedContext
+from ramify.types.event import Attempted, CallEnded, CallStarted, Noted, Replied, Requested, ToolAnswered
+from ramify.types.message import Message, Reply, Usage
+from ramify.types.trajectory import CallKind, Cell, ContextRef, Fork, Parent, Stop
+
+NATIVE_TOOLS = (
+    Tool(CODE_TOOL, "Run Python in the live session and see its output.", {
+        "type": "object", "properties": {"code": {"type": "string"}}, "required": ["code"]}),
+    Tool(FINAL_TOOL, "Give the final answer.", {
+        "type": "object", "properties": {"answer": {}}, "required": ["answer"]}),
+)  # fmt: skip
+
+
+class Replies(Protocol):
+    """Where a reply may come from without asking: a recorded run (see ``store.replay.Recording``)."""
+
+    def reply(self, call: str, turn: int, prompt_hash: str) -> Reply | None: ...
+
+    def attempts_at(self, call: str, turn: int) -> Sequence[Attempted]: ...
+
+    def in_flight(self, call: str, turn: int) -> bool: ...
+
+    def last_word(self, call: str, turn: int) -> Stop | None: ...
+
+    def cell(self, call: str, turn: int, cell: int) -> Cell | None: ...
+
+    def tool(self, call: str, turn: int, cell: int, ordinal: int, arguments_hash: str) -> ToolAnswered | None: ...
+
+
+class Cache(Protocol):
+    """Replies by the hash of their request, over all runs."""
+
+    def get(self, prompt_hash: str) -> Reply | None: ...
+
+    def put(self, prompt_hash: str, reply: Reply) -> None: ...
+
+
+class Blobs(Protocol):
+    """Large things once, by content."""
+
+    def put(self, data: Any, digest: str | None = None) -> str: ...
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """How a call ended."""
+
+    stop: Stop
+    answer: Any = None
+    error: str | None = None
+    failure: BaseException | None = None
+    """What was raised, where that ended the call."""
+
+
+class LiveCall:
+    """A call while it runs: its conversation so far and what is known about its length."""
+
+    def __init__(
+        self,
+        id: str,
+        kind: CallKind,
+        client: Client,
+        depth: int,
+        question: str,
+        *,
+        parent: Parent | None = None,
+        context: SharedContext | None = None,
+    ) -> None:
+        self.id = id
+        self.kind = kind
+        self.client = client
+        self.depth = depth
+        self.question = question
+        self.parent = parent
+        self.context = context
+        self.messages: list[Message] = []
+        """Prompt and reply of every turn so far."""
+        self.turn = 0
+        """Index of the next turn."""
+        self.num_children = 0
+        self._known: tuple[int, int] | None = None
+
+    def next_child(self) -> str:
+        """Ids are dealt out by order of issue, which a replay repeats; completion has no order."""
+        self.num_children += 1
+        return f"{self.id}.{self.num_children - 1}"
+
+    def max_input_tokens(self, request: Request, reused: int) -> int:
+        """An upper bound on the request's prompt: what the server counted of the part it has seen, bytes for the rest."""
+        by_bytes = request.max_input_tokens()
+        if self._known is None or self._known[0] != reused:
+            return by_bytes
+        new = msgspec.structs.replace(request, messages=request.messages[reused:])
+        # 4 per message: a template may put its role markers differently around a reply than the server counted them.
+        return min(by_bytes, self._known[1] + 4 * reused + new.max_input_tokens())
+
+    def go_on_from(self, call: LiveCall) -> None:
+        """Begin with the conversation of ``call``, as the next question over the same session does."""
+        self.messages, self._known = list(call.messages), call._known
+
+    def known_tokens(self) -> int:
+        """Tokens of the conversation so far as the server counted them; 0 where it did not."""
+        return self._known[1] if self._known else 0
+
+    def advance(self, prompt: Sequence[Message], reply: Reply) -> None:
+        self.messages = [*prompt, reply.message]
+        self.turn += 1
+        self._known = None if reply.usage.unknown_calls else (len(self.messages), reply.usage.total_tokens)
+
+
+class Run:
+    """What the calls of one question share. Lives on one event loop."""
+
+    def __init__(
+        self,
+        *,
+        recorder: Recorder,
+        models: Models,
+        limits: Limits,
+        scaffold: Scaffold,
+        sampling: Sampling,
+        pool: Pool,
+        open_session: Callable[..., Awaitable[Session]],
+        cell_s: float,
+        tools: ToolSet,
+        child_tools: ToolSet,
+        blobs: Blobs | None = None,
+        recording: Replies | None = None,
+        cache: Cache | None = None,
+    ) -> None:
+        self.recorder, self.models, self.limits, self.scaffold, self.pool = recorder, models, limits, scaffold, pool
+        self.open_session, self.cell_s, self.blobs = open_session, cell_s, blobs
+        self.recording, self.cache = recording, cache
+        self._tools, self._child_tools = tools, child_tools
+        self.sampling = msgspec.structs.replace(sampling, max_tokens=min(sampling.max_tokens, limits.max_reply_tokens))
+        _check_prices(limits, models)
+        self.ledger = Ledger(limits, priced=any(client.price is not None for client in models.all))
+        self.closing: Stop | None = None
+        self._scopes: set[asyncio.Timeout] = set()
+        self._sessions: set[Session] = set()
+        self._loop = asyncio.get_running_loop()
+        self._deadline = self._loop.time() + limits.max_seconds
+        self._alarm = self._loop.call_at(self._deadline - limits.last_word_s, self.close_in, Stop.DEADLINE)
+
+    # --- ending early ------------------------------------------------------------------------------------------
+
+    def close_in(self, stop: Stop) -> None:
+        """End all work now, so that the root can still say its last word."""
+        if self.closing is not None:
+            return
+        self.closing = stop
+        for scope in self._scopes:
+            scope.reschedule(self._loop.time())
+        for session in self._sessions:
+            session.interrupt(str(stop))
+
+    def finish(self) -> None:
+        """The run is over; nothing of it stays on the loop."""
+        self._alarm.cancel()
+
+    # --- calls -------------------------------------------------------------------------------------------------
+
+    def begin(self, call: LiveCall, fork: Fork | None = None) -> None:
+        ref = context_ref(call.context)
+        self.recorder.emit(
+            CallStarted(
+                at_s=self.recorder.now(), id=call.id, kind=call.kind, model=call.client.name, depth=call.depth,
+                question=call.question, parent=call.parent, fork=fork, context=ref,
+            )
+        )  # fmt: skip
+
+    def end(self, call: LiveCall, outcome: Outcome) -> None:
+        self.recorder.emit(
+            CallEnded(
+                at_s=self.recorder.now(), id=call.id, stop=outcome.stop, answer=jsonable(outcome.answer),
+                error=outcome.error,
+            )
+        )  # fmt: skip
+
+    def note(self, call: LiveCall, text: str) -> None:
+        self.recorder.emit(Noted(at_s=self.recorder.now(), call=call.id, text=text))
+
+    def tools_at(self, depth: int) -> ToolSet:
+        return self._tools if depth == 0 else self._child_tools
+
+    def keep(self, session: Session) -> None:
+        """``session`` is interrupted when the run closes."""
+        self._sessions.add(session)
+
+    def drop(self, session: Session) -> None:
+        self._sessions.discard(session)
+
+    def must_stop(self, call: LiveCall) -> Stop | None:
+        """Why ``call`` may take no further turn, if so; a run that is repeated stops where it stopped."""
+        if self.recording is not None:
+            again = self.recording.last_word(call.id, call.turn)
+            if again is not None:
+                return again
+        return self.closing or (Stop.MAX_TURNS if call.turn >= self.limits.max_turns else None)
+
+    # --- asking ------------------------------------------------------------------------------------------------
+
+    async def ask(
+        self,
+        call: LiveCall,
+        new: Sequence[Message],
+        *,
+        reused: int | None = None,
+        schema: dict[str, Any] | None = None,
+        tools: tuple[Tool, ...] = (),
+        last_word: Stop | None = None,
+    ) -> Reply:
+        """The next turn of ``call``: its first ``reused`` messages (by default all) and ``new``. ``last_word`` names the
+        limit at which this is the request that was held back. Raises ModelError for a model that gave no reply,
+        LimitReached where the run may not ask any more."""
+        reused = len(call.messages) if reused is None else reused
+        prompt = (*call.messages[:reused], *new)
+        sampling = self.sampling
+        if last_word:
+            sampling = msgspec.structs.replace(
+                sampling, max_tokens=min(sampling.max_tokens, self.limits.last_word_tokens)
+            )
+        request = Request(prompt, sampling, schema, tools, affinity=call.id)
+        digest = prompt_hash(call.client.name, request)
+        self.recorder.emit(
+            Requested(
+                at_s=self.recorder.now(), call=call.id, turn=call.turn, reused=reused, prompt=tuple(new),
+                prompt_hash=digest, last_word=last_word,
+            )
+        )  # fmt: skip
+        reply = self._recorded(call, digest)
+        paid_before = reply is not None
+        if reply is None:
+            account = _Account(self, call, call.max_input_tokens(request, reused), sampling.max_tokens)
+            self._charge_attempts(call, account)
+            reply = await self._ask_live(call, request, account, last_word is not None)
+            if self.cache is not None:
+                self.cache.put(digest, reply)
+        self.recorder.emit(
+            Replied(at_s=self.recorder.now(), call=call.id, turn=call.turn, reply=reply, cached=paid_before)
+        )
+        call.advance(prompt, reply)
+        return reply
+
+    def _recorded(self, call: LiveCall, digest: str) -> Reply | None:
+        """The reply from the run that is being repeated, or from the cache."""
+        if self.recording is not None:
+            reply = self.recording.reply(call.id, call.turn, digest)
+            if reply is not None:
+                self.ledger.charge(reply.usage, reply.cost)
+                return reply
+        if self.cache is not None:
+            reply = self.cache.get(digest)
+            if reply is not None:
+                return msgspec.structs.replace(reply, usage=Usage(), cost=None if reply.cost is None else 0.0)
+        return None
+
+    def _charge_attempts(self, call: LiveCall, account: _Account) -> None:
+        """In a resumed run: what was sent for this turn before, and may have been paid."""
+        if self.recording is None:
+            return
+        for attempt in self.recording.attempts_at(call.id, call.turn):
+            self.recorder.emit(attempt)
+            self.ledger.charge(attempt.usage, attempt.cost)
+        if self.recording.in_flight(call.id, call.turn):
+            account.charge_unknown("in flight when the run was cut off; sent again")
+
+    async def _ask_live(self, call: LiveCall, request: Request, account: _Account, last_word: bool) -> Reply:
+        if self.closing is not None and not last_word:
+            raise _closed(self.closing)
+        if last_word and call.parent is None:
+            self.ledger.held = Amount()
+        try:
+            async with asyncio.timeout_at(self._deadline) as scope:
+                if not last_word:
+                    self._scopes.add(scope)
+                reply = await self.pool.ask(call.client, request, account, lambda text: self.note(call, text))
+        except TimeoutError:
+            if not scope.expired():
+                raise
+            raise _closed(self.closing or Stop.DEADLINE) from None
+        finally:
+            self._scopes.discard(scope)
+        if reply.usage.unknown_calls:  # one upper bound everywhere: the one that was reserved
+            usage, cost = account.most()
+            reply = msgspec.structs.replace(reply, usage=usage, cost=cost)
+        return reply
+
+    def hold_last_word(self, call: LiveCall, new: Sequence[Message]) -> Stop | None:
+        """Set aside what the root's last word may cost after the turn that asks ``new``; the limit it breaks, if any.
+
+        That prompt will also hold this turn's reply and its observation."""
+        request = Request((*call.messages, *new), self.sampling)
+        later = self.sampling.max_tokens + self.scaffold.max_output_chars + 1000
+        tokens = call.max_input_tokens(request, len(call.messages)) + later
+        return self.ledger.hold(bound(tokens, self.limits.last_word_tokens, call.client.price))
+
+
+class _Account:
+    """Reserves for one request of ``call`` and writes down what became of each attempt."""
+
+    def __init__(self, run: Run, call: LiveCall, max_input_tokens: int, max_output_tokens: int) -> None:
+        self._run, self._call = run, call
+        self._usage = Usage(max_input_tokens, max_output_tokens, calls=1, unknown_calls=1)
+        self._amount = bound(max_input_tokens, max_output_tokens, call.client.price)
+
+    async def reserve(self) -> None:
+        await self._run.ledger.reserve(self._amount)
+
+    def settle(self, usage: Usage, cost: float | None) -> None:
+        if usage.unknown_calls:
+            usage, cost = self.most()
+        self._run.ledger.settle(self._amount, usage, cost)
+
+    def release(self, error: str) -> None:
+        self._run.ledger.free(self._amount)
+        self._attempted(error, Usage(), None)
+
+    def forfeit(self, error: str) -> None:
+        usage, cost = self.most()
+        self._run.ledger.settle(self._amount, usage, cost)
+        self._attempted(error, usage, cost)
+
+    def charge_unknown(self, error: str) -> None:
+        """An attempt that was not reserved here and may have cost everything."""
+        usage, cost = self.most()
+        self._run.ledger.charge(usage, cost)
+        self._attempted(error, usage, cost)
+
+    def most(self) -> tuple[Usage, float | None]:
+        """All that was reserved, as an upper bound."""
+        return self._usage, self._amount.cost if self._call.client.price is not None else None
+
+    def _attempted(self, error: str, usage: Usage, cost: float | None) -> None:
+        run, call = self._run, self._call
+        run.recorder.emit(
+            Attempted(at_s=run.recorder.now(), call=call.id, turn=call.turn, error=error, usage=usage, cost=cost)
+        )
+
+
+def prompt_hash(model: str, request: Request) -> str:
+    """What makes two requests the same: model, prompt, sampling, schema and tools."""
+    parts = (model, request.messages, request.sampling, request.schema, request.tools)
+    return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:32]
+
+
+def context_ref(context: SharedContext | None) -> ContextRef | None:
+    return None if context is None else ContextRef(context.digest, context.chars, context.kind)
+
+
+def jsonable(value: Any) -> Any:
+    """``value`` as it is written down: what JSON has no form for becomes text."""
+    try:
+        return msgspec.to_builtins(value, str_keys=True)
+    except (TypeError, ValueError):
+        return value.model_dump(mode="json") if hasattr(value, "model_dump") else str(value)
+
+
+def _closed(stop: Stop) -> LimitReached:
+    why = {Stop.DEADLINE: "the run's time is up", Stop.CANCELLED: "the run was asked to finish"}
+    return LimitReached(why.get(stop, f"the run is closing ({stop})"), stop)
+
+
+def _check_prices(limits: Limits, models: Models) -> None:
+    """A cost limit that cannot be kept is refused."""
+    unpriced = [client.name for client in models.all if client.price is None]
+    if limits.max_cost is not None and math.isfinite(limits.max_cost) and unpriced:
+        raise ConfigError(
+            f"a limit of ${limits.max_cost:g} cannot be kept: {', '.join(unpriced)} has no known price; add it to a price "
+            "file (RAMIFY_PRICES) or leave max_cost out"
+        )

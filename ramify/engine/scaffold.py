@@ -1,0 +1,103 @@
+"""What a model is told: system prompt, first message and conventions, as data that a user may replace.
+
+Markers in doubled braces are filled in, and nothing else, so that a prompt may contain any braces it likes:
+``{{tools}}`` the user's tools, ``{{limits}}`` what may be spent, ``{{children}}`` whether ``rlm_query`` starts children.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from ramify.errors import ConfigError, nearest
+
+_DEFAULT_SYSTEM = """\
+You answer a question about data that may be far larger than what you can read at once. The data is in the variable
+`context` of a live Python session, which you drive: write code in a fence marked repl, and you will see its output.
+
+```repl
+print(type(context), len(context))
+print(context[:500])
+```
+
+The session is a notebook: variables, functions and imports stay; the last expression of a cell is echoed. Long output is
+cut in the middle, so print what you need. In the session you have:
+- `context`: the data.
+- `llm_query(prompt, model=None, schema=None)`: ask a language model that sees only your prompt (so put the text into it);
+  it can read some 100,000 characters. With `schema` (a JSON schema or a type such as list[int]) you get a checked value.
+- `llm_query_batched(prompts)`: many at once, in parallel; much faster than a loop.
+{{children}}- A sub-call that fails raises SubcallError: `.results` has the replies that did arrive (None where failed), `.failures` why.
+- `SHOW_VARS()`, `history`, `outputs[n]` (the whole output of cell n where it was cut).
+- `FINAL(value)`: give the final answer, any Python value. `FINAL_VAR("name")`: the same by variable name.
+- `answer["content"] = …` keeps your best answer so far; `answer["ready"] = True` makes it final.
+{{tools}}
+How to work: look at the data first (size, structure, a few records). Compute with code whatever code can compute exactly:
+counting, parsing, filtering, joining. Use language models for what needs reading: cut the data into pieces that fit, ask
+about all pieces at once, combine the replies in code, and check them. Do not guess, and do not answer before you have
+seen the evidence. Then give the final answer with FINAL(…), in a cell of its own once you have seen what it rests on.
+{{limits}}"""
+
+_CHILDREN = """\
+- `rlm_query(prompt, context=None, model=None)`: start a child like you with its own session; its `context` is the one you
+  give (by default yours). For parts that need several steps themselves. Returns its answer as a Python value.
+- `rlm_query_batched(prompts, contexts=None)`: many children at once.
+"""
+
+_MINIMAL_SYSTEM = """\
+Answer the question with Python. The data is in `context`. Write one code fence marked repl per message; you see its output.
+`llm_query(prompt)` asks a language model. Give the answer with FINAL(value).
+{{tools}}"""
+
+_DIRECT_SYSTEM = (
+    "Answer the question from the text that is given. Be exact and brief. If the text does not say, say so."
+)
+
+
+class Scaffold(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Prompts and conventions of a run."""
+
+    name: str = "default"
+    system: str = _DEFAULT_SYSTEM
+    child_system: str | None = None
+    """For children; None: the same as ``system``."""
+    direct_system: str = _DIRECT_SYSTEM
+    direct_chars: int = 32_000
+    """A root context of at most this many characters is answered by one direct call, without a session; 0 is never."""
+    max_output_chars: int = 10_000
+    """Of a cell's output shown to the model, head and tail."""
+    defer_final: bool = True
+    """Put a final answer off by one turn where it came together with output that the model had not seen."""
+    max_idle: int = 2
+    """Turns in a row without code or answer after which the call ends with ``no_code``."""
+    compact_at: float = 0.8
+    """Share of the model's window at which the history is summarised and a new branch begins."""
+    native_tools: bool = False
+    """Also offer running code and answering as native tools."""
+
+    def __post_init__(self) -> None:
+        if self.max_output_chars < 100 or self.max_idle < 1 or not 0 < self.compact_at <= 1 or self.direct_chars < 0:
+            raise ConfigError(
+                f"scaffold '{self.name}': max_output_chars {self.max_output_chars} (at least 100), max_idle {self.max_idle} "
+                f"(at least 1), compact_at {self.compact_at} (above 0, at most 1) or direct_chars {self.direct_chars} "
+                "(not negative) is out of range"
+            )
+
+    def system_prompt(self, *, depth: int, children: bool, tools: str, limits: str) -> str:
+        text = self.system if depth == 0 or self.child_system is None else self.child_system
+        filled = {"{{children}}": _CHILDREN if children else "", "{{tools}}": tools, "{{limits}}": limits}
+        for marker, value in filled.items():
+            text = text.replace(marker, value)
+        return text.strip()
+
+
+SCAFFOLDS = {"default": Scaffold(), "minimal": Scaffold(name="minimal", system=_MINIMAL_SYSTEM)}
+
+
+def scaffold_of(given: Scaffold | str | None) -> Scaffold:
+    """A scaffold by name, as it is, or the default."""
+    if isinstance(given, Scaffold):
+        return given
+    if given is None:
+        return SCAFFOLDS["default"]
+    if given not in SCAFFOLDS:
+        raise ConfigError(f"unknown scaffold '{given}': {nearest(given, SCAFFOLDS)}; or give a Scaffold of your own")
+    return SCAFFOLDS[given]

@@ -1,0 +1,36 @@
+"""The synchronous face: one event loop in one thread for the whole process, and a way to run a coroutine on it.
+
+It works wherever the caller is, also inside a running loop (a notebook). Ctrl-C cancels what is being waited for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+_lock = threading.Lock()
+_loop: asyncio.AbstractEventLoop | None = None
+
+
+def loop() -> asyncio.AbstractEventLoop:
+    """The loop, started when it is first asked for."""
+    global _loop
+    with _lock:
+        if _loop is None or _loop.is_closed():
+            _loop = asyncio.new_event_loop()
+            threading.Thread(target=_loop.run_forever, name="ramify", daemon=True).start()
+        return _loop
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    """The result of ``work``, run on the loop; cancelled there if the wait for it is interrupted."""
+    future = asyncio.run_coroutine_threadsafe(work, loop())
+    try:
+        return future.result()
+    except BaseException:
+        future.cancel()
+        raise

@@ -1,0 +1,85 @@
+"""The user's own functions in a session: called there, run here, with the host's rights.
+
+A tool is a function (plain or ``async``) or a value. Plain functions run in a thread, so that a slow one holds nothing
+up. What a tool returns must be something that the session's codec carries.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import keyword
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ramify.errors import ConfigError, HostCallError
+
+Tools = Mapping[str, Any] | Sequence[Callable[..., Any]]
+"""Functions by name, or a list of functions that have names; other values are bound as they are."""
+
+RESERVED = frozenset({
+    "FINAL", "FINAL_VAR", "SHOW_VARS", "SubcallError", "answer", "context", "history", "llm_query", "llm_query_batched",
+    "outputs", "rlm_query", "rlm_query_batched",
+})  # fmt: skip
+
+
+class ToolSet:
+    """Checked tools: functions that the host runs, and values that go over once."""
+
+    def __init__(self, tools: Tools | None) -> None:
+        named = dict(tools) if isinstance(tools, Mapping) else {_name_of(tool): tool for tool in tools or ()}
+        for name in named:
+            if not name.isidentifier() or keyword.iskeyword(name) or name in RESERVED:
+                raise ConfigError(
+                    f"a tool cannot be called '{name}': the name is {'taken' if name in RESERVED else 'not a Python name'}"
+                )
+        self.functions: dict[str, Callable[..., Any]] = {name: tool for name, tool in named.items() if callable(tool)}
+        self.values: dict[str, Any] = {name: tool for name, tool in named.items() if not callable(tool)}
+
+    def plus(self, tools: Mapping[str, Any]) -> ToolSet:
+        return ToolSet({**self.functions, **self.values, **tools})
+
+    def describe(self) -> str:
+        """Lines for the system prompt; empty if there are none."""
+        lines = [f"- `{name}{_signature(tool)}`: {_summary(tool)}" for name, tool in self.functions.items()]
+        lines += [f"- `{name}`: a {type(value).__name__}" for name, value in self.values.items()]
+        return "\n".join(["Also in the session:", *lines, ""]) if lines else ""
+
+    def source(self) -> str:
+        """A module for the session with one function for each tool."""
+        parts = [
+            f"def {name}(*args, **kwargs):\n    {(f'{name}{_signature(tool)}: ' + _summary(tool))!r}\n"
+            f"    return call_host('tool', {name!r}, *args, **kwargs)\n"
+            for name, tool in self.functions.items()
+        ]
+        return "\n".join([*parts, f"__all__ = {list(self.functions)!r}\n"])
+
+    async def call(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What the tool returns. Raises HostCallError with the tool's own exception type and text."""
+        tool = self.functions.get(name)
+        if tool is None:
+            raise HostCallError("NameError", f"there is no tool '{name}'")
+        try:
+            if inspect.iscoroutinefunction(tool):
+                return await tool(*args, **kwargs)
+            return await asyncio.to_thread(tool, *args, **kwargs)
+        except Exception as error:
+            raise HostCallError(type(error).__name__, f"{name}: {error}") from error
+
+
+def _name_of(tool: Callable[..., Any]) -> str:
+    name = getattr(tool, "__name__", "")
+    if not name.isidentifier():
+        raise ConfigError(f"the tool {tool!r} has no usable name: give tools as a dict of name to function")
+    return name
+
+
+def _signature(tool: Callable[..., Any]) -> str:
+    try:
+        return str(inspect.signature(tool))
+    except (TypeError, ValueError):
+        return "(…)"
+
+
+def _summary(tool: Callable[..., Any]) -> str:
+    return " ".join((inspect.getdoc(tool) or "no description").split("\n\n")[0].split())
