@@ -1,8 +1,8 @@
 """Answers with citations that were checked against the context.
 
 Asked for with ``cite=True``, the model answers ``{"answer": …, "citations": [{"source", "first_line", "last_line",
-"quote"}]}``. A citation counts only if its source exists, its lines are there and its quote stands in them; otherwise the
-model is shown what is wrong. White space may differ between quote and text; nothing else may.
+"quote"}]}``. A citation counts only if its source exists, its lines are there and its quote stands in them; otherwise
+the model is shown what is wrong. White space may differ between quote and text; nothing else may.
 
     context {"a.txt": "one\\ntwo words\\n"}:   source "a.txt", lines 2-2, quote "two  words"   -> holds
 """
@@ -72,13 +72,14 @@ def unsupported(citation: Citation, context: Any) -> str | None:
     if text is None:
         return f"there is no text source '{citation.source}' in the context"
     lines = text.splitlines()
+    place = f"lines {citation.first_line}-{citation.last_line} of '{citation.source}'"
     if not 1 <= citation.first_line <= citation.last_line <= len(lines):
-        return f"lines {citation.first_line}-{citation.last_line} are not in '{citation.source}', which has {len(lines)} lines"
+        return f"{place} does not exist: it has {len(lines)} lines"
     wanted = " ".join(citation.quote.split())
     if not wanted:
         return "the quote is empty"
     if wanted not in " ".join(" ".join(lines[citation.first_line - 1 : citation.last_line]).split()):
-        return f"the quote {citation.quote[:80]!r} is not in lines {citation.first_line}-{citation.last_line} of '{citation.source}'"
+        return f"the quote {citation.quote[:80]!r} is not in {place}"
     return None
 
 

@@ -3,7 +3,8 @@
     session: llm_query_batched([p, q])  ──>  Host.answer  ──>  two `lm` calls at once   ──>  ["…", "…"]
     session: rlm_query("…", part)       ──>  Host.answer  ──>  a child with its own session  ──>  its answer
 
-A sub-call that fails raises ``SubcallError`` in the session after all others of its batch have ended, with their results.
+A sub-call that fails raises ``SubcallError`` in the session after all others of its batch have ended, with their
+results.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import asyncio
 import hashlib
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
-
 
 from ramify.clients.base import Client
 from ramify.engine.observe import plain_prompt
@@ -115,8 +115,8 @@ class Host:
             self._run.begin(call)
             outcome = Outcome(
                 Stop.ERROR,
-                error=f"the depth limit of {self._run.limits.max_depth} is reached, so this rlm_query would be one plain call, "
-                f"and {len(prompt):,} characters are too many for it (about {max_chars:,} fit); cut the context into parts",
+                error=f"the depth limit of {self._run.limits.max_depth} is reached, so this rlm_query is one plain call, "
+                f"and {len(prompt):,} characters do not fit it (about {max_chars:,} do); cut the context into parts",
             )
             self._run.end(call, outcome)
             return outcome

@@ -5,8 +5,8 @@ a limit is never passed, however many calls are in flight: at all times
 
     spent + outstanding + held <= limit            for calls, tokens and dollars
 
-where ``held`` is the price of one last turn of the root, so that "answer with what you have" always fits. A request that
-does not fit now waits while others' reservations may still be freed, and is refused once they cannot.
+where ``held`` is the price of one last turn of the root, so that "answer with what you have" always fits. A request
+that does not fit now waits while others' reservations may still be freed, and is refused once they cannot.
 
     limit 10 calls, 8 spent, 1 held, 1 outstanding:  reserve -> waits;  release -> goes on;  settle -> LimitReached
 

@@ -18,14 +18,14 @@ LAST_WORD = (
     "FINAL(your answer) as text, the best answer that what you have seen supports."
 )
 NUDGE = (
-    "Nothing was run: there was no code fence marked repl and no FINAL(…) in your message. Write code in a ```repl fence, "
-    "or give the answer with FINAL(…). If your last message is the answer, it will be taken as it is after another "
-    "message without code."
+    "Nothing was run: there was no code fence marked repl and no FINAL(…) in your message. Write code in a ```repl "
+    "fence, or give the answer with FINAL(…). If your last message is the answer, it will be taken as it is after "
+    "another message without code."
 )
 SUMMARISE = (
-    "The conversation is about to outgrow your window. Write a summary that lets you go on without it: the question, what "
-    "you have found out with its evidence, which variables of the session hold what, what is still to be done. The session "
-    "itself stays as it is. Write text only, no code."
+    "The conversation is about to outgrow your window. Write a summary that lets you go on without it: the question, "
+    "what you have found out with its evidence, which variables of the session hold what, what is still to be done. "
+    "The session itself stays as it is. Write text only, no code."
 )
 CONTINUE = "Summary of the work so far (the session and its variables are as you left them):\n\n{summary}\n\nGo on."
 

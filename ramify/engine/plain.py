@@ -1,4 +1,4 @@
-"""One plain request with a checked reply: ``llm_query``, the direct answer to a small question, a child at the depth limit."""
+"""One plain request with a checked reply: ``llm_query``, the direct answer to a small question, a child too deep."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     call_host: Callable[..., Any]
     namespace: dict[str, Any]
-    last_output: Callable[[], tuple[str, int]]
+    last_output: Callable[[], str]
     portable: Callable[[Any], Any]
 
     class HostError(Exception):
@@ -166,8 +166,8 @@ def after_cell() -> dict[str, Any]:
     """What the host needs to know once a cell has ended."""
     _CONTROL["cells"] += 1
     note: dict[str, Any] = {"cell": _CONTROL["cells"]}
-    text, length = last_output()
-    if length > _CONTROL["max_output_chars"]:
+    text = last_output()
+    if len(text) > _CONTROL["max_output_chars"]:
         outputs[_CONTROL["cells"]] = text
     current = namespace.get("answer")
     if isinstance(current, Mapping) and current.get("content") not in ("", None):

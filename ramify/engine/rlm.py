@@ -118,8 +118,9 @@ class RLM:
         return checked(await running.result())
 
     async def stream(
-        self, prompt: Any, query: str | None = None, *, answer_type: Any = None, cite: bool = False, cache: bool = False
-    ) -> AsyncIterator[AnyEvent]:
+        self, prompt: Any, query: str | None = None, *, answer_type: Any = None, cite: bool = False,
+        cache: bool = False,
+    ) -> AsyncIterator[AnyEvent]:  # fmt: skip
         """The events of a run as they happen, ``RunEnded`` the last; leaving the loop early cancels the run."""
         running = self.start(prompt, query, answer_type=answer_type, cite=cite, cache=cache)
         try:

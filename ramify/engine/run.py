@@ -116,7 +116,7 @@ class LiveCall:
         return f"{self.id}.{self.num_children - 1}"
 
     def max_input_tokens(self, request: Request, reused: int) -> int:
-        """An upper bound on the request's prompt: what the server counted of the part it has seen, bytes for the rest."""
+        """An upper bound on the request's prompt: what the server counted of what it has seen, bytes for the rest."""
         by_bytes = request.max_input_tokens()
         if self._known is None or self._known[0] != reused:
             return by_bytes

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from typing import Any, Protocol
 
 import msgspec
@@ -27,7 +27,7 @@ from ramify.engine.resources import Resources
 from ramify.engine.run import Cache, LiveCall, Outcome, Replies, Run, context_ref, jsonable
 from ramify.engine.scaffold import Scaffold
 from ramify.engine.tools import ToolSet
-from ramify.errors import ConfigError, RamifyError
+from ramify.errors import RamifyError
 from ramify.sandbox.base import SandboxSpec
 from ramify.sandbox.context import SharedContext
 from ramify.types.event import AnyEvent, RunEnded, RunStarted

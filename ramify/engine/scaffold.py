@@ -1,7 +1,8 @@
 """What a model is told: system prompt, first message and conventions, as data that a user may replace.
 
 Markers in doubled braces are filled in, and nothing else, so that a prompt may contain any braces it likes:
-``{{tools}}`` the user's tools, ``{{limits}}`` what may be spent, ``{{children}}`` whether ``rlm_query`` starts children.
+``{{tools}}`` the user's tools, ``{{limits}}`` what may be spent, ``{{children}}`` how to start children where that is
+possible.
 """
 
 from __future__ import annotations
@@ -19,32 +20,33 @@ print(type(context), len(context))
 print(context[:500])
 ```
 
-The session is a notebook: variables, functions and imports stay; the last expression of a cell is echoed. Long output is
-cut in the middle, so print what you need. In the session you have:
+The session is a notebook: variables, functions and imports stay; the last expression of a cell is echoed. Long output
+is cut in the middle, so print what you need. In the session you have:
 - `context`: the data.
-- `llm_query(prompt, model=None, schema=None)`: ask a language model that sees only your prompt (so put the text into it);
-  it can read some 100,000 characters. With `schema` (a JSON schema or a type such as list[int]) you get a checked value.
+- `llm_query(prompt, model=None, schema=None)`: ask a language model that sees only your prompt, so put the text into it;
+  it can read some 100,000 characters. With `schema` (a JSON schema, or a type such as list[int]) you get a checked value.
 - `llm_query_batched(prompts)`: many at once, in parallel; much faster than a loop.
-{{children}}- A sub-call that fails raises SubcallError: `.results` has the replies that did arrive (None where failed), `.failures` why.
+{{children}}- A sub-call that fails raises SubcallError: `.results` has the replies that did arrive (None where one failed),
+  `.failures` the reasons by index.
 - `SHOW_VARS()`, `history`, `outputs[n]` (the whole output of cell n where it was cut).
 - `FINAL(value)`: give the final answer, any Python value. `FINAL_VAR("name")`: the same by variable name.
 - `answer["content"] = …` keeps your best answer so far; `answer["ready"] = True` makes it final.
 {{tools}}
-How to work: look at the data first (size, structure, a few records). Compute with code whatever code can compute exactly:
-counting, parsing, filtering, joining. Use language models for what needs reading: cut the data into pieces that fit, ask
-about all pieces at once, combine the replies in code, and check them. Do not guess, and do not answer before you have
-seen the evidence. Then give the final answer with FINAL(…), in a cell of its own once you have seen what it rests on.
+How to work: look at the data first (size, structure, a few records). Compute with code whatever code can compute
+exactly: counting, parsing, filtering, joining. Use language models for what needs reading: cut the data into pieces that
+fit, ask about all pieces at once, combine the replies in code, and check them. Do not guess, and do not answer before you
+have seen the evidence. Then give the final answer with FINAL(…), in a cell of its own once you have seen what it rests on.
 {{limits}}"""
 
 _CHILDREN = """\
-- `rlm_query(prompt, context=None, model=None)`: start a child like you with its own session; its `context` is the one you
-  give (by default yours). For parts that need several steps themselves. Returns its answer as a Python value.
+- `rlm_query(prompt, context=None, model=None)`: start a child like you with its own session; its `context` is the one
+  you give (by default yours). For parts that need several steps themselves. Returns its answer as a Python value.
 - `rlm_query_batched(prompts, contexts=None)`: many children at once.
 """
 
 _MINIMAL_SYSTEM = """\
-Answer the question with Python. The data is in `context`. Write one code fence marked repl per message; you see its output.
-`llm_query(prompt)` asks a language model. Give the answer with FINAL(value).
+Answer the question with Python. The data is in `context`. Write one code fence marked repl per message and you see its
+output. `llm_query(prompt)` asks a language model. Give the answer with FINAL(value).
 {{tools}}"""
 
 _DIRECT_SYSTEM = (
@@ -76,9 +78,9 @@ class Scaffold(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         if self.max_output_chars < 100 or self.max_idle < 1 or not 0 < self.compact_at <= 1 or self.direct_chars < 0:
             raise ConfigError(
-                f"scaffold '{self.name}': max_output_chars {self.max_output_chars} (at least 100), max_idle {self.max_idle} "
-                f"(at least 1), compact_at {self.compact_at} (above 0, at most 1) or direct_chars {self.direct_chars} "
-                "(not negative) is out of range"
+                f"scaffold '{self.name}' is out of range: max_output_chars={self.max_output_chars} must be at least 100, "
+                f"max_idle={self.max_idle} at least 1, compact_at={self.compact_at} above 0 and at most 1, "
+                f"direct_chars={self.direct_chars} not negative"
             )
 
     def system_prompt(self, *, depth: int, children: bool, tools: str, limits: str) -> str:

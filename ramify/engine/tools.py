@@ -30,9 +30,8 @@ class ToolSet:
         named = dict(tools) if isinstance(tools, Mapping) else {_name_of(tool): tool for tool in tools or ()}
         for name in named:
             if not name.isidentifier() or keyword.iskeyword(name) or name in RESERVED:
-                raise ConfigError(
-                    f"a tool cannot be called '{name}': the name is {'taken' if name in RESERVED else 'not a Python name'}"
-                )
+                why = "the session has a name like that" if name in RESERVED else "that is not a Python name"
+                raise ConfigError(f"a tool cannot be called '{name}': {why}")
         self.functions: dict[str, Callable[..., Any]] = {name: tool for name, tool in named.items() if callable(tool)}
         self.values: dict[str, Any] = {name: tool for name, tool in named.items() if not callable(tool)}
 

@@ -1,8 +1,8 @@
 """Typed answers: a type or JSON schema in, a check and a schema out.
 
 ``answer_type=`` takes a msgspec ``Struct``, a dataclass, a pydantic model, any type that msgspec knows (``list[int]``,
-``dict[str, float]``, a ``Literal``), or a JSON schema. The model is shown the schema; what it gives is checked, and where
-it does not fit, the error is shown to it.
+``dict[str, float]``, a ``Literal``), or a JSON schema. The model is shown the schema; what it gives is checked, and
+where it does not fit, the error is shown to it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class AnswerType(msgspec.Struct, frozen=True):
     """A plain value (dicts, lists, text …) to the typed one. Raises Mismatch."""
 
     def read(self, text: str) -> Any:
-        """The typed value that a reply's text holds: all of it, its only JSON fence, or the text itself for a string."""
+        """The typed value that a reply's text holds: all of it, a JSON fence in it, or the text itself for a string."""
         try:
             value = parse_json(text)
         except Mismatch:
@@ -57,8 +57,8 @@ def answer_type(kind: Any) -> AnswerType | None:
         schema = _inlined(msgspec.json.schema(kind))
     except TypeError as error:
         raise ConfigError(
-            f"answer_type {kind!r} is not understood ({error}): give a msgspec, pydantic or dataclass type, a type such as "
-            "list[int], or a JSON schema as a dict"
+            f"answer_type {kind!r} is not understood ({error}): give a msgspec, pydantic or dataclass type, a type such "
+            "as list[int], or a JSON schema as a dict"
         ) from None
     return AnswerType(schema, _msgspec(kind))
 
