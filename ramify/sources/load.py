@@ -1,0 +1,157 @@
+"""What a user points at -> a context: files, folders, globs, ``-`` for standard input, databases, archives, PDF.
+
+    one file or standard input   the text itself
+    several, a folder, a zip …   a dict from name to text, in order of names
+A path that the user named and that cannot be read is a SourceError with a remedy; a file found in a folder, a glob or
+an archive that cannot be read is a ``Problem``. Which kind a file is, and who reads it, is ``kinds.py``'s to say.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from ramify.errors import SourceError
+from ramify.sources.base import Item, Loaded, Loading, Problem, Unreadable, listing
+from ramify.sources.kinds import File, read_file, read_regular
+
+__all__ = ["Item", "Loaded", "Problem", "load"]
+
+MAX_BYTES = 1 << 30
+"""Of all that is read and unpacked."""
+_STDIN = "-"
+_BLOCK_BYTES = 1 << 20
+_MANY = 3
+
+
+def load(paths: Sequence[str | Path], *, stdin: BinaryIO | None = None, max_bytes: int = MAX_BYTES) -> Loaded:
+    """Read everything that ``paths`` name. SourceError where one cannot be read, or nothing is in them."""
+    names = [os.fspath(path) for path in ([paths] if isinstance(paths, str | Path) else paths)]
+    if not names:
+        raise SourceError("nothing to read: name a file, a folder, or '-' for standard input")
+    loading = Loading(max_bytes)
+    given = [found for name in names for found in _expand(name)]
+    labels = _labels([path for path, _ in given])
+    for (path, named), label in zip(given, labels, strict=True):
+        _read_path(path, label, named, stdin, loading)
+    single = len(given) == 1 and not os.path.isdir(given[0][0])
+    return _finish(loading, names, single)
+
+
+def _expand(name: str) -> list[tuple[str, bool]]:
+    """(path, whether the user named it), several for a glob that the shell left as it is."""
+    if name == _STDIN:
+        return [(name, True)]
+    if "://" in name:
+        raise SourceError(f"{name} is an address, not a path: fetch it first, as in curl -sL URL | ramify ask … -")
+    name = os.path.expanduser(name)
+    if os.path.lexists(name) or not any(char in name for char in "*?["):
+        return [(name, True)]
+    import glob
+
+    found = sorted(glob.glob(name, recursive=True))
+    if "**" in name:
+        found = [path for path in found if not os.path.isdir(path)]
+    if not found:
+        raise SourceError(f"{name} matches nothing: check the pattern, or name the folder itself")
+    return [(path, len(found) == 1) for path in found]
+
+
+def _labels(paths: list[str]) -> list[str]:
+    """A name for each path: as given where that is short and plain, else relative to the folder common to all."""
+    if len(paths) == 1:
+        return ["stdin" if paths[0] == _STDIN else "" if os.path.isdir(paths[0]) else os.path.basename(paths[0])]
+    files = [os.path.normpath(path) for path in paths if path != _STDIN]
+    if any(os.path.isabs(path) or path.startswith("..") for path in files):
+        whole = [os.path.abspath(path) for path in files]
+        common = os.path.commonpath([os.path.dirname(path) for path in whole])
+        files = [os.path.relpath(path, common) for path in whole]
+    rest = iter(files)
+    return ["stdin" if path == _STDIN else next(rest).replace(os.sep, "/") for path in paths]
+
+
+def _read_path(path: str, label: str, named: bool, stdin: BinaryIO | None, loading: Loading) -> None:
+    shown = "standard input" if path == _STDIN else path
+    try:
+        if path == _STDIN:
+            stream = stdin if stdin is not None else sys.stdin.buffer
+            read_file(File(label, _drain(stream, shown, loading)), loading)
+        elif os.path.isdir(path):
+            from ramify.sources.folder import read_folder
+
+            read_folder(Path(path), f"{label}/" if label not in ("", ".") else "", loading)
+        else:
+            _read_one(path, label, loading)
+    except Unreadable as error:
+        if named:
+            raise SourceError(f"{shown} {error.reason}: {error.remedy or 'convert it to text first'}") from None
+        loading.problem(label, str(error))
+    except FileNotFoundError:
+        raise SourceError(f"{path} does not exist: {_nearest(path)}") from None
+    except OSError as error:
+        if named:
+            raise SourceError(f"{shown} cannot be read: {error.strerror}; check its permissions") from None
+        loading.problem(label, f"cannot be read: {error.strerror}")
+
+
+def _read_one(path: str, label: str, loading: Loading) -> None:
+    real = os.path.realpath(path)
+    mode = os.stat(path).st_mode
+    if stat.S_ISREG(mode):
+        if real in loading.seen:
+            return
+        loading.seen.add(real)
+        data = read_regular(path, path, loading, flags=0)
+    else:  # a pipe, such as <(zcat log.gz)
+        with open(path, "rb") as stream:
+            data = _drain(stream, path, loading)
+    read_file(File(label, data, Path(path) if stat.S_ISREG(mode) else None), loading)
+
+
+def _drain(stream: BinaryIO, name: str, loading: Loading) -> bytes:
+    data = bytearray()
+    while block := stream.read(_BLOCK_BYTES):
+        data += block
+        loading.spend(len(block), name)
+    return bytes(data)
+
+
+def _finish(loading: Loading, names: list[str], single: bool) -> Loaded:
+    chars = sum(item.chars for item in loading.items)
+    if chars == 0:
+        raise SourceError(f"{listing(names)} {_why_empty(loading, single)}")
+    items = sorted(loading.items, key=lambda item: item.name)
+    texts = {item.name: loading.texts[item.name] for item in items}
+    context = loading.texts[items[0].name] if single and len(items) == 1 and "/" not in items[0].name else texts
+    return Loaded(context, items, loading.problems, loading.left_out, _tools(loading.databases))
+
+
+def _why_empty(loading: Loading, single: bool) -> str:
+    if single and loading.items:
+        return "is empty: name something that has text in it"
+    reasons = [str(problem) for problem in loading.problems[:_MANY]]
+    reasons += [f"{len(left)} left out, {reason}" for reason, left in loading.left_out.items()]
+    return f"has no text to read ({'; '.join(reasons) or 'no files, or only empty ones'}): name something that has"
+
+
+def _tools(databases: dict[str, Path]) -> dict[str, Callable[..., Any]]:
+    if not databases:
+        return {}
+    from ramify.sources.sqlite import Databases
+
+    return {"sql": Databases(databases).sql}
+
+
+def _nearest(path: str) -> str:
+    folder = os.path.dirname(path) or "."
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return f"nor does the folder {folder}" if not os.path.exists(folder) else f"{folder} cannot be listed"
+    close = get_close_matches(os.path.basename(path), names, n=1)
+    return f"did you mean {os.path.join(os.path.dirname(path), close[0])}?" if close else f"look into {folder}"
