@@ -18,7 +18,7 @@ import msgspec
 
 from ramify.errors import ModelError, RateLimited, Refused, ReplyLost, ServerFailed
 
-_LOOKS_LIKE_A_KEY = re.compile(r"\b(sk|pk|gsk|xai|key|Bearer)([-_ ])[\w*.+/=-]{8,}")
+_LOOKS_LIKE_A_KEY = re.compile(r"\b((?:sk|pk|rk|gsk|xai|key)[-_]|AIza|Bearer\s+)[\w*.+/=-]{8,}")
 _TOO_LONG = re.compile(
     r"context.{0,12}(length|window)|maximum context|too many (input )?tokens|prompt is too long|input is too long"
     r"|max_model_len|longer than the (model|maximum)|exceeds? the (maximum|model|limit)[^.]{0,40}tokens",
@@ -93,7 +93,7 @@ def redacted(text: str, secrets: Iterable[str] = ()) -> str:
     for secret in secrets:
         if len(secret) >= 6:
             text = text.replace(secret, "***")
-    return _LOOKS_LIKE_A_KEY.sub(r"\1\2***", text)
+    return _LOOKS_LIKE_A_KEY.sub(r"\1***", text)
 
 
 def retry_after_s(headers: Mapping[str, str], body: bytes = b"") -> float | None:

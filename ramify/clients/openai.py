@@ -1,92 +1,22 @@
-"""OpenAI's chat completions, as any compatible server speaks them: translate, send once, translate back.
+"""A client for any server that speaks OpenAI's chat completions: send once, and say what a bad answer means.
 
-Where servers differ, the provider's line in ``providers.py`` says so; where they differ in their answers, all known
-forms are read. Waiting, trying again and prices are the pool's; sockets are ``wire.py``'s.
+``chat.py`` translates, ``wire.py`` has the sockets, ``providers.py`` the addresses and peculiarities. Waiting, trying
+again and prices are the pool's.
 """
 
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import msgspec
 
+from ramify.clients import chat
 from ramify.clients.base import Price, Request
 from ramify.clients.failures import from_status, redacted
 from ramify.clients.providers import Endpoint
 from ramify.clients.wire import Answer, Route, Wire, proxy_for
 from ramify.errors import BadReply, ModelError, Refused
-from ramify.types.message import Finish, Message, Reply, ToolCall, Usage
-
-_FINISHES: dict[str | None, Finish] = {
-    "stop": "stop", "length": "length", "tool_calls": "tool_calls", "function_call": "tool_calls",
-    "content_filter": "content_filter",
-}  # fmt: skip
-
-
-class _Function(msgspec.Struct):
-    name: str = ""
-    arguments: Any = ""
-
-
-class _ToolCall(msgspec.Struct):
-    id: str = ""
-    function: _Function = msgspec.field(default_factory=_Function)
-
-
-class _Message(msgspec.Struct):
-    content: str | list[Any] | None = None
-    reasoning: str | None = None
-    reasoning_content: str | None = None
-    refusal: str | None = None
-    tool_calls: list[_ToolCall] | None = None
-
-
-class _Logprob(msgspec.Struct):
-    logprob: float
-
-
-class _Logprobs(msgspec.Struct):
-    content: list[_Logprob] | None = None
-
-
-class _Choice(msgspec.Struct):
-    message: _Message = msgspec.field(default_factory=_Message)
-    finish_reason: str | None = None
-    logprobs: _Logprobs | None = None
-    token_ids: tuple[int, ...] | None = None
-
-
-class _InputDetails(msgspec.Struct):
-    cached_tokens: int | None = None
-    cache_write_tokens: int | None = None
-
-
-class _OutputDetails(msgspec.Struct):
-    reasoning_tokens: int | None = None
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    total_tokens: int | None = None
-    prompt_tokens_details: _InputDetails | None = None
-    completion_tokens_details: _OutputDetails | None = None
-    prompt_cache_hit_tokens: int | None = None
-    reasoning_tokens: int | None = None
-    cost: float | None = None
-
-
-class _Completion(msgspec.Struct):
-    choices: list[_Choice] | None = None
-    usage: _Usage | None = None
-    model: str | None = None
-    error: Any = None
-    prompt_token_ids: tuple[int, ...] | None = None
-
-
-_decode = msgspec.json.Decoder(_Completion).decode
-_encode = msgspec.json.Encoder().encode
+from ramify.types.message import Reply
 
 
 class OpenAIClient:
@@ -102,7 +32,7 @@ class OpenAIClient:
         self._route = Route(endpoint.url, endpoint.headers, proxy_for(endpoint.url))
 
     async def complete(self, request: Request) -> Reply:
-        body = self._body(request)
+        body = chat.encode(chat.body_fields(request, self._endpoint, self._limit_field))
         started = time.perf_counter()
         answer = await self._wire.post(self.name, self._route, body)
         seconds = time.perf_counter() - started
@@ -112,13 +42,6 @@ class OpenAIClient:
 
     async def close(self) -> None:
         """Nothing of its own: the wire belongs to the pool."""
-
-    def _body(self, request: Request) -> bytes:
-        fields = body_fields(request, self._endpoint, self._limit_field)
-        try:
-            return _encode(fields)
-        except UnicodeEncodeError:
-            return _encode(_without_surrogates(fields))
 
     def _refusal(self, answer: Answer) -> ModelError:
         where = f"{self.name} at {self._endpoint.url}"
@@ -135,27 +58,16 @@ class OpenAIClient:
 
     def _reply(self, answer: Answer, seconds: float) -> Reply:
         completion = self._completion(answer)
-        choice = completion.choices[0] if completion.choices else None
-        if choice is None:
+        if not completion.choices:
             raise self._no_choices(answer, completion)
         try:
-            return Reply(
-                message=_message(choice.message),
-                usage=_usage(completion.usage),
-                finish=_finish(choice),
-                model=completion.model or self._endpoint.model,
-                cost=completion.usage.cost if completion.usage else None,
-                seconds=seconds,
-                prompt_ids=completion.prompt_token_ids,
-                token_ids=choice.token_ids,
-                logprobs=_logprobs(choice),
-            )
+            return chat.read(completion, completion.choices[0], self._endpoint.model, seconds)
         except ValueError as error:
             raise self._bad(str(error)) from None
 
-    def _completion(self, answer: Answer) -> _Completion:
+    def _completion(self, answer: Answer) -> chat.Completion:
         try:
-            return _decode(answer.body)
+            return chat.decode(answer.body)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             kind = answer.headers.get("content-type", "no content type")
             if "html" in kind.lower() or answer.body.lstrip()[:1] == b"<":
@@ -164,7 +76,7 @@ class OpenAIClient:
             start = redacted(answer.body[:80].decode("utf-8", "replace"), (self._endpoint.secret,))
             raise self._bad(f"answered {kind} that is not a chat completion ({error}): {start!r}") from None
 
-    def _no_choices(self, answer: Answer, completion: _Completion) -> ModelError:
+    def _no_choices(self, answer: Answer, completion: chat.Completion) -> ModelError:
         if completion.error is None:
             return self._bad("sent a reply without choices; is it a chat completions endpoint?")
         code = completion.error.get("code") if isinstance(completion.error, dict) else None
@@ -175,134 +87,3 @@ class OpenAIClient:
         error = BadReply(f"{self.name}: {self._endpoint.url} {what}")
         error.may_be_paid = paid
         return error
-
-
-def body_fields(request: Request, endpoint: Endpoint, limit_field: str) -> dict[str, Any]:
-    """The request's body as the server wants it."""
-    sampling = request.sampling
-    fields: dict[str, Any] = {
-        "model": endpoint.model,
-        "messages": [_wire_message(message, endpoint.provider.reasoning_field) for message in request.messages],
-        limit_field: sampling.max_tokens,
-    }
-    for name in ("temperature", "top_p", "seed"):
-        if (value := getattr(sampling, name)) is not None:
-            fields[name] = value
-    if sampling.stop:
-        fields["stop"] = sampling.stop
-    if sampling.logprobs:
-        fields["logprobs"] = True
-        if endpoint.provider.returns_ids:
-            fields["return_token_ids"] = True
-    if request.schema is not None:
-        schema = {"name": "answer", "schema": request.schema, "strict": is_strict(request.schema)}
-        fields["response_format"] = {"type": "json_schema", "json_schema": schema}
-    if request.tools:
-        fields["tools"] = [{"type": "function", "function": tool} for tool in request.tools]
-    if request.affinity and endpoint.cache_key:
-        fields["prompt_cache_key"] = request.affinity
-    fields.update(sampling.extra)
-    return fields
-
-
-def is_strict(schema: Any) -> bool:
-    """Whether OpenAI would enforce ``schema``: every object closed, with all of its properties required."""
-    if isinstance(schema, list):
-        return all(map(is_strict, schema))
-    if not isinstance(schema, dict):
-        return True
-    properties = schema.get("properties")
-    if schema.get("type") == "object" or isinstance(properties, dict):
-        named = properties if isinstance(properties, dict) else {}
-        if schema.get("additionalProperties") is not False or set(schema.get("required", ())) != set(named):
-            return False
-        if not all(map(is_strict, named.values())):
-            return False
-    rest = (value for key, value in schema.items() if key not in ("properties", "enum", "const", "default", "examples"))
-    return all(map(is_strict, rest))
-
-
-def _wire_message(message: Message, reasoning_field: str) -> dict[str, Any]:
-    wire: dict[str, Any] = {"role": message.role, "content": message.content}
-    if message.tool_calls:
-        wire["content"] = message.content or None
-        wire["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in message.tool_calls
-        ]
-    if message.tool_call_id is not None:
-        wire["tool_call_id"] = message.tool_call_id
-    if message.reasoning and reasoning_field:
-        wire[reasoning_field] = message.reasoning
-    return wire
-
-
-def _without_surrogates(value: Any) -> Any:
-    """Lone surrogates, which bytes read as text may leave, cannot be sent: each becomes U+FFFD."""
-    if isinstance(value, str):
-        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    if isinstance(value, dict):
-        return {key: _without_surrogates(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_without_surrogates(each) for each in value]
-    return _without_surrogates(msgspec.to_builtins(value)) if isinstance(value, msgspec.Struct) else value
-
-
-def _message(wire: _Message) -> Message:
-    content, thought = (wire.content, None) if not isinstance(wire.content, list) else _parts(wire.content)
-    return Message(
-        role="assistant",
-        content=content or wire.refusal or "",
-        reasoning=wire.reasoning or wire.reasoning_content or thought or None,
-        tool_calls=tuple(_tool_call(i, call) for i, call in enumerate(wire.tool_calls or ())),
-    )
-
-
-def _tool_call(index: int, wire: _ToolCall) -> ToolCall:
-    arguments = wire.function.arguments
-    text = arguments if isinstance(arguments, str) else msgspec.json.encode(arguments).decode()
-    return ToolCall(wire.id or f"call_{index}", wire.function.name, text)
-
-
-def _parts(parts: list[Any]) -> tuple[str, str | None]:
-    """Content given as a list of parts: its text, and its thinking."""
-    text, thinking = [], []
-    for part in parts:
-        if isinstance(part, str):
-            text.append(part)
-        elif isinstance(part, dict) and part.get("type") == "thinking":
-            inner = part.get("thinking")
-            thinking.append(_parts(inner)[0] if isinstance(inner, list) else str(inner or ""))
-        elif isinstance(part, dict):
-            text.append(str(part.get("text") or ""))
-    return "".join(text), "".join(thinking) or None
-
-
-def _finish(choice: _Choice) -> Finish:
-    if choice.message.refusal and not choice.message.content:
-        return "content_filter"
-    return _FINISHES.get(choice.finish_reason, "other")
-
-
-def _logprobs(choice: _Choice) -> tuple[float, ...] | None:
-    if choice.logprobs is None or choice.logprobs.content is None:
-        return None
-    return tuple(token.logprob for token in choice.logprobs.content)
-
-
-def _usage(wire: _Usage | None) -> Usage:
-    """``calls`` is 0 where the server did not count both sides."""
-    if wire is None or wire.prompt_tokens is None or (wire.completion_tokens is None and wire.total_tokens is None):
-        return Usage()
-    inputs = wire.prompt_tokens_details or _InputDetails()
-    outputs = wire.completion_tokens_details or _OutputDetails()
-    # Some count thinking in the total alone, and charge for it.
-    output = max(wire.completion_tokens or 0, (wire.total_tokens or 0) - wire.prompt_tokens)
-    return Usage(
-        input_tokens=wire.prompt_tokens,
-        output_tokens=output,
-        cached_tokens=inputs.cached_tokens or wire.prompt_cache_hit_tokens or 0,
-        reasoning_tokens=outputs.reasoning_tokens or wire.reasoning_tokens or 0,
-        calls=1,
-        cache_write_tokens=inputs.cache_write_tokens or 0,
-    )

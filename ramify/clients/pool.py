@@ -22,7 +22,7 @@ import msgspec
 
 from ramify.clients.base import Account, Client, Request
 from ramify.clients.limiter import Limiter
-from ramify.clients.prices import PriceTable
+from ramify.clients.prices import PriceTable, is_local
 from ramify.clients.providers import PROVIDERS, resolve, split_name
 from ramify.clients.wire import Wire
 from ramify.errors import ConfigError, ModelError, RateLimited, ReplyLost
@@ -33,6 +33,8 @@ Sleep = Callable[[float], Awaitable[object]]
 
 _FIRST_WAIT_S = 0.5
 _LONGEST_BACKOFF_S = 30.0
+_WINDOW, _LOCAL_WINDOW = 128_000, 32_768
+"""Tokens assumed where the window is not known."""
 
 
 class Pool:
@@ -173,18 +175,19 @@ class Pool:
         prices = self._prices = self._prices or PriceTable.load()
         price, window = prices.price(name), prices.window(name)
         key, base_url = self._keys.get(provider), self._base_urls.get(provider)
+        if provider == "litellm":
+            from ramify.clients.litellm import LiteLLMClient
+
+            return LiteLLMClient(name, window=window, price=price, key=key, base_url=base_url)
+        window = window or (_LOCAL_WINDOW if is_local(name) else _WINDOW)
         if provider in PROVIDERS:
             from ramify.clients.openai import OpenAIClient
 
             endpoint = resolve(name, key=key, base_url=base_url)
             return OpenAIClient(name, endpoint, self._wire, window=window, price=price)
-        if provider == "anthropic":
-            from ramify.clients.anthropic import AnthropicClient
+        from ramify.clients.anthropic import AnthropicClient
 
-            return AnthropicClient(name, window=window, price=price, key=key, base_url=base_url)
-        from ramify.clients.litellm import LiteLLMClient
-
-        return LiteLLMClient(name, window=window, price=price, key=key, base_url=base_url)
+        return AnthropicClient(name, window=window, price=price, key=key, base_url=base_url)
 
 
 def _asked_s(error: ModelError) -> float:

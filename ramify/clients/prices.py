@@ -1,11 +1,12 @@
 """What tokens cost and how long a window is, by model name. Unknown models have no price: nothing is guessed.
 
-The packaged ``prices.json`` goes stale: each entry carries the month that it was taken, and whether it was checked
-against the provider's page. A file of the same form, given or named by ``RAMIFY_PRICES``, is laid over it:
+The packaged ``prices.json`` goes stale: each entry says when its numbers were taken, and from where. A file of the same
+form, given or named by ``RAMIFY_PRICES``, is laid over it, entry by entry:
 
-    {"openai:gpt-5": {"input": 1.25, "cached": 0.125, "output": 10.0, "window": 400000, "taken": "2025-08"}}
+    {"openai:gpt-5": {"input": 1.25, "cached": 0.125, "output": 10.0, "window": 272000, "taken": "2026-11"}}
 
-Dollars are per million tokens. ``also`` lists further names of the same entry; a name's date suffix is ignored.
+Dollars are per million tokens. ``also`` lists further names of the same entry; a name's date suffix is ignored. Where
+a long prompt costs more per token, the window ends where that begins, so that one price holds.
 """
 
 from __future__ import annotations
@@ -21,10 +22,6 @@ from ramify.clients.base import Price
 from ramify.clients.providers import PROVIDERS
 from ramify.errors import ConfigError
 
-DEFAULT_WINDOW = 128_000
-"""Tokens assumed where the window is not known."""
-DEFAULT_LOCAL_WINDOW = 32_768
-
 _DATE = re.compile(r"[-@]20\d\d-?\d\d-?\d\d$")
 
 
@@ -39,9 +36,9 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fiel
     window: int | None = None
     """Tokens that prompt and reply together may have."""
     taken: str = ""
-    """When the numbers were taken, ``2025-08``."""
-    checked: bool = False
-    """Whether they were compared with the provider's page then; if not they are from memory."""
+    """When the numbers were taken, ``2026-11``."""
+    source: str = ""
+    """Where they were taken from."""
     also: tuple[str, ...] = ()
 
     @property
@@ -71,20 +68,20 @@ class PriceTable:
         entry = self._find(name)
         if entry is not None and entry.price is not None:
             return entry.price
-        return Price(0.0, 0.0) if _is_local(name) else None
+        return Price(0.0, 0.0) if is_local(name) else None
 
-    def window(self, name: str) -> int:
+    def window(self, name: str) -> int | None:
+        """Tokens; None where it is not known."""
         entry = self._find(name)
-        if entry is not None and entry.window is not None:
-            return entry.window
-        return DEFAULT_LOCAL_WINDOW if _is_local(name) else DEFAULT_WINDOW
+        return entry.window if entry is not None else None
 
     def _find(self, name: str) -> Entry | None:
         bare = name.partition("@http")[0]
         return self._entries.get(name) or self._entries.get(bare) or self._entries.get(_DATE.sub("", bare))
 
 
-def _is_local(name: str) -> bool:
+def is_local(name: str) -> bool:
+    """Whether the model runs on the user's own machines, where tokens cost nothing."""
     provider = PROVIDERS.get(name.partition(":")[0])
     return provider is not None and provider.local
 

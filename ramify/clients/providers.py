@@ -47,8 +47,6 @@ class Provider(msgspec.Struct, frozen=True, kw_only=True):
     """For the documentation."""
 
 
-_LOCAL_KEY = "needs no key"
-
 PROVIDERS: dict[str, Provider] = {
     "openai": Provider(
         title="OpenAI, or any compatible server with `@URL`",
@@ -199,6 +197,12 @@ def split_name(name: str) -> tuple[str, str]:
     return provider, model
 
 
+def split_url(model: str) -> tuple[str, str | None]:
+    """``"m@http://host/v1"`` -> ``("m", "http://host/v1")``; no URL, no change."""
+    at = _AT_URL.match(model)
+    return (at["model"], at["url"]) if at else (model, None)
+
+
 def resolve(
     name: str,
     *,
@@ -209,10 +213,10 @@ def resolve(
     """Where ``name`` lives. Given ``key`` and ``base_url`` win over ``@URL`` in the name, that over the environment."""
     provider_name, model = split_name(name)
     provider = PROVIDERS[provider_name]
-    if at := _AT_URL.match(model):
-        model, base_url = at["model"], base_url or at["url"]
-        if not model:
-            raise ConfigError(f"'{name}' names no model before '@': write {provider_name}:MODEL@URL")
+    model, named_url = split_url(model)
+    base_url = base_url or named_url
+    if not model:
+        raise ConfigError(f"'{name}' names no model before '@': write {provider_name}:MODEL@URL")
     url = (base_url or environ.get(provider.url_variable) or provider.url).rstrip("/")
     if not url:
         raise ConfigError(f"{name}: no base URL: set {provider.url_variable}, or write {name}@https://…")

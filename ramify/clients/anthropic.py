@@ -1,0 +1,228 @@
+"""Claude through Anthropic's own SDK (``pip install 'ramify[anthropic]'``): ``anthropic:MODEL``.
+
+System messages at the head become ``system``, tool results become blocks of a user turn, thinking becomes ``reasoning``.
+A conversation that will be sent again (it has a reply in it, or an ``affinity``) is marked for the prompt cache at its
+end, so that an append-only history is read from there; a single question is not, since storing costs more than sending.
+``seed`` and ``logprobs`` do not exist there and are left out. Thinking is asked for through ``Sampling.extra``.
+
+The SDK does not try again: the pool does.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import msgspec
+
+from ramify.clients.base import Price, Request
+from ramify.clients.chat import is_strict, without_surrogates
+from ramify.clients.failures import from_status, redacted
+from ramify.clients.providers import split_name, split_url
+from ramify.errors import BadReply, ConfigError, ModelError, Refused, ReplyLost, Unreachable
+from ramify.types.message import Finish, Message, Reply, ToolCall, Usage
+
+_FINISHES: dict[str, Finish] = {
+    "end_turn": "stop", "stop_sequence": "stop", "tool_use": "tool_calls", "max_tokens": "length",
+    "model_context_window_exceeded": "length", "refusal": "content_filter",
+}  # fmt: skip
+_NEVER_SENT = ("ConnectError", "ConnectTimeout", "ProxyError", "PoolTimeout", "UnsupportedProtocol")
+_MOST_REMEMBERED = 1024
+_CACHE = {"type": "ephemeral"}
+
+Blocks = list[dict[str, Any]]
+
+
+class AnthropicClient:
+    """A ``Client`` for one Claude model."""
+
+    def __init__(
+        self, name: str, *, window: int, price: Price | None = None, key: str | None = None, base_url: str | None = None
+    ) -> None:
+        try:
+            import anthropic
+        except ImportError:
+            raise ConfigError(f"{name} needs Anthropic's SDK: pip install 'ramify[anthropic]'") from None
+        self.name = name
+        self.window = window
+        self.price = price
+        self._model, url = split_url(split_name(name)[1])
+        key = key or os.environ.get("ANTHROPIC_API_KEY") or None
+        token = None if key else os.environ.get("ANTHROPIC_AUTH_TOKEN") or None
+        if not (key or token):
+            raise ConfigError(f"{name}: no API key: set ANTHROPIC_API_KEY (export ANTHROPIC_API_KEY=…)")
+        self._secret = key or token or ""
+        self._sdk = anthropic.AsyncAnthropic(
+            api_key=key,
+            auth_token=token,
+            base_url=base_url or url or os.environ.get("ANTHROPIC_BASE_URL") or None,
+            max_retries=0,
+            timeout=anthropic.Timeout(3600.0, connect=30.0),
+        )
+        self._enforces_schema = True
+        self._thoughts: dict[Message, Blocks] = {}
+        """Signed thinking of replies with tool calls, which must go back as it was."""
+
+    async def complete(self, request: Request) -> Reply:
+        import anthropic
+
+        fields = self._fields(request)
+        started = time.perf_counter()
+        try:
+            sent = await self._sdk.messages.create(
+                model=self._model,
+                max_tokens=request.sampling.max_tokens,
+                messages=fields.pop("messages"),
+                extra_body=fields,
+            )
+        except anthropic.APIStatusError as error:
+            raise self._refusal(error) from error
+        except anthropic.APIError as error:
+            raise self._broken(error) from error
+        return self._reply(sent, time.perf_counter() - started)
+
+    async def close(self) -> None:
+        await self._sdk.close()
+
+    def _fields(self, request: Request) -> dict[str, Any]:
+        sampling = request.sampling
+        head = next((i for i, each in enumerate(request.messages) if each.role != "system"), len(request.messages))
+        turns = _turns(request.messages[head:], self._thoughts)
+        fields: dict[str, Any] = {"messages": turns}
+        system = "\n\n".join(message.content for message in request.messages[:head] if message.content)
+        if system:
+            fields["system"] = [_text(system)]
+        for name in ("temperature", "top_p"):
+            if (value := getattr(sampling, name)) is not None:
+                fields[name] = value
+        if sampling.stop:
+            fields["stop_sequences"] = list(sampling.stop)
+        if request.tools:
+            fields["tools"] = [
+                {"name": tool.name, "description": tool.description, "input_schema": tool.parameters}
+                for tool in request.tools
+            ]
+        if request.schema is not None and self._enforces_schema and is_strict(request.schema):
+            fields["output_config"] = {"format": {"type": "json_schema", "schema": request.schema}}
+        if request.affinity or any(message.role == "assistant" for message in request.messages):
+            _mark_for_cache(fields)
+        fields.update(sampling.extra)
+        return _sendable(fields)
+
+    def _reply(self, sent: Any, seconds: float) -> Reply:
+        blocks = getattr(sent, "content", None)
+        if not isinstance(blocks, list) or getattr(sent, "usage", None) is None:
+            error = BadReply(
+                f"{self.name}: {self._sdk.base_url} answered something that is not a message; check the base URL"
+            )
+            error.may_be_paid = not isinstance(sent, str)
+            raise error
+        message = Message(
+            role="assistant",
+            content="".join(block.text for block in blocks if block.type == "text"),
+            reasoning="".join(block.thinking for block in blocks if block.type == "thinking") or None,
+            tool_calls=tuple(
+                ToolCall(block.id, block.name, msgspec.json.encode(block.input).decode())
+                for block in blocks
+                if block.type == "tool_use"
+            ),
+        )
+        if message.tool_calls:
+            self._remember(message, [b.model_dump() for b in blocks if b.type in ("thinking", "redacted_thinking")])
+        finish = _FINISHES.get(str(sent.stop_reason), "other")
+        return Reply(message, _usage(sent.usage), finish, model=str(sent.model or self._model), seconds=seconds)
+
+    def _remember(self, message: Message, thoughts: Blocks) -> None:
+        if thoughts:
+            self._thoughts[message] = thoughts
+            while len(self._thoughts) > _MOST_REMEMBERED:
+                del self._thoughts[next(iter(self._thoughts))]
+
+    def _refusal(self, error: Any) -> ModelError:
+        failure = from_status(
+            f"{self.name} at {self._sdk.base_url}", error.status_code, error.response.headers, error.response.content,
+            key_variable="ANTHROPIC_API_KEY", secrets=(self._secret,),
+        )  # fmt: skip
+        if isinstance(failure, Refused) and self._enforces_schema and "output_config" in str(failure):
+            self._enforces_schema = False  # an older model: the schema is checked when the reply is read
+            failure.transient = True
+        return failure
+
+    def _broken(self, error: Exception) -> ModelError:
+        cause = error.__cause__ or error
+        reason = redacted(" ".join(str(cause).split())[:200] or type(cause).__name__, (self._secret,))
+        if type(error).__name__ == "APIResponseValidationError":
+            return BadReply(f"{self.name}: {self._sdk.base_url} answered something that is not a message ({reason})")
+        if any(base.__name__ in _NEVER_SENT for base in type(cause).__mro__):
+            return Unreachable(f"{self.name}: cannot reach {self._sdk.base_url} ({reason})")
+        return ReplyLost(
+            f"{self.name}: the connection to {self._sdk.base_url} broke before the reply was whole ({reason})"
+        )
+
+
+def _turns(messages: tuple[Message, ...], thoughts: dict[Message, Blocks]) -> list[dict[str, Any]]:
+    """Alternating user and assistant turns, each a list of blocks; empty messages are left out."""
+    turns: list[dict[str, Any]] = []
+    for message in messages:
+        role = "assistant" if message.role == "assistant" else "user"
+        blocks = _blocks(message, thoughts)
+        if blocks and turns and turns[-1]["role"] == role:
+            turns[-1]["content"].extend(blocks)
+        elif blocks:
+            turns.append({"role": role, "content": blocks})
+    return turns
+
+
+def _blocks(message: Message, thoughts: dict[Message, Blocks]) -> Blocks:
+    if message.role == "tool":
+        return [{"type": "tool_result", "tool_use_id": message.tool_call_id or "", "content": message.content}]
+    blocks: Blocks = [dict(block) for block in thoughts.get(message, ())]
+    if message.content.strip():
+        blocks.append(_text(message.content))
+    for call in message.tool_calls:
+        blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": _arguments(call.arguments)})
+    return blocks
+
+
+def _text(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
+def _arguments(text: str) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except msgspec.DecodeError:
+        return {"unparsed": text}
+
+
+def _mark_for_cache(fields: dict[str, Any]) -> None:
+    """Mark the end of the system prompt and of the conversation: the next request's prefix is found from there."""
+    if "system" in fields:
+        fields["system"][-1]["cache_control"] = _CACHE
+    if fields["messages"]:
+        last = fields["messages"][-1]["content"][-1]
+        if "thinking" not in last["type"]:
+            last["cache_control"] = _CACHE
+
+
+def _sendable(fields: dict[str, Any]) -> dict[str, Any]:
+    try:
+        msgspec.json.encode(fields)
+        return fields
+    except UnicodeEncodeError:
+        repaired: dict[str, Any] = without_surrogates(fields)
+        return repaired
+
+
+def _usage(sent: Any) -> Usage:
+    read, stored = sent.cache_read_input_tokens or 0, sent.cache_creation_input_tokens or 0
+    thinking = getattr(getattr(sent, "output_tokens_details", None), "thinking_tokens", None)
+    return Usage(
+        input_tokens=sent.input_tokens + read + stored,
+        output_tokens=sent.output_tokens,
+        cached_tokens=read,
+        reasoning_tokens=thinking or 0,
+        calls=1,
+        cache_write_tokens=stored,
+    )
