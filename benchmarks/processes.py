@@ -13,13 +13,12 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 HERE = Path(__file__).parent
-TIMEOUT_S = 240
 INSTALL_PEERS = "python -m venv benchmarks/.venv && benchmarks/.venv/bin/pip install -r benchmarks/requirements.txt"
 
 
@@ -78,16 +77,18 @@ def quiet_env(**more: str) -> dict[str, str]:
     return {**env, "OPENAI_API_KEY": "none", "XDG_CONFIG_HOME": tempfile.gettempdir() + "/ramify-benchmarks", **more}
 
 
-def run_side(python: str, side: str, task: str, url: str, **options: Any) -> dict[str, Any]:
-    """Run ``side_SIDE.py TASK`` in a process of its own and return what it measured."""
+def run_side(
+    python: str, side: str, task: str, url: str, env: Mapping[str, str] | None = None, timeout_s: float = 240, **options: Any
+) -> dict[str, Any]:  # fmt: skip
+    """Run ``side_SIDE.py TASK`` in a process of its own and return what it measured, or ``{"error": …}``."""
     given = json.dumps({"url": url, **options})
     try:
         done = subprocess.run(
             [python, str(HERE / f"side_{side}.py"), task, given],
-            capture_output=True, text=True, timeout=TIMEOUT_S, env=quiet_env(OPENAI_BASE_URL=url),
+            capture_output=True, text=True, timeout=timeout_s, env=quiet_env(OPENAI_BASE_URL=url, **env or {}),
         )  # fmt: skip
     except subprocess.TimeoutExpired:
-        return {"error": f"{side} {task}: not done after {TIMEOUT_S} s"}
+        return {"error": f"{side} {task}: not done after {timeout_s:g} s"}
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
         return {"error": f"{side} {task}: {last}"}

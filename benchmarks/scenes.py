@@ -24,6 +24,9 @@ MARKER = re.compile(r"<<scene:([\w.]+)>>")
 FINISH = "answer['content'] = {}\nanswer['ready'] = True"
 WORDS = "[f'<<scene:word>> {{i}}' for i in range({})]"
 
+LONG_WORDS = "[f'<<scene:word>> {i} ' + 'x' * 4000 for i in range(200)]"
+"""Two hundred prompts of a thousand tokens."""
+
 
 def calls(count: int) -> tuple[str, ...]:
     """``count`` plain calls in one batch; the answer is the batch's seconds, or -1 where a reply is wrong."""
@@ -48,7 +51,7 @@ SCENES: dict[str, tuple[str, ...]] = {
     "child": (FINISH.format("'done'"),),
     "children": children(20),
     "calls": calls(500),
-    "budget": calls(200),
+    "budget": (f"replies = llm_query_batched({LONG_WORDS})", FINISH.format("'done'")),
     "loop": ("kept = 41\nwhile True:\n    pass", FINISH.format("str(kept + 1)")),
     "lost": ("reply = llm_query('<<scene:dropped>>')\nprint(reply)", FINISH.format("reply")),
 }

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from inputs import log_text
 from rlm import RLM
 from rlm.environments.local_repl import LocalREPL
 from rlm.logger import RLMLogger
@@ -57,7 +58,7 @@ def cell(url: str, repeats: int) -> Result:
 
 
 def big(url: str, repeats: int, chars: int) -> Result:
-    context, seconds, written = text(chars), [], []
+    context, seconds, written = log_text(chars), [], []
     for _ in range(repeats):
         with tempfile.TemporaryDirectory() as folder:
             rlm = engine(url, logger=RLMLogger(log_dir=folder))
@@ -90,11 +91,6 @@ def tokens(url: str, limit: int) -> Result:
     except Exception as error:  # noqa: BLE001
         return {"ended": type(error).__name__}
     return {"ended": "answer"}
-
-
-def text(chars: int) -> str:
-    line = "2026-01-01 00:00:00 host-{:07d} INFO request served in 12 ms\n"
-    return "".join(map(line.format, range(chars // len(line.format(0)) + 1)))[:chars]
 
 
 TASKS: dict[str, Callable[..., Result]] = {
