@@ -20,7 +20,7 @@ import contextlib
 import secrets
 import time
 import warnings
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -224,7 +224,7 @@ class RLM:
     def _cache(self, wanted: bool) -> CallCache | None:
         return CallCache(self._need_store("cache=True")) if wanted else None
 
-    def _in_thread(self, work: Any) -> Any:
+    def _in_thread(self, work: Coroutine[Any, Any, Result]) -> Result:
         if not self._is_pinned_in_thread:
             self._is_pinned_in_thread = True
             sync.run(self._pin())

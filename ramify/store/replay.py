@@ -24,6 +24,7 @@ from ramify.types.event import (
     ToolAnswered,
 )
 from ramify.types.message import Reply
+from ramify.types.trajectory import Cell, Stop
 
 Key = tuple[object, ...]
 
@@ -48,7 +49,11 @@ class Recording:
         self._asked: dict[tuple[str, int], Requested] = {}
         self._replies: dict[tuple[str, int], tuple[str, Reply]] = {}
         self._tools: dict[tuple[str, int, int, int], ToolAnswered] = {}
+        self._cells: dict[tuple[str, int, int], Cell] = {}
+        self._last_words: dict[tuple[str, int], Stop] = {}
         self._held: set[Key] = set()
+        self.last_s = 0.0
+        """Where the run's clock stood when it was cut off."""
         for event in events:
             self._add(event)
         if not self.questions:
@@ -87,6 +92,22 @@ class Recording:
         """Requests that were in flight when the run was cut off: sent, perhaps paid, never answered."""
         return list(self._asked.values())
 
+    def attempts_at(self, call: str, turn: int) -> list[Attempted]:
+        """What was sent for this turn and failed; some of it may have been paid."""
+        return [attempt for attempt in self.attempts if (attempt.call, attempt.turn) == (call, turn)]
+
+    def in_flight(self, call: str, turn: int) -> bool:
+        """Whether this turn's request was on the wire when the run was cut off."""
+        return (call, turn) in self._asked
+
+    def last_word(self, call: str, turn: int) -> Stop | None:
+        """The limit at which this turn asked for the answer with what there was, if it did."""
+        return self._last_words.get((call, turn))
+
+    def cell(self, call: str, turn: int, cell: int) -> Cell | None:
+        """What this cell gave when it was recorded."""
+        return self._cells.get((call, turn, cell))
+
     def holds(self, event: AnyEvent) -> bool:
         """Whether the journal has this event already, so that a resumed run must not append it again."""
         return _key(event) in self._held
@@ -97,12 +118,15 @@ class Recording:
 
     def _add(self, event: AnyEvent) -> None:
         self._held.add(_key(event))
+        self.last_s = max(self.last_s, event.at_s)
         match event:
             case RunStarted():
                 self.questions.append(event)
                 self.ended = None
             case Requested():
                 self._asked[event.call, event.turn] = event
+                if event.last_word is not None:
+                    self._last_words[event.call, event.turn] = event.last_word
             case Attempted():
                 self.attempts.append(event)
             case Replied():
@@ -110,6 +134,8 @@ class Recording:
                 if asked is None:
                     raise StoreError(f"call {event.call}, turn {event.turn} has a reply but no request in the journal")
                 self._replies[event.call, event.turn] = (asked.prompt_hash, event.reply)
+            case CellRan():
+                self._cells[event.call, event.turn, event.cell] = event.result
             case ToolAnswered():
                 self._tools[event.call, event.turn, event.cell, event.ordinal] = event
             case CallEnded():

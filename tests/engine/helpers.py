@@ -1,0 +1,38 @@
+"""What the engine's tests share: an RLM over a scripted model, and short ways to say code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ramify import RLM, Limits, Scaffold, ScriptedClient
+from ramify.types.message import Message
+
+SCAFFOLD = Scaffold(name="test", system="You drive a session. {{tools}}", direct_chars=0)
+
+
+def code(*cells: str) -> str:
+    """A message that runs ``cells``."""
+    return "\n".join(f"```repl\n{cell}\n```" for cell in cells)
+
+
+def client(script: list[Any] | Callable[..., Any], **options: Any) -> ScriptedClient:
+    return ScriptedClient(script, **options)
+
+
+def rlm(script: list[Any] | Callable[..., Any] | ScriptedClient, **options: Any) -> RLM:
+    """An RLM that always works in a session. ``limits`` may be a dict."""
+    model = script if isinstance(script, ScriptedClient) else client(script)
+    limits = options.pop("limits", {})
+    options.setdefault("scaffold", SCAFFOLD)
+    return RLM(model, limits=limits if isinstance(limits, Limits) else Limits(**limits), **options)
+
+
+def by_role(root: list[Any], other: Callable[[str], Any] = lambda prompt: f"re: {prompt}") -> Callable[..., Any]:
+    """A model that says ``root``'s lines in turn when it drives a session, and ``other(prompt)`` to a plain call."""
+    lines = iter(root)
+
+    def script(messages: tuple[Message, ...]) -> Any:
+        return next(lines) if messages[0].role == "system" else other(messages[-1].content)
+
+    return script

@@ -1,0 +1,300 @@
+"""One call: the notebook, observations, answers and their checks, through the public face."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import msgspec
+import pytest
+
+from ramify import Cited, Scaffold, Stop
+from ramify.engine.citations import Citation
+from ramify.errors import ConfigError, ModelError
+from ramify.types.message import Message, Reply, ToolCall
+from tests.engine.helpers import SCAFFOLD, client, code, rlm
+
+TEXT = "alpha 1\nbeta 2\ngamma 3\n"
+
+
+def test_a_whole_run() -> None:
+    """Question, two cells, answer: what the model was shown and what is recorded, to the letter."""
+    model = client([code("n = context.count('a')\nprint('counted')\nn"), code("n + 1"), code("FINAL({'n': n})")])
+    with rlm(model) as r:
+        result = r.completion(TEXT, "How many a?")
+    assert (result.response, result.answer, result.stop) == ('{"n":5}', {"n": 5}, Stop.FINAL)
+    first = "Question: How many a?\n\n`context` is a str of 23 characters in 4 lines. It begins:\n" + repr(TEXT)
+    assert [m.content for m in model.requests[0].messages] == ["You drive a session.", first]
+    assert [m.content for m in model.requests[2].messages[2:]] == [
+        code("n = context.count('a')\nprint('counted')\nn"),
+        "counted\n=> 5\n[turn 1 of 30]",
+        code("n + 1"),
+        "=> 6\n[turn 2 of 30]",
+    ]
+    call = result.trajectory.root
+    assert [(turn.reused, len(turn.prompt)) for turn in call.turns] == [(0, 2), (3, 1), (5, 1)]
+    assert [(c.stdout, c.value, c.error) for turn in call.turns for c in turn.cells] == [
+        ("counted\n", "5", None),
+        ("", "6", None),
+        ("", None, None),
+    ]
+    assert result.usage == model.served
+    assert result.trajectory.usage == model.served
+    assert result.trajectory.conversation(call)[:-1] == list(model.requests[2].messages)
+
+
+def test_prompts_only_grow() -> None:
+    model = client([code("1"), code("1/0"), code("FINAL(1)")])
+    with rlm(model) as r:
+        r.completion(TEXT, "?")
+    for before, after in zip(model.requests, model.requests[1:], strict=False):
+        assert after.messages[: len(before.messages)] == before.messages
+
+
+def test_an_error_shows_its_own_line_and_keeps_what_was_bound() -> None:
+    model = client([code("x = 7\ny = 1/0"), code("FINAL(x)")])
+    with rlm(model) as r:
+        assert r.completion(TEXT, "?").answer == 7
+    shown = model.requests[1].messages[-1].content
+    assert 'line 2, in <module>\n    y = 1/0' in shown
+    assert "ZeroDivisionError: division by zero" in shown
+
+
+@pytest.mark.parametrize(
+    ("reply", "answer"),
+    [
+        ("FINAL(forty two)", "forty two"),
+        ("FINAL('a) b')", "a) b"),
+        ("FINAL_VAR(total)", [1, 2]),
+        ("FINAL(total)", [1, 2]),
+        (code("FINAL_VAR('total')"), [1, 2]),
+        (code("FINAL((1, {'k': b'x'}))"), (1, {"k": b"x"})),
+        (code("answer['content'] = 'x'; answer['ready'] = True"), "x"),
+        (code("FINAL(1)", "FINAL(2)"), 2),
+        (code("class C:\n  def __str__(self): return 'shown'\nFINAL(C())"), "shown"),
+    ],
+)
+def test_ways_to_answer(reply: str, answer: Any) -> None:
+    with rlm([code("total = [1, 2]"), reply]) as r:
+        result = r.completion(TEXT, "?")
+    assert (result.answer, result.stop) == (answer, Stop.FINAL)
+
+
+def test_an_answer_with_unseen_output_is_put_off_one_turn() -> None:
+    model = client([code("print(1)\nFINAL('early')"), code("FINAL('late')")])
+    with rlm(model) as r:
+        assert r.completion(TEXT, "?").answer == "late"
+    assert "Your answer is noted, and put off by one turn" in model.requests[1].messages[-1].content
+    with rlm([code("print(1)\nFINAL('early')"), "Yes, it stands."]) as r:
+        assert r.completion(TEXT, "?").answer == "early"
+    eager = msgspec.structs.replace(SCAFFOLD, defer_final=False)
+    with rlm([code("print(1)\nFINAL('early')")], scaffold=eager) as r:
+        assert r.completion(TEXT, "?").answer == "early"
+
+
+def test_long_output_is_cut_and_kept_whole_in_a_variable() -> None:
+    model = client([code("print('x' * 500 + 'y' * 500)"), code("FINAL(len(outputs[1]))")])
+    with rlm(model, scaffold=msgspec.structs.replace(SCAFFOLD, max_output_chars=100)) as r:
+        assert r.completion(TEXT, "?").answer == 1001
+    assert model.requests[1].messages[-1].content == (
+        "x" * 50
+        + "\n[… 901 of 1,001 characters cut; the whole is in outputs[1] …]\n"
+        + "y" * 49
+        + "\n[turn 1 of 30]"
+    )
+
+
+def test_reserved_names_are_put_back() -> None:
+    model = client([code("context = 'mine'; llm_query = None; del FINAL"), code("FINAL(context)")])
+    with rlm(model) as r:
+        assert r.completion(TEXT, "?").answer == TEXT
+    shown = model.requests[1].messages[-1].content
+    assert "reserved, put back as it was" in shown
+    assert all(f"`{name}`" in shown for name in ("context", "llm_query", "FINAL"))
+
+
+def test_history_and_variables_can_be_looked_at() -> None:
+    model = client([code("x = [1]\nSHOW_VARS()"), code("FINAL([history[0]['role'], len(history)])")])
+    with rlm(model) as r:
+        assert r.completion(TEXT, "?").answer == ["system", 5]
+    assert "=> {'x': 'list, 1 long'}" in model.requests[1].messages[-1].content
+
+
+def test_a_later_cell_is_not_run_after_one_that_failed() -> None:
+    model = client([code("1/0", "x = 1"), code("FINAL('x' in globals())")])
+    with rlm(model) as r:
+        assert r.completion(TEXT, "?").answer is False
+    assert "[note] cells 2 to 2 were not run, since cell 1 failed" in model.requests[1].messages[-1].content
+
+
+def test_native_tool_calls_are_answered_in_kind() -> None:
+    asked = Message("assistant", "", tool_calls=(ToolCall("a", "repl", '{"code": "x = 2\\nx"}'),))
+    answered = Message("assistant", "", tool_calls=(ToolCall("b", "final", '{"answer": "two"}'),))
+    model = client([Reply(asked), Reply(answered)])
+    with rlm(model, scaffold=msgspec.structs.replace(SCAFFOLD, native_tools=True)) as r:
+        assert r.completion(TEXT, "?").answer == "two"
+    assert [tool.name for tool in model.requests[0].tools] == ["repl", "final"]
+    assert model.requests[1].messages[-1] == Message("tool", "=> 2\n[turn 1 of 30]", tool_call_id="a")
+
+
+# --- typed answers -------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Count:
+    name: str
+    count: int
+
+
+class Point(msgspec.Struct):
+    x: int
+    y: int = 0
+
+
+def test_answers_of_a_type() -> None:
+    import pydantic
+
+    class Model(pydantic.BaseModel):
+        a: int
+
+    cases: list[tuple[Any, str, Any]] = [
+        (Count, "{'name': 'n', 'count': 2}", Count("n", 2)),
+        (Point, "{'x': 1}", Point(1, 0)),
+        (list[int], "(1, 2)", [1, 2]),
+        (Model, "{'a': 3}", Model(a=3)),
+        ({"type": "object", "required": ["k"]}, "{'k': None}", {"k": None}),
+        (str, "'text'", "text"),
+    ]
+    for kind, value, answer in cases:
+        with rlm([code(f"FINAL({value})")]) as r:
+            assert r.completion(TEXT, "?", answer_type=kind).answer == answer
+
+
+def test_an_answer_that_does_not_fit_is_shown_why() -> None:
+    model = client([code("FINAL({'name': 'n', 'count': 'two'})"), code("FINAL({'name': 'n', 'count': 2})")])
+    with rlm(model) as r:
+        assert r.completion(TEXT, "?", answer_type=Count).answer == Count("n", 2)
+    assert '"count": {"type": "integer"}' in model.requests[0].messages[-1].content
+    assert (
+        "[note] The answer does not fit its type: Expected `int`, got `str` - at `$.count`. Correct it and give it again "
+        "with FINAL(…)." in model.requests[1].messages[-1].content
+    )
+
+
+def test_a_schema_that_is_none_is_refused_before_anything_is_asked() -> None:
+    with rlm([]) as r:
+        with pytest.raises(ConfigError, match=r"JSON schema is not valid at type: 'int' is not valid"):
+            r.completion(TEXT, "?", answer_type={"type": "int"})
+        with pytest.raises(ConfigError, match="answer_type <object object"):
+            r.completion(TEXT, "?", answer_type=object())
+
+
+def test_citations_are_checked_against_the_context() -> None:
+    wrong = "{'answer': 2, 'citations': [{'source': 'a.txt', 'first_line': 1, 'last_line': 1, 'quote': 'beta 2'}]}"
+    right = wrong.replace("'first_line': 1, 'last_line': 1", "'first_line': 2, 'last_line': 2")
+    model = client([code(f"FINAL({wrong})"), code(f"FINAL({right})")])
+    with rlm(model) as r:
+        result = r.completion({"a.txt": TEXT, "b.txt": "other"}, "beta?", answer_type=int, cite=True)
+    assert (result.answer, result.citations) == (2, (Citation("a.txt", 2, 2, "beta 2"),))
+    assert "citation 0: the quote 'beta 2' is not in lines 1-1 of 'a.txt'" in model.requests[1].messages[-1].content
+    assert Cited(1, ()).answer == 1
+
+
+# --- models that do not play along ---------------------------------------------------------------------------------
+
+
+def test_a_model_that_never_writes_code() -> None:
+    model = client(lambda messages: "I believe it is six.")
+    with rlm(model) as r:
+        result = r.completion(TEXT, "?")
+    assert (result.stop, result.response, len(model.requests)) == (Stop.NO_CODE, "I believe it is six.", 2)
+    assert model.requests[1].messages[-1].content.startswith("[note] Nothing was run")
+
+
+def test_a_model_that_writes_only_syntax_errors() -> None:
+    model = client(lambda messages: code("if:") if len(messages) < 8 else "FINAL(gave up)")
+    with rlm(model, limits={"max_turns": 3}) as r:
+        result = r.completion(TEXT, "?")
+    assert (result.stop, result.response, len(model.requests)) == (Stop.MAX_TURNS, "gave up", 4)
+    assert [c.error.splitlines()[-1] for turn in result.trajectory.root.turns for c in turn.cells if c.error] == [
+        "SyntaxError: invalid syntax"
+    ] * 3
+
+
+def test_a_model_that_prints_without_end_is_cut() -> None:
+    with rlm([code("for _ in range(100): print('x' * 1_000_000)"), code("FINAL(len(outputs[1]))")]) as r:
+        result = r.completion(TEXT, "?")
+    cell = result.trajectory.root.turns[0].cells[0]
+    assert cell.stdout_chars == 100 * 1_000_001
+    assert len(cell.stdout) < 10_200
+    assert 1_000_000 < result.answer < 20_000_000
+
+
+def test_a_model_that_kills_its_session_goes_on_in_a_new_one() -> None:
+    model = client([code("x = 1\nimport os; print('so far', flush=True); os._exit(3)"), code("FINAL(context)")])
+    with rlm(model) as r:
+        assert r.completion(TEXT, "?").answer == TEXT
+    shown = model.requests[1].messages[-1].content
+    assert shown.startswith("so far\nSessionDied: ")
+    assert "A new session was started: `context` is there, your variables and imports are not." in shown
+
+
+def test_a_model_that_kills_every_session_ends_in_an_error() -> None:
+    with rlm(lambda messages: code("import os; os._exit(3)")) as r:
+        running_result = _result_of(r)
+    assert (running_result.stop, running_result.answer) == (Stop.ERROR, None)
+
+
+def _result_of(r: Any) -> Any:
+    import asyncio
+
+    async def main() -> Any:
+        return await r.start(TEXT, "?").result()
+
+    return asyncio.run(main())
+
+
+def test_a_model_that_fails_raises_its_error_when_there_is_no_answer() -> None:
+    from ramify.clients.scripted import refused
+
+    with rlm([refused(401, "no such key")]) as r, pytest.raises(ModelError, match="401, no such key"):
+        r.completion(TEXT, "?")
+
+
+# --- small questions -----------------------------------------------------------------------------------------------
+
+
+def test_what_fits_easily_is_one_direct_call() -> None:
+    model = client(["Six."])
+    with rlm(model, scaffold="default") as r:
+        result = r.completion(TEXT, "How many?")
+    assert (result.response, len(model.requests), result.trajectory.root.kind) == ("Six.", 1, "lm")
+    assert model.requests[0].messages[-1].content == f"{TEXT}\n\nQuestion: How many?"
+
+
+def test_a_question_alone_is_answered_directly_and_typed() -> None:
+    model = client(["31 days", "31"])
+    with rlm(model, scaffold="default") as r:
+        assert r.completion("How many days has May?", answer_type=int).answer == 31
+    assert "That does not fit the schema" in model.requests[1].messages[-1].content
+
+
+@pytest.mark.parametrize(
+    ("prompt", "query", "message"),
+    [
+        ("", "What?", "the context is empty"),
+        ({"a": ""}, " ", "the question is empty"),
+        (["a"], None, "a context of type list needs a question"),
+        ("", None, "the question is empty"),
+    ],
+)
+def test_nothing_to_ask(prompt: Any, query: str | None, message: str) -> None:
+    with rlm([]) as r, pytest.raises(ConfigError, match=message):
+        r.completion(prompt, query)
+
+
+def test_braces_in_a_system_prompt_are_just_braces() -> None:
+    model = client([code("FINAL(1)")])
+    with rlm(model, scaffold=Scaffold(system='{"a": {b}} {} {{unknown}}{{tools}}', direct_chars=0)) as r:
+        r.completion(TEXT, "?")
+    assert model.requests[0].messages[0].content == '{"a": {b}} {} {{unknown}}'
