@@ -95,8 +95,8 @@ class Loaded(msgspec.Struct, frozen=True):
         reasons: dict[str, list[str]] = {}
         for problem in self.problems:
             reasons.setdefault(problem.reason, []).append(problem.name)
-        lines += [f"not loaded: {listing(names)} {reason}" for reason, names in reasons.items()]
-        lines += [f"left out, {reason}: {listing(names)}" for reason, names in self.left_out.items()]
+        lines += [f"not loaded ({len(names):,}), {reason}: {listing(names)}" for reason, names in reasons.items()]
+        lines += [f"left out ({len(names):,}), {reason}: {listing(names)}" for reason, names in self.left_out.items()]
         return lines
 
 

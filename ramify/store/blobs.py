@@ -18,6 +18,7 @@ from pathlib import Path
 
 from ramify.errors import StoreError
 from ramify.store.files import FILE_MODE, Bytes, make_folder, write_all
+from ramify.store.flusher import Flusher
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
@@ -25,8 +26,9 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 class Blobs:
     """The blobs of one store. Safe for several threads and processes at once."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, flusher: Flusher) -> None:
         self.root = root
+        self._flusher = flusher
 
     def path(self, digest: str) -> Path:
         if not _DIGEST.fullmatch(digest):
@@ -49,6 +51,7 @@ class Blobs:
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
+        self._flusher.flush(path, self)
         return digest
 
     def get(self, digest: str) -> bytes:
@@ -77,6 +80,9 @@ class Blobs:
                 yield view
         finally:
             os.close(fd)
+
+    def flush_failed(self, error: OSError) -> None:
+        """A blob that did not reach the disk is found damaged when it is read; its run can still be shown."""
 
     def __contains__(self, digest: str) -> bool:
         return self.path(digest).exists()

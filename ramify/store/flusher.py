@@ -1,6 +1,6 @@
 """Group commit: one thread per store that puts written files on the disk, so that no event loop waits for it.
 
-append ── flush(fd) ──> due {fd: owner} ──> thread: fsync(fd), once however often it was asked for meanwhile
+append ── flush(file) ──> due {file: owner} ──> thread: fsync, once however often it was asked for meanwhile
 close ─── settle(owner): what is due is done here, what is under way is waited for
 """
 
@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import os
 import threading
+from pathlib import Path
 from typing import Protocol
 
 IDLE_S = 2.0
 
 
+File = int | Path
+"""An open descriptor, or a file to open for the purpose: so that what waits holds no descriptor."""
+
+
 class Owner(Protocol):
     def flush_failed(self, error: OSError) -> None:
         """The bytes may not be on the disk."""
-        ...
-
-    def flushed(self, fd: int) -> None:
-        """``fd`` is no longer needed by the flusher."""
         ...
 
 
@@ -28,14 +29,14 @@ class Flusher:
 
     def __init__(self) -> None:
         self._turn = threading.Condition()
-        self._due: dict[int, Owner] = {}
-        self._busy: int | None = None
+        self._due: dict[File, Owner] = {}
+        self._busy: File | None = None
         self._busy_owner: Owner | None = None
         self._running = False
 
-    def flush(self, fd: int, owner: Owner) -> None:
+    def flush(self, file: File, owner: Owner) -> None:
         with self._turn:
-            self._due[fd] = owner
+            self._due[file] = owner
             if self._running:
                 self._turn.notify_all()
                 return
@@ -48,20 +49,20 @@ class Flusher:
     def settle(self, owner: Owner) -> None:
         """Returns when nothing of ``owner`` is due or under way."""
         with self._turn:
-            mine = [fd for fd, other in self._due.items() if other is owner]
-            for fd in mine:
-                del self._due[fd]
+            mine = [file for file, other in self._due.items() if other is owner]
+            for file in mine:
+                del self._due[file]
             while self._busy_owner is owner:
                 self._turn.wait()
-        for fd in mine:
-            _sync(fd, owner)
+        for file in mine:
+            _sync(file, owner)
 
     def _run(self) -> None:
         while self._next():
-            fd, owner = self._busy, self._busy_owner
-            assert fd is not None
+            file, owner = self._busy, self._busy_owner
+            assert file is not None
             assert owner is not None
-            _sync(fd, owner)
+            _sync(file, owner)
             with self._turn:
                 self._busy = self._busy_owner = None
                 self._turn.notify_all()
@@ -79,9 +80,17 @@ class Flusher:
             return True
 
 
-def _sync(fd: int, owner: Owner) -> None:
+def _sync(file: File, owner: Owner) -> None:
     try:
-        os.fsync(fd)
+        if isinstance(file, int):
+            os.fsync(file)
+            return
+        fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    except FileNotFoundError:
+        return  # deleted since: nothing to keep
     except OSError as error:
         owner.flush_failed(error)
-    owner.flushed(fd)

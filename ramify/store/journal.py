@@ -69,12 +69,7 @@ class Journal:
 
     def put_blob(self, data: Bytes, digest: str | None = None) -> str:
         """Store ``data`` by content and return its digest, to be named by an event after this."""
-        digest = self._blobs.put(data, digest)
-        with self._lock:
-            self._check()
-            fd = os.open(self._blobs.path(digest), os.O_RDONLY | os.O_CLOEXEC)
-            self._flusher.flush(fd, self)
-        return digest
+        return self._blobs.put(data, digest)
 
     def close(self) -> None:
         """Everything is on the disk and the lock is free. Idempotent."""
@@ -83,6 +78,7 @@ class Journal:
                 return
             self._closed = True
         self._flusher.flush(self._fd, self)
+        self._flusher.settle(self._blobs)
         self._flusher.settle(self)
         writer_file(self.path).unlink(missing_ok=True)
         fcntl.flock(self._fd, fcntl.LOCK_UN)  # a process forked from this one may still hold the descriptor
@@ -92,10 +88,6 @@ class Journal:
 
     def flush_failed(self, error: OSError) -> None:
         self._failure = error
-
-    def flushed(self, fd: int) -> None:
-        if fd != self._fd:
-            os.close(fd)
 
     def _check(self) -> None:
         if self._closed:

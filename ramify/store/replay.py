@@ -2,14 +2,15 @@
 
     replay   every reply and tool result must be there; a missing or different one is ``ReplayDiverged``
     resume   what is there is used; what is missing (None) is asked for and paid
-In both, a request at a recorded place with another hash is ``ReplayDiverged``: nothing is spent in silence.
+In both, a request at a recorded place with another hash is ``ReplayDiverged``, so that nothing is spent in silence; and
+a request that had failed for good fails again, as it did.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ramify.errors import ReplayDiverged, StoreError
+from ramify.errors import LimitReached, ModelError, ReplayDiverged, StoreError
 from ramify.types.event import (
     AnyEvent,
     Attempted,
@@ -25,6 +26,7 @@ from ramify.types.event import (
 )
 from ramify.types.message import Reply
 from ramify.types.trajectory import Cell, Stop
+from ramify.types.trajectory import Cell, Stop
 
 Key = tuple[object, ...]
 
@@ -39,15 +41,19 @@ class Recording:
     """The last question's end; None where the run was cut off."""
     attempts: list[Attempted]
     """Failed attempts, some of which may have been paid: a resumed run is charged for them."""
+    last_s: float
+    """When the last event happened, in seconds since the run began."""
 
     def __init__(self, events: Iterable[AnyEvent], strict: bool = False) -> None:
         self.strict = strict
         self.questions = []
         self.ended = None
         self.attempts = []
-        self.call_ends: dict[str, CallEnded] = {}
+        self.last_s = 0.0
+        self._ends: dict[str, CallEnded] = {}
+        self._cells: dict[tuple[str, int, int], Cell] = {}
         self._asked: dict[tuple[str, int], Requested] = {}
-        self._replies: dict[tuple[str, int], tuple[str, Reply]] = {}
+        self._replies: dict[tuple[str, int], Reply] = {}
         self._tools: dict[tuple[str, int, int, int], ToolAnswered] = {}
         self._cells: dict[tuple[str, int, int], Cell] = {}
         self._last_words: dict[tuple[str, int], Stop] = {}
@@ -61,18 +67,41 @@ class Recording:
         self.started = self.questions[0]
 
     def reply(self, call: str, turn: int, prompt_hash: str) -> Reply | None:
-        """The reply that was recorded for this request."""
-        found = self._replies.get((call, turn))
-        if found is None:
-            self._missing(f"a reply to call {call}, turn {turn} (prompt {prompt_hash[:12]})")
+        """The reply that was recorded for this request. Raises what ended the call, where that was the outcome."""
+        asked = self._asked.get((call, turn))
+        if asked is None:
+            self._missing(f"a request of call {call}, turn {turn} (prompt {prompt_hash[:12]})")
             return None
-        recorded, reply = found
-        if recorded != prompt_hash:
+        if asked.prompt_hash != prompt_hash:
             raise ReplayDiverged(
                 f"run {self.started.id}, call {call}, turn {turn}: the prompt has hash {prompt_hash[:12]} but "
-                f"{recorded[:12]} was recorded; the code, tools or context have changed, so ask as a new run"
+                f"{asked.prompt_hash[:12]} was recorded; the code, tools or context have changed, so ask as a new run"
             )
+        reply = self._replies.get((call, turn))
+        if reply is None:
+            self._fail_again(call)
+            self._missing(f"a reply to call {call}, turn {turn}")
         return reply
+
+    def attempts_at(self, call: str, turn: int) -> list[Attempted]:
+        return [attempt for attempt in self.attempts if (attempt.call, attempt.turn) == (call, turn)]
+
+    def in_flight(self, call: str, turn: int) -> bool:
+        """Whether this request had been sent, perhaps paid, and not been answered when the run was cut off."""
+        return (call, turn) in self._asked and (call, turn) not in self._replies and call not in self._ends
+
+    def unanswered(self) -> list[Requested]:
+        """Every request that was in flight."""
+        return [asked for (call, turn), asked in self._asked.items() if self.in_flight(call, turn)]
+
+    def last_word(self, call: str, turn: int) -> Stop | None:
+        """The limit at which this request was the call's last, if it was."""
+        asked = self._asked.get((call, turn))
+        return None if asked is None else asked.last_word
+
+    def cell(self, call: str, turn: int, cell: int) -> Cell | None:
+        """What this cell was recorded to have done."""
+        return self._cells.get((call, turn, cell))
 
     def tool(self, call: str, turn: int, cell: int, ordinal: int, arguments_hash: str) -> ToolAnswered | None:
         """What a user's tool was recorded to have returned or raised."""
@@ -88,29 +117,18 @@ class Recording:
             )
         return found
 
-    def unanswered(self) -> list[Requested]:
-        """Requests that were in flight when the run was cut off: sent, perhaps paid, never answered."""
-        return list(self._asked.values())
-
-    def attempts_at(self, call: str, turn: int) -> list[Attempted]:
-        """What was sent for this turn and failed; some of it may have been paid."""
-        return [attempt for attempt in self.attempts if (attempt.call, attempt.turn) == (call, turn)]
-
-    def in_flight(self, call: str, turn: int) -> bool:
-        """Whether this turn's request was on the wire when the run was cut off."""
-        return (call, turn) in self._asked
-
-    def last_word(self, call: str, turn: int) -> Stop | None:
-        """The limit at which this turn asked for the answer with what there was, if it did."""
-        return self._last_words.get((call, turn))
-
-    def cell(self, call: str, turn: int, cell: int) -> Cell | None:
-        """What this cell gave when it was recorded."""
-        return self._cells.get((call, turn, cell))
-
     def holds(self, event: AnyEvent) -> bool:
         """Whether the journal has this event already, so that a resumed run must not append it again."""
         return _key(event) in self._held
+
+    def _fail_again(self, call: str) -> None:
+        ended = self._ends.get(call)
+        if ended is None:
+            return
+        reason = ended.error or next((a.error for a in reversed(self.attempts) if a.call == call), str(ended.stop))
+        if ended.stop.is_truncated():
+            raise LimitReached(reason, ended.stop)
+        raise ModelError(reason)
 
     def _missing(self, what: str) -> None:
         if self.strict:
@@ -130,16 +148,15 @@ class Recording:
             case Attempted():
                 self.attempts.append(event)
             case Replied():
-                asked = self._asked.pop((event.call, event.turn), None)
-                if asked is None:
+                if (event.call, event.turn) not in self._asked:
                     raise StoreError(f"call {event.call}, turn {event.turn} has a reply but no request in the journal")
-                self._replies[event.call, event.turn] = (asked.prompt_hash, event.reply)
+                self._replies[event.call, event.turn] = event.reply
             case CellRan():
                 self._cells[event.call, event.turn, event.cell] = event.result
             case ToolAnswered():
                 self._tools[event.call, event.turn, event.cell, event.ordinal] = event
             case CallEnded():
-                self.call_ends[event.id] = event
+                self._ends[event.id] = event
             case RunEnded():
                 self.ended = event
             case _:

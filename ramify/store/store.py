@@ -42,9 +42,9 @@ class Store:
     def __init__(self, root: str | Path | None = None) -> None:
         self.root = make_folder(Path(root).expanduser() if root is not None else default_root())
         self._runs = make_folder(self.root / "runs")
-        self.blobs = Blobs(make_folder(self.root / "blobs"))
-        self._index = Index(self.root / "index.sqlite")
         self._flusher = Flusher()
+        self.blobs = Blobs(make_folder(self.root / "blobs"), self._flusher)
+        self._index = Index(self.root / "index.sqlite")
         self._pruner = Pruner(self.root, self._runs, self.blobs)
 
     def new_id(self, question: str) -> str:

@@ -186,6 +186,8 @@ class Fold:
                 self.trajectory.id, self.trajectory.question = event.id, event.question
                 self.trajectory.task, self.trajectory.context = event.task, event.context
                 self.trajectory.started_at, self.trajectory.metadata = event.started_at, dict(event.config)
+            case RunStarted():  # a conversation's next question
+                self.trajectory.stop, self.trajectory.answer = None, None
             case RunEnded():
                 self.trajectory.stop, self.trajectory.answer = event.stop, event.answer
                 self.trajectory.seconds = event.at_s

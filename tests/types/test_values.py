@@ -1,0 +1,88 @@
+"""What the types refuse, and how they add."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from ramify.types.event import AnyEvent, RunStarted
+from ramify.types.message import Message, Reply, Usage
+from ramify.types.sequence import Batch, Segment, Sequence
+from ramify.types.trajectory import SCHEMA_VERSION, Stop, Trajectory
+
+
+def test_usage_adds_every_field():
+    names = Usage.__struct_fields__
+    left = Usage(*(10**index for index in range(len(names))))
+    right = Usage(*(2 * 10**index for index in range(len(names))))
+    assert left + right == Usage(*(3 * 10**index for index in range(len(names))))
+    assert left + Usage() == left
+    assert Usage(input_tokens=3, output_tokens=4).total_tokens == 7
+
+
+def test_a_reply_has_one_logprob_per_token():
+    assert Reply(Message("assistant", "x"), token_ids=(1, 2), logprobs=(-1.0, -2.0)).logprobs == (-1.0, -2.0)
+    with pytest.raises(ValueError, match="2 token ids but 1 logprobs"):
+        Reply(Message("assistant", "x"), token_ids=(1, 2), logprobs=(-1.0,))
+
+
+def test_stop_says_whether_it_was_a_limit():
+    truncated = {Stop.MAX_TURNS, Stop.MAX_TOKENS, Stop.MAX_COST, Stop.DEADLINE, Stop.MAX_CALLS, Stop.CANCELLED}
+    assert {stop for stop in Stop if stop.is_truncated()} == truncated
+
+
+def test_the_schema_version_is_written_although_it_is_the_default():
+    for value in (RunStarted(id="r", question="q", started_at=0.0), Trajectory("r", "q")):
+        assert msgspec.json.decode(msgspec.json.encode(value))["schema_version"] == SCHEMA_VERSION
+
+
+def test_defaults_are_not_written():
+    assert msgspec.json.encode(Message("user", "hi")) == b'{"role":"user","content":"hi"}'
+
+
+def test_an_unknown_event_or_role_is_refused():
+    with pytest.raises(msgspec.ValidationError, match="Invalid value 'Nonsense'"):
+        msgspec.json.decode(b'{"type":"Nonsense"}', type=AnyEvent)
+    with pytest.raises(msgspec.ValidationError, match="Invalid enum value 'robot'"):
+        msgspec.json.decode(b'{"role":"robot"}', type=Message)
+
+
+def sequence(**changed: Any) -> Sequence:
+    fields: dict[str, Any] = {
+        "token_ids": [1, 2, 3],
+        "mask": [False, True, True],
+        "sampler_logprobs": [0.0, -1.0, -2.0],
+        "advantages": [0.0, 1.0, 1.0],
+        "rl": [0.0, 0.5, 0.5],
+    }
+    return Sequence(**(fields | changed))
+
+
+def test_sequence_streams_have_one_entry_per_token():
+    whole = sequence(ce=[0.0] * 3, versions=[-1, 4, 4], streams={"teacher": [[0.1, 0.2]] * 3})
+    assert whole.token_ids == [1, 2, 3]
+    for changed in ({"mask": [True]}, {"rl": []}, {"ce": [1.0]}, {"versions": [1]}, {"streams": {"values": [0.0]}}):
+        name = "values" if "streams" in changed else next(iter(changed))
+        with pytest.raises(ValueError, match=f"sequence of 3 tokens has . entries in '{name}'"):
+            sequence(**changed)
+
+
+def batch(segments: list[Segment], **changed: Any) -> Batch:
+    fields: dict[str, Any] = {"token_ids": [1, 2, 3, 4], "positions": [0, 1, 2, 2], "streams": {"rl": [0.0] * 4}}
+    return Batch(segments=segments, denominators={"rl": 1.0}, **(fields | changed))
+
+
+def test_batch_segments_cover_the_tokens_in_order():
+    forest = [Segment(0, 2, -1), Segment(2, 3, 0), Segment(3, 4, 0)]
+    assert batch(forest).segments == forest
+    for wrong, message in (
+        ([Segment(0, 3, -1)], "segments cover 3 of 4 tokens"),
+        ([Segment(0, 2, -1), Segment(3, 4, 0)], "segment 1 .* does not follow token 2"),
+        ([Segment(0, 2, 0), Segment(2, 4, 0)], "segment 0 .* names a later parent"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            batch(wrong)
+    with pytest.raises(ValueError, match="batch of 4 tokens has 1 entries in 'positions'"):
+        batch(forest, positions=[0])
