@@ -14,7 +14,6 @@ A script file is JSON: a list of the same, ``{"fail": "rate_limited", "retry_aft
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -121,24 +120,22 @@ class Script:
     """The next answer for any request. Requests served at the same time take lines in order of arrival."""
 
     def __init__(self, lines: Lines, name: str = "the script") -> None:
-        self._tell: Teller = lines if callable(lines) else _told(tuple(lines), name)
+        self.tell: Teller = lines if callable(lines) else _told(tuple(lines), name)
+        """What to answer to these messages; raises Refused where the script has nothing to say."""
 
     @classmethod
     def load(cls, path: str | Path) -> Script:
         """A script from a JSON file."""
         return cls(_lines(path), name=str(path))
 
-    async def answer(self, messages: tuple[Message, ...], max_tokens: int) -> tuple[Reply | Failure, Usage]:
-        """What to answer, and what the model used for it (nothing where it was not asked)."""
-        step = self._tell(messages)
-        if inspect.isawaitable(step):
-            step = await step
-        if isinstance(step, Failure):
-            if step.fail not in PAID:
-                return step, Usage()
-            return step, _reply(step.text, messages, max_tokens).usage
-        reply = _reply(step, messages, max_tokens)
-        return reply, reply.usage
+
+def served(step: Step, messages: tuple[Message, ...], max_tokens: int) -> tuple[Reply | Failure, Usage]:
+    """``step`` as a whole reply, or the failure it is; and what the model used for it (nothing where it was not asked)."""
+    if isinstance(step, Failure):
+        paid = step.fail in PAID
+        return step, _reply(step.text, messages, max_tokens).usage if paid else Usage()
+    reply = _reply(step, messages, max_tokens)
+    return reply, reply.usage
 
 
 def count(text: str | None) -> int:

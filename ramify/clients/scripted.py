@@ -10,6 +10,7 @@ replies included, so that a test can compare it with what a run reports.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import time
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from ramify.clients.script import (
     no_usage,
     rate_limited,
     refused,
+    served,
     server_error,
     stalled,
     unreachable,
@@ -77,12 +79,14 @@ class ScriptedClient:
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
         started = time.perf_counter()
         try:
-            step, usage = await self._script.answer(request.messages, request.sampling.max_tokens)
-            self._refuse_overlong(request, usage)
+            step = self._script.tell(request.messages)
+            told = await step if inspect.isawaitable(step) else step
+            outcome, usage = served(told, request.messages, request.sampling.max_tokens)
+            self._refuse_overlong(usage)
             self.served += usage
             if self._latency_s:
                 await asyncio.sleep(self._latency_s)
-            reply = await self._replied(step)
+            reply = await self._replied(outcome)
         finally:
             self.in_flight -= 1
         model = reply.model or self.name.partition(":")[2]
@@ -91,7 +95,7 @@ class ScriptedClient:
     async def close(self) -> None:
         """Nothing to close."""
 
-    def _refuse_overlong(self, request: Request, usage: Usage) -> None:
+    def _refuse_overlong(self, usage: Usage) -> None:
         if usage.input_tokens > self.window:
             raise Refused(
                 f"{self.name}: the prompt has {usage.input_tokens} tokens and the window {self.window}: shorten it"

@@ -15,14 +15,15 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import inspect
 import signal
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from typing import Any, Literal
 
 import msgspec
-from aiohttp import web
 
-from ramify.clients.script import Failure, Lines, Script, count_message
+from ramify.clients.loopback import Exchange, Loopback
+from ramify.clients.script import Failure, Lines, Script, Step, count_message, served
 from ramify.errors import ConfigError, Refused
 from ramify.types.message import Message, Reply, ToolCall, Usage
 
@@ -58,7 +59,7 @@ class Received(msgspec.Struct, frozen=True):
 
     path: str
     headers: Mapping[str, str]
-    """Case-insensitive."""
+    """Names in lower case."""
     body: bytes
 
     @property
@@ -68,7 +69,6 @@ class Received(msgspec.Struct, frozen=True):
 
 _decode = msgspec.json.Decoder(_Asked).decode
 _encode = msgspec.json.Encoder().encode
-_JSON = {"Content-Type": "application/json"}
 
 
 class ScriptedServer:
@@ -93,114 +93,121 @@ class ScriptedServer:
         self._in_flight = 0
         self._script = script if isinstance(script, Script) else Script(script, "the scripted server")
         self._latency_s, self._window, self._keep = latency_s, window, keep
-        self._host, self._port = host, port
-        self._closing = asyncio.Event()
-        self._runner = web.ServerRunner(web.Server(self._handle, access_log=None), shutdown_timeout=0.2)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._http = Loopback(self._handle, host, port)
 
     @property
     def url(self) -> str:
         """The base URL, ``http://127.0.0.1:PORT/v1``."""
-        return f"http://{self._host}:{self._port}/v1"
+        return f"http://{self._http.host}:{self._http.port}/v1"
 
     async def __aenter__(self) -> ScriptedServer:
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, self._host, self._port, backlog=1024)
-        try:
-            await site.start()
-        except OSError as error:
-            await self._runner.cleanup()
-            raise ConfigError(f"port {self._port} on {self._host}: {error.strerror}; choose another --port") from None
-        self._port = self._runner.addresses[0][1]
+        await self._http.start()
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        self._closing.set()
-        await self._runner.cleanup()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._http.close()
 
-    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        if request.method == "POST" and request.path.endswith("/chat/completions"):
+    def _handle(self, exchange: Exchange) -> None:
+        path = exchange.path.partition("?")[0]
+        if exchange.method == "POST" and path.endswith("/chat/completions"):
             self.answered += 1
             self._in_flight += 1
             self.most_in_flight = max(self.most_in_flight, self._in_flight)
-            try:
-                return await self._complete(request)
-            finally:
-                self._in_flight -= 1
-        if request.method == "GET" and request.path.endswith("/models"):
+            self._complete(exchange)
+        elif exchange.method == "GET" and path.endswith("/models"):
             model = {"id": "scripted", "object": "model", "owned_by": "ramify", "max_model_len": self._window}
-            return _json(200, {"object": "list", "data": [model]})
-        if request.method == "GET" and request.path == "/served":
-            counts = {"answered": self.answered, "most_in_flight": self.most_in_flight}
-            return _json(200, {**counts, "usage": msgspec.to_builtins(self.served)})
-        return _error(404, f"no {request.method} {request.path} here: POST {self.url}/chat/completions")
+            exchange.send(200, _encode({"object": "list", "data": [model]}))
+        elif exchange.method == "GET" and path == "/served":
+            counts = {"answered": self.answered, "most_in_flight": self.most_in_flight, "usage": self.served}
+            exchange.send(200, _encode(counts))
+        else:
+            text = f"no {exchange.method} {path} here: POST {self.url}/chat/completions"
+            exchange.send(404, _error(text))
 
-    async def _complete(self, request: web.BaseRequest) -> web.StreamResponse:
-        body = await request.read()
+    def _complete(self, exchange: Exchange) -> None:
         if self._keep:
-            self.requests.append(Received(request.path_qs, request.headers, body))
+            self.requests.append(Received(exchange.path, exchange.headers, exchange.body))
+        due = asyncio.get_running_loop().time() + self._latency_s
         try:
-            asked = _decode(body)
+            asked = _decode(exchange.body)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            return _error(400, f"not a request for a chat completion: {error}")
+            return self._refuse(exchange, f"not a request for a chat completion: {error}")
         messages = tuple(map(_message, asked.messages))
         length = sum(map(count_message, messages))
         if length > self._window:
             text = f"This model's maximum context length is {self._window} tokens, but the messages have {length}."
-            return _error(400, text, "context_length_exceeded")
+            return self._refuse(exchange, text, "context_length_exceeded")
         try:
-            step, usage = await self._script.answer(
-                messages, asked.max_completion_tokens or asked.max_tokens or self._window
-            )
+            step = self._script.tell(messages)
         except Refused as error:
-            return _error(400, str(error))
+            return self._refuse(exchange, str(error))
+        if inspect.isawaitable(step):
+            task = asyncio.ensure_future(self._later(exchange, asked, messages, step, due))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        else:
+            self._told(exchange, asked, messages, step, due)
+
+    async def _later(
+        self, exchange: Exchange, asked: _Asked, messages: tuple[Message, ...], step: Awaitable[Step], due: float
+    ) -> None:
+        self._told(exchange, asked, messages, await step, due)
+
+    def _told(self, exchange: Exchange, asked: _Asked, messages: tuple[Message, ...], step: Step, due: float) -> None:
+        outcome, usage = served(step, messages, asked.max_completion_tokens or asked.max_tokens or self._window)
         self.served += usage
         if self._latency_s:
-            await asyncio.sleep(self._latency_s)
-        if isinstance(step, Failure):
-            return await self._fail(request, step, asked)
-        return await self._send(request, asked, completion(step, asked.model))
+            asyncio.get_running_loop().call_at(due, self._finish, exchange, asked, outcome)
+        else:
+            self._finish(exchange, asked, outcome)
 
-    async def _send(self, request: web.BaseRequest, asked: _Asked, sent: dict[str, Any]) -> web.StreamResponse:
+    def _finish(self, exchange: Exchange, asked: _Asked, outcome: Reply | Failure) -> None:
+        if isinstance(outcome, Failure) and outcome.fail == "stalled":
+            return
+        self._in_flight -= 1
+        if isinstance(outcome, Failure):
+            self._fail(exchange, asked, outcome)
+        else:
+            self._send(exchange, asked, completion(outcome, asked.model))
+
+    def _refuse(self, exchange: Exchange, text: str, code: str = "") -> None:
+        self._in_flight -= 1
+        exchange.send(400, _error(text, code))
+
+    def _send(self, exchange: Exchange, asked: _Asked, sent: dict[str, Any]) -> None:
         if not asked.stream:
-            return web.Response(body=_encode(sent), headers=_JSON)
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
+            return exchange.send(200, _encode(sent))
         for choice in sent["choices"]:
             choice["delta"] = choice.pop("message")
         sent["object"] = "chat.completion.chunk"
-        await response.write(b"data: " + _encode(sent) + b"\n\ndata: [DONE]\n\n")
-        return response
+        events = b"data: " + _encode(sent) + b"\n\ndata: [DONE]\n\n"
+        return exchange.send(200, events, content_type="text/event-stream")
 
-    async def _fail(self, request: web.BaseRequest, step: Failure, asked: _Asked) -> web.StreamResponse:
+    def _fail(self, exchange: Exchange, asked: _Asked, step: Failure) -> None:
         match step.fail:
             case "rate_limited":
                 wait = {} if step.retry_after_s is None else {"retry-after-ms": f"{step.retry_after_s * 1000:g}"}
-                return _error(429, "Rate limit reached", "rate_limit_exceeded", wait)
+                exchange.send(429, _error("Rate limit reached", "rate_limit_exceeded"), wait)
             case "server_error" | "refused":
-                return _error(step.status or (500 if step.fail == "server_error" else 400), step.text)
+                exchange.send(step.status or (500 if step.fail == "server_error" else 400), _error(step.text))
             case "html":
-                return web.Response(status=step.status or 200, text=step.text, content_type="text/html")
+                exchange.send(step.status or 200, step.text.encode(), content_type="text/html; charset=utf-8")
             case "malformed":
-                return web.Response(text=step.text, content_type="application/json")
+                exchange.send(200, step.text.encode())
             case "no_choices":
-                return web.Response(body=b'{"object": "chat.completion", "choices": []}', headers=_JSON)
+                exchange.send(200, b'{"object": "chat.completion", "choices": []}')
             case "no_usage":
                 sent = completion(Reply(Message("assistant", step.text)), asked.model)
                 del sent["usage"]
-                return await self._send(request, asked, sent)
-            case "stalled":
-                await self._closing.wait()
-        return await self._drop(request, step)
-
-    async def _drop(self, request: web.BaseRequest, step: Failure) -> web.StreamResponse:
-        """Close the connection: before the reply, or for ``cut`` in the middle of its body."""
-        response = web.StreamResponse(headers={**_JSON, "Content-Length": "1000"})
-        if step.fail == "cut":
-            await response.prepare(request)
-            await response.write(b'{"object": "chat.completion", "choices": [')
-        if request.transport is not None:
-            request.transport.close()
-        return response
+                self._send(exchange, asked, sent)
+            case "cut":
+                exchange.drop(b'{"object": "chat.completion", "choices": [')
+            case _:
+                exchange.drop()
 
 
 def completion(reply: Reply, model: str) -> dict[str, Any]:
@@ -250,13 +257,8 @@ def _message(said: _Said) -> Message:
     )
 
 
-def _json(status: int, value: object) -> web.Response:
-    return web.Response(status=status, body=_encode(value), headers=_JSON)
-
-
-def _error(status: int, text: str, code: str = "", headers: Mapping[str, str] | None = None) -> web.Response:
-    body = _encode({"error": {"message": text, "type": "invalid_request_error", "code": code or None}})
-    return web.Response(status=status, body=body, headers={**_JSON, **(headers or {})})
+def _error(text: str, code: str = "") -> bytes:
+    return _encode({"error": {"message": text, "type": "invalid_request_error", "code": code or None}})
 
 
 async def _serve(options: argparse.Namespace) -> None:

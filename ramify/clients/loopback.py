@@ -1,0 +1,168 @@
+"""A small HTTP/1.1 server for scripted models: whole requests in, whole answers or broken ones out.
+
+It keeps connections alive, takes bodies with a ``Content-Length``, and can do on purpose what a server must not: close
+before an answer, or in the middle of it. No TLS, no chunked requests, no tasks: a request costs some tens of
+microseconds, so that what a benchmark measures is its client. Not for use beyond loopback.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from http import HTTPStatus
+
+from ramify.errors import ConfigError
+
+_MOST_HEAD_BYTES = 1 << 16
+_REASONS = {status.value: status.phrase for status in HTTPStatus}
+
+
+class Exchange:
+    """One request, and the connection that waits for its answer. Answer it once, now or later."""
+
+    __slots__ = ("_connection", "body", "headers", "method", "path")
+
+    def __init__(self, connection: _Connection, method: str, path: str, headers: dict[str, str], body: bytes) -> None:
+        self._connection = connection
+        self.method = method
+        self.path = path
+        """With its query string."""
+        self.headers = headers
+        """Names in lower case."""
+        self.body = body
+
+    def send(
+        self,
+        status: int,
+        body: bytes,
+        headers: Mapping[str, str] | None = None,
+        content_type: str = "application/json",
+    ) -> None:
+        """Answer; does nothing if the caller has gone."""
+        further = "".join(f"{name}: {value}\r\n" for name, value in headers.items()) if headers else ""
+        head = (
+            f"HTTP/1.1 {status} {_REASONS.get(status, '')}\r\nContent-Type: {content_type}\r\n"
+            f"Content-Length: {len(body)}\r\n{further}\r\n"
+        )
+        self._connection.answer(head.encode("latin-1") + body)
+
+    def drop(self, beginning: bytes = b"") -> None:
+        """Close the connection; given a ``beginning``, after that much of a longer body."""
+        head = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 1000000\r\n\r\n"
+        self._connection.close(head + beginning if beginning else b"")
+
+
+class Loopback:
+    """Listens, and gives each request to ``handle``."""
+
+    def __init__(self, handle: Callable[[Exchange], None], host: str = "127.0.0.1", port: int = 0) -> None:
+        self.host = host
+        self.port = port
+        """0 until it listens, if any free one may be taken."""
+        self._handle = handle
+        self._connections: set[_Connection] = set()
+        self._server: asyncio.Server | None = None
+
+    async def start(self) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            self._server = await loop.create_server(
+                lambda: _Connection(self._handle, self._connections), self.host, self.port, backlog=1024
+            )
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen on {self.host}:{self.port} ({error.strerror}): choose another port"
+            ) from None
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+            for connection in list(self._connections):
+                connection.abort()
+            await self._server.wait_closed()
+            await asyncio.sleep(0)  # lets the connections notice that they are closed
+
+
+class _Connection(asyncio.Protocol):
+    def __init__(self, handle: Callable[[Exchange], None], all: set[_Connection]) -> None:
+        self._handle = handle
+        self._all = all
+        self._transport: asyncio.Transport | None = None
+        self._received = bytearray()
+        self._head: tuple[str, str, dict[str, str]] | None = None
+        self._ends = 0
+        """Where the body of the present request ends in what was received, once its head was read."""
+        self._starts = 0
+        self._busy = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self._all.add(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        self._all.discard(self)
+
+    def data_received(self, data: bytes) -> None:
+        self._received += data
+        if not self._busy:
+            self._read()
+
+    def answer(self, data: bytes) -> None:
+        self._busy = False
+        if self._transport is not None:
+            self._transport.write(data)
+            if self._received:
+                self._read()
+
+    def close(self, last: bytes = b"") -> None:
+        if self._transport is not None:
+            if last:
+                self._transport.write(last)
+            self._transport.close()
+
+    def abort(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _read(self) -> None:
+        if self._head is None and not self._read_head():
+            return
+        if len(self._received) < self._ends:
+            return
+        assert self._head is not None
+        body = bytes(self._received[self._starts : self._ends])
+        del self._received[: self._ends]
+        exchange = Exchange(self, *self._head, body)
+        self._head, self._busy = None, True
+        self._handle(exchange)
+
+    def _read_head(self) -> bool:
+        end = self._received.find(b"\r\n\r\n", 0, _MOST_HEAD_BYTES)
+        if end < 0:
+            if len(self._received) > _MOST_HEAD_BYTES:
+                self._refuse(431)
+            return False
+        first, *lines = self._received[:end].decode("latin-1").split("\r\n")
+        headers = {}
+        for line in lines:
+            name, _, value = line.partition(":")
+            headers[name.lower()] = value.strip()
+        parts = first.split(" ")
+        length = headers.get("content-length", "0")
+        if len(parts) != 3 or not length.isdigit():
+            return self._refuse(400)
+        if "transfer-encoding" in headers:
+            return self._refuse(411)
+        if "expect" in headers and self._transport is not None:
+            self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        self._head = (parts[0], parts[1], headers)
+        self._starts, self._ends = end + 4, end + 4 + int(length)
+        return True
+
+    def _refuse(self, status: int) -> bool:
+        head = f"HTTP/1.1 {status} {_REASONS[status]}\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+        self.close(head.encode())
+        return False
