@@ -258,11 +258,10 @@ class Run:
                 prompt_hash=digest, last_word=last_word,
             )
         )  # fmt: skip
-        reply = self._recorded(call, digest)
+        account = _Account(self, call, call.max_input_tokens(request, reused), sampling.max_tokens)
+        reply = self._recorded(call, digest, account)
         paid_before = reply is not None
         if reply is None:
-            account = _Account(self, call, call.max_input_tokens(request, reused), sampling.max_tokens)
-            self._charge_attempts(call, account)
             reply = await self._ask_live(call, request, account, last_word is not None)
             if self.cache is not None:
                 self.cache.put(digest, reply)
@@ -272,9 +271,10 @@ class Run:
         call.advance(prompt, reply)
         return reply
 
-    def _recorded(self, call: LiveCall, digest: str) -> Reply | None:
-        """The reply from the run that is being repeated, or from the cache."""
+    def _recorded(self, call: LiveCall, digest: str, account: _Account) -> Reply | None:
+        """The reply from the run that is being repeated, or from the cache. Raises what that run met instead of one."""
         if self.recording is not None:
+            self._repeat_attempts(self.recording, call, account)
             reply = self.recording.reply(call.id, call.turn, digest)
             if reply is not None:
                 self.ledger.charge(reply.usage, reply.cost)
@@ -285,14 +285,12 @@ class Run:
                 return msgspec.structs.replace(reply, usage=Usage(), cost=None if reply.cost is None else 0.0)
         return None
 
-    def _charge_attempts(self, call: LiveCall, account: _Account) -> None:
-        """In a resumed run: what was sent for this turn before, and may have been paid."""
-        if self.recording is None:
-            return
-        for attempt in self.recording.attempts_at(call.id, call.turn):
+    def _repeat_attempts(self, recording: Replies, call: LiveCall, account: _Account) -> None:
+        """What was sent for this turn before and failed, or was under way: it may have been paid."""
+        for attempt in recording.attempts_at(call.id, call.turn):
             self.recorder.emit(attempt)
             self.ledger.charge(attempt.usage, attempt.cost)
-        if self.recording.in_flight(call.id, call.turn):
+        if recording.in_flight(call.id, call.turn):
             account.charge_unknown("in flight when the run was cut off; sent again")
 
     async def _ask_live(self, call: LiveCall, request: Request, account: _Account, last_word: bool) -> Reply:

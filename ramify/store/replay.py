@@ -26,7 +26,6 @@ from ramify.types.event import (
 )
 from ramify.types.message import Reply
 from ramify.types.trajectory import Cell, Stop
-from ramify.types.trajectory import Cell, Stop
 
 Key = tuple[object, ...]
 
@@ -55,11 +54,7 @@ class Recording:
         self._asked: dict[tuple[str, int], Requested] = {}
         self._replies: dict[tuple[str, int], Reply] = {}
         self._tools: dict[tuple[str, int, int, int], ToolAnswered] = {}
-        self._cells: dict[tuple[str, int, int], Cell] = {}
-        self._last_words: dict[tuple[str, int], Stop] = {}
         self._held: set[Key] = set()
-        self.last_s = 0.0
-        """Where the run's clock stood when it was cut off."""
         for event in events:
             self._add(event)
         if not self.questions:
@@ -143,8 +138,6 @@ class Recording:
                 self.ended = None
             case Requested():
                 self._asked[event.call, event.turn] = event
-                if event.last_word is not None:
-                    self._last_words[event.call, event.turn] = event.last_word
             case Attempted():
                 self.attempts.append(event)
             case Replied():
