@@ -28,8 +28,8 @@ class CallCache:
         self.path = make_folder(store.root / "cache") / "replies.sqlite"
         self.path.touch(FILE_MODE)
         self._lock = threading.Lock()
+        self._database = sqlite3.connect(self.path, timeout=10.0, check_same_thread=False)
         try:
-            self._database = sqlite3.connect(self.path, timeout=10.0, check_same_thread=False)
             self._database.execute("PRAGMA journal_mode = WAL")  # readers do not wait for a writer
             self._database.execute("PRAGMA synchronous = NORMAL")
             with self._database:
@@ -37,6 +37,7 @@ class CallCache:
                     "CREATE TABLE IF NOT EXISTS replies (hash TEXT PRIMARY KEY, at REAL, reply BLOB)"
                 )
         except sqlite3.Error as error:
+            self._database.close()
             raise self._failed(error) from error
 
     def get(self, prompt_hash: str) -> Reply | None:

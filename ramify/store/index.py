@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     import sqlite3
 
 _SCHEMA = "CREATE TABLE IF NOT EXISTS runs (id TEXT PRIMARY KEY, size INTEGER, changed INTEGER, summary BLOB)"
+PATIENCE_S = 2.0
+"""To wait for another process that writes the index, before the journals are read instead."""
 _VERSION = 1
 """Of the summaries; a file with another one is made anew."""
 
@@ -195,7 +197,7 @@ class Index:
 
         if not self.path.exists():
             self.path.touch(FILE_MODE)
-        database = sqlite3.connect(self.path, timeout=2.0)
+        database = sqlite3.connect(self.path, timeout=PATIENCE_S)
         try:
             if database.execute("PRAGMA user_version").fetchone()[0] != _VERSION:
                 with database:

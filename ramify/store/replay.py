@@ -54,6 +54,7 @@ class Recording:
         self._asked: dict[tuple[str, int], Requested] = {}
         self._replies: dict[tuple[str, int], Reply] = {}
         self._tools: dict[tuple[str, int, int, int], ToolAnswered] = {}
+        self._attempts: dict[tuple[str, int], list[Attempted]] = {}
         self._held: set[Key] = set()
         for event in events:
             self._add(event)
@@ -79,7 +80,8 @@ class Recording:
         return reply
 
     def attempts_at(self, call: str, turn: int) -> list[Attempted]:
-        return [attempt for attempt in self.attempts if (attempt.call, attempt.turn) == (call, turn)]
+        """What was sent for this turn and failed; some of it may have been paid."""
+        return self._attempts.get((call, turn), [])
 
     def in_flight(self, call: str, turn: int) -> bool:
         """Whether this request had been sent, perhaps paid, and not been answered when the run was cut off."""
@@ -140,6 +142,7 @@ class Recording:
                 self._asked[event.call, event.turn] = event
             case Attempted():
                 self.attempts.append(event)
+                self._attempts.setdefault((event.call, event.turn), []).append(event)
             case Replied():
                 if (event.call, event.turn) not in self._asked:
                     raise StoreError(f"call {event.call}, turn {event.turn} has a reply but no request in the journal")

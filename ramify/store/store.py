@@ -60,6 +60,7 @@ class Store:
         """A journal for a new run. ``secrets`` (name -> value) are kept out of it, as are those of the environment."""
         if not _ID.fullmatch(run_id):
             raise StoreError(f"{run_id!r} cannot name a run: use letters, digits, '-', '_' and '.', at most 128")
+        self._pruner.warn_if_full()
         path = self._runs / f"{run_id}.jsonl"
         try:
             fd = open_locked(path, os.O_CREAT | os.O_EXCL)
@@ -67,7 +68,6 @@ class Store:
             raise StoreError(f"run {run_id} exists already in {self._runs}: resume it, or take another id") from None
         except OSError as error:
             raise StoreError(f"cannot create {path}: {error.strerror}") from error
-        self._pruner.warn_if_full()
         return Journal(path, fd, self.blobs, self._flusher, Secrets(secrets))
 
     def reopen(self, run: str | Path, secrets: Mapping[str, str] | None = None) -> Journal:
@@ -75,9 +75,9 @@ class Store:
         path = self.path(run)
         try:
             fd = open_locked(path, 0)
-            cut_torn_line(fd)
         except OSError as error:
             raise StoreError(f"cannot write {path}: {error.strerror}") from error
+        cut_torn_line(fd)
         return Journal(path, fd, self.blobs, self._flusher, Secrets(secrets))
 
     def path(self, run: str | Path) -> Path:

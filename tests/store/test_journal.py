@@ -1,0 +1,235 @@
+"""Writing: nothing lost, one writer, nothing torn, nothing secret."""
+
+from __future__ import annotations
+
+import math
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from ramify.errors import StoreError
+from ramify.store.store import Store
+from ramify.types.event import CallEnded, CellRan, Noted, Replied, RunEnded
+from ramify.types.message import Message, Reply
+from ramify.types.trajectory import Cell, Stop
+from tests.store.helpers import append_all, short_run, start_writer, write_run
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path / "home")
+
+
+def test_what_is_appended_is_read_again(store: Store):
+    write_run(store, "r1")
+    assert list(store.events("r1")) == short_run("r1")
+    trajectory = store.load("r1")
+    assert (trajectory.answer, trajectory.stop, trajectory.usage.calls) == ("so", Stop.FINAL, 1)
+
+
+def test_an_event_can_be_read_before_the_journal_is_closed(store: Store):
+    with store.create("r1") as journal:
+        for count, event in enumerate(short_run("r1"), start=1):
+            journal.append(event)
+            assert len(list(store.events("r1"))) == count
+
+
+def test_files_are_for_their_owner_alone(store: Store):
+    write_run(store, "r1")
+    store.blobs.put(b"text")
+    store.runs()
+    with store.create("r2"):
+        modes = {path: path.stat().st_mode & 0o777 for path in [store.root, *store.root.rglob("*")]}
+    assert {mode for path, mode in modes.items() if path.is_dir()} == {0o700}
+    assert {mode for path, mode in modes.items() if path.is_file()} == {0o600}
+
+
+def test_a_torn_last_line_is_ignored_and_then_cut_off(store: Store):
+    write_run(store, "r1", ended=False)
+    path = store.path("r1")
+    whole = path.read_bytes()
+    path.write_bytes(whole + b'{"type":"Replied","call":"0","tu')
+    assert list(store.events("r1")) == short_run("r1", ended=False)
+    with store.reopen("r1") as journal:
+        assert path.read_bytes() == whole
+        append_all(journal, short_run("r1")[3:])
+    assert list(store.events("r1")) == short_run("r1")
+
+
+@pytest.mark.parametrize("tail", [b"x" * 200_000, b"\0" * 70_000, b"{"])
+def test_a_torn_line_of_any_length_is_cut_off(store: Store, tail: bytes):
+    write_run(store, "r1", ended=False)
+    path = store.path("r1")
+    whole = path.read_bytes()
+    path.write_bytes(whole + tail)
+    store.reopen("r1").close()
+    assert path.read_bytes() == whole
+    path.write_bytes(tail)
+    store.reopen("r1").close()
+    assert path.read_bytes() == b""
+
+
+def test_one_writer_at_a_time_in_one_process(store: Store):
+    with store.create("r1"), pytest.raises(StoreError, match=rf"run r1 is being written by process {os.getpid()} on "):
+        store.reopen("r1")
+    store.reopen("r1").close()
+
+
+def test_one_writer_at_a_time_across_processes(store: Store):
+    process = start_writer(store.root, "r1", 3)
+    with process:
+        with pytest.raises(StoreError, match=rf"run r1 is being written by process {process.pid} on .*: stop that"):
+            store.reopen("r1")
+        with pytest.raises(StoreError, match="is being written"):
+            store.remove("r1")
+        process.communicate("\n")
+    assert list(store.events("r1")) == short_run("r1")
+    store.reopen("r1").close()
+
+
+def test_a_killed_writer_leaves_its_events_and_no_lock(store: Store):
+    process = start_writer(store.root, "r1", 4)
+    with process:
+        assert store.runs()[0].alive
+        process.send_signal(signal.SIGKILL)
+    assert [(run.stop, run.alive) for run in store.runs()] == [(None, False)]
+    with store.reopen("r1") as journal:
+        append_all(journal, short_run("r1")[4:])
+    assert list(store.events("r1")) == short_run("r1")
+
+
+def test_create_refuses_a_second_run_of_that_name_and_bad_names(store: Store):
+    write_run(store, "r1")
+    with pytest.raises(StoreError, match="run r1 exists already"):
+        store.create("r1")
+    for name in ("", "../r", ".r", "a/b", "x" * 129, "a b"):
+        with pytest.raises(StoreError, match="cannot name a run"):
+            store.create(name)
+
+
+def test_a_closed_journal_says_so(store: Store):
+    journal = store.create("r1")
+    journal.close()
+    journal.close()
+    with pytest.raises(StoreError, match=r"is closed: open it again with store.reopen"):
+        journal.append(Noted(call="0", text="late"))
+
+
+def test_threads_write_whole_lines(store: Store):
+    with store.create("r1") as journal:
+        append_all(journal, short_run("r1")[:2])
+        note = "x" * 10_000
+
+        def write(name: str) -> None:
+            for number in range(50):
+                journal.append(Noted(call=name, text=f"{number}{note}"))
+
+        threads = [threading.Thread(target=write, args=(str(index),)) for index in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    notes = [event for event in store.events("r1") if isinstance(event, Noted)]
+    for name in map(str, range(8)):
+        assert [note.text for note in notes if note.call == name] == [f"{n}{'x' * 10_000}" for n in range(50)]
+
+
+def test_many_journals_share_one_flusher_thread(store: Store):
+    before = threading.active_count()
+    journals = [store.create(f"r{index}") for index in range(50)]
+    for journal in journals:
+        append_all(journal, short_run(journal.id))
+    assert threading.active_count() <= before + 1
+    for journal in journals:
+        journal.close()
+    assert {run.stop for run in store.runs()} == {Stop.FINAL}
+
+
+FULL = """
+import resource, signal, sys
+from ramify.errors import StoreError
+from ramify.store.store import Store
+from ramify.types.event import Noted
+from tests.store.helpers import short_run, append_all
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+journal = Store(sys.argv[1]).create("r1")
+append_all(journal, short_run("r1", ended=False))
+resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY))
+try:
+    journal.append(Noted(call="0", text="x" * 5000))
+except StoreError as error:
+    print(error)
+journal.append(Noted(call="0", text="fits"))
+journal.close()
+"""
+
+
+def test_a_full_disk_is_an_error_that_names_the_file_and_leaves_no_half_line(store: Store):
+    done = subprocess.run(
+        [sys.executable, "-c", FULL, str(store.root)], capture_output=True, text=True, cwd=Path(__file__).parents[2]
+    )
+    assert done.stderr == ""
+    assert done.stdout.startswith(f"cannot write {store.path('r1')}: File too large; free some space")
+    assert list(store.events("r1")) == [*short_run("r1", ended=False), Noted(call="0", text="fits")]
+    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
+
+
+def test_secrets_of_the_environment_are_cut_out(store: Store, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("SHOP_API_KEY", 'sk-"quoted"-0123456789')
+    monkeypatch.setenv("SHORT_KEY", "secret")
+    monkeypatch.setenv("NUMBER_TOKEN", "123456789012")
+    monkeypatch.setenv("PATH_KEY", str(store.root))
+    text = f'it is sk-"quoted"-0123456789, secret 123456789012 {store.root} tok-abcdefghij'
+    with store.create("r1", secrets={"given": "tok-abcdefghij"}) as journal:
+        append_all(journal, short_run("r1"))
+        journal.append(CellRan(call="0", turn=0, cell=1, result=Cell("env", stdout=text)))
+    assert b"0123456789," not in store.path("r1").read_bytes()
+    last = list(store.events("r1"))[-1]
+    assert isinstance(last, CellRan)
+    assert last.result.stdout == (f"it is «redacted SHOP_API_KEY», secret 123456789012 {store.root} «redacted given»")
+
+
+def test_text_that_is_not_unicode_is_written_readably(store: Store):
+    with store.create("r1") as journal:
+        append_all(journal, short_run("r1"))
+        journal.append(CellRan(call="0", turn=0, cell=1, result=Cell("x", stdout="a\udc80b ü")))
+    last = list(store.events("r1"))[-1]
+    assert isinstance(last, CellRan)
+    assert last.result.stdout == "a\\udc80b ü"
+
+
+def test_infinite_logprobs_are_written_as_finite_ones(store: Store):
+    reply = Reply(Message("assistant", "x"), token_ids=(1, 2), logprobs=(-0.5, -math.inf))
+    with store.create("r1") as journal:
+        append_all(journal, short_run("r1")[:3])
+        journal.append(Replied(call="0", turn=0, reply=reply))
+    last = list(store.events("r1"))[-1]
+    assert isinstance(last, Replied)
+    assert last.reply.logprobs == (-0.5, -sys.float_info.max)
+
+
+def test_what_json_cannot_hold_is_an_error_and_not_a_broken_line(store: Store):
+    nan = Reply(Message("assistant", "x"), token_ids=(1,), logprobs=(math.nan,))
+    with store.create("r1") as journal:
+        append_all(journal, short_run("r1")[:3])
+        with pytest.raises(StoreError, match="a Replied event cannot be written as JSON: a number in it is NaN"):
+            journal.append(Replied(call="0", turn=0, reply=nan))
+        with pytest.raises(StoreError, match=r"a CallEnded event cannot be written as JSON: .*object"):
+            journal.append(CallEnded(id="0", stop=Stop.FINAL, answer=object()))
+    assert list(store.events("r1")) == short_run("r1")[:3]
+
+
+def test_any_json_answer_round_trips(store: Store):
+    answer = {"big": 10**40, "deep": [[["ü", None, True, 1.5]]], "empty": {}}
+    with store.create("r1") as journal:
+        append_all(journal, short_run("r1")[:-1])
+        journal.append(RunEnded(stop=Stop.FINAL, answer=answer))
+    last = list(store.events("r1"))[-1]
+    assert isinstance(last, RunEnded)
+    assert last.answer == answer or last.answer == {**answer, "big": float(10**40)}

@@ -1,0 +1,235 @@
+"""Listing, deleting and the size cap."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+
+from ramify.errors import StoreError
+from ramify.store.index import RunSummary
+from ramify.store.store import Store
+from ramify.types.message import Usage
+from ramify.types.trajectory import Stop
+from tests.data.golden import JOURNAL
+from tests.store.helpers import append_all, short_run, start_writer, write_run
+
+IDS = [f"2026010{day}-000000-aaaa" for day in range(1, 6)]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path / "home")
+
+
+def set_age(path: Path, age_s: float) -> None:
+    os.utime(path, (time.time() - age_s,) * 2)
+
+
+def ids(store: Store) -> list[str]:
+    return [run.id for run in store.runs()]
+
+
+def test_a_summary_says_what_the_fold_would(store: Store):
+    (store.root / "runs" / "golden.jsonl").write_bytes(JOURNAL.read_bytes())
+    trajectory = store.load("golden")
+    (summary,) = store.runs()
+    assert summary == RunSummary(
+        "golden", trajectory.question, "scripted:root", trajectory.started_at, trajectory.seconds, 2,
+        len(trajectory.calls), trajectory.depth, trajectory.usage, trajectory.cost, trajectory.stop,
+        JOURNAL.stat().st_size,
+    )  # fmt: skip
+
+
+def test_runs_are_listed_newest_first_finished_cut_off_and_alive(store: Store):
+    write_run(store, IDS[0])
+    write_run(store, IDS[1], ended=False)
+    with store.create(IDS[2]) as journal:
+        append_all(journal, short_run(IDS[2], ended=False))
+        found = store.runs()
+    assert [(run.id, run.stop, run.alive) for run in found] == [
+        (IDS[2], None, True),
+        (IDS[1], None, False),
+        (IDS[0], Stop.FINAL, False),
+    ]
+    assert [run.id for run in store.runs(limit=1)] == [IDS[2]]
+    assert store.runs()[2].usage == Usage(10, 2, calls=1)
+
+
+def test_ids_without_a_time_are_placed_by_their_files(store: Store):
+    write_run(store, "20200101-000000-old")
+    write_run(store, "mine")
+    write_run(store, "20990101-000000-new")
+    assert ids(store) == ["20990101-000000-new", "mine", "20200101-000000-old"]
+
+
+def test_the_index_follows_the_journals_and_may_be_lost_or_damaged(store: Store):
+    write_run(store, IDS[0], ended=False)
+    assert store.runs()[0].stop is None
+    with store.reopen(IDS[0]) as journal:
+        append_all(journal, short_run(IDS[0])[3:])
+    assert store.runs()[0].stop is Stop.FINAL
+    for damage in (b"", b"not a database" * 500):
+        (store.root / "index.sqlite").write_bytes(damage)
+        assert store.runs()[0].stop is Stop.FINAL
+        assert ids(store) == [IDS[0]]
+    (store.root / "index.sqlite").unlink()
+    assert ids(store) == [IDS[0]]
+
+
+def test_an_index_that_somebody_else_has_locked_does_not_stop_a_listing(store: Store, monkeypatch: pytest.MonkeyPatch):
+    write_run(store, IDS[0])
+    store.runs()
+    write_run(store, IDS[1])
+    monkeypatch.setattr("ramify.store.index.PATIENCE_S", 0.05)
+    other = sqlite3.connect(store.root / "index.sqlite")
+    try:
+        other.execute("BEGIN EXCLUSIVE")
+        assert ids(store) == [IDS[1], IDS[0]]
+    finally:
+        other.close()
+
+
+def test_several_processes_list_and_write_at_once(store: Store):
+    code = (
+        "import sys; from ramify.store.store import Store; from tests.store.helpers import write_run\n"
+        "store = Store(sys.argv[1])\n"
+        "for n in range(10): write_run(store, f'{sys.argv[2]}-{n}'); store.runs()"
+    )
+    others = [
+        subprocess.Popen([sys.executable, "-c", code, str(store.root), name], cwd=Path(__file__).parents[2])
+        for name in "ab"
+    ]
+    assert [process.wait() for process in others] == [0, 0]
+    assert len(store.runs()) == 20
+
+
+def test_the_index_is_read_instead_of_thousands_of_journals(store: Store):
+    line = JOURNAL.read_bytes()
+    for number in range(2000):
+        (store.root / "runs" / f"20260101-{number:06}-x.jsonl").write_bytes(line)
+    whole = store.runs()
+    began = time.perf_counter()
+    assert store.runs() == whole
+    warm_s = time.perf_counter() - began
+    began = time.perf_counter()
+    store.load("last")
+    assert warm_s < 2000 * (time.perf_counter() - began)
+    assert len(whole) == 2000
+
+
+def test_removing_a_run_frees_what_only_it_names(store: Store):
+    mine, shared = store.blobs.put(b"mine" * 100), store.blobs.put(b"both" * 100)
+    write_run(store, IDS[0], digest=mine)
+    write_run(store, IDS[1], digest=shared)
+    write_run(store, IDS[2], digest=shared)
+    size = store.path(IDS[0]).stat().st_size
+    assert store.remove(IDS[0]) == size + 400
+    assert (mine in store.blobs, shared in store.blobs) == (False, True)
+    store.remove(IDS[1])
+    assert shared in store.blobs
+    store.remove("last")
+    assert shared not in store.blobs
+    assert ids(store) == []
+    assert [path.name for path in (store.root / "runs").iterdir()] == []
+
+
+def test_a_blob_that_was_put_again_after_the_run_ended_stays(store: Store):
+    digest = store.blobs.put(b"data")
+    write_run(store, IDS[0], digest=digest)
+    set_age(store.path(IDS[0]), 100)
+    store.blobs.put(b"data")  # a run that is about to begin
+    store.remove(IDS[0])
+    assert digest in store.blobs
+
+
+def test_a_blob_that_a_running_run_put_and_has_yet_to_name_stays(store: Store):
+    write_run(store, IDS[0])
+    with store.create(IDS[1]) as journal:
+        digest = journal.put_blob(b"soon named")
+        set_age(store.blobs.path(digest), 600)
+        store.prune(keep_last=0)
+        assert digest in store.blobs
+        append_all(journal, short_run(IDS[1], digest=digest))
+    store.prune()
+    assert digest in store.blobs
+
+
+def test_removing_a_journal_outside_the_store_is_refused(store: Store, tmp_path: Path):
+    (tmp_path / "mine.jsonl").write_bytes(b"")
+    with pytest.raises(StoreError, match=r"mine\.jsonl is outside the store .*: delete the file yourself"):
+        store.remove(tmp_path / "mine.jsonl")
+
+
+def test_prune_by_number_age_and_both(store: Store):
+    for age_days, id in zip((9, 7, 5, 3, 1), IDS, strict=True):
+        write_run(store, id)
+        set_age(store.path(id), age_days * 86400)
+    assert store.prune() == []
+    assert store.prune(older_than_s=8 * 86400) == [IDS[0]]
+    assert store.prune(older_than_s=4 * 86400, keep_last=3) == [IDS[1]]
+    assert store.prune(keep_last=2) == [IDS[2]]
+    assert ids(store) == [IDS[4], IDS[3]]
+    assert store.prune(keep_last=0) == [IDS[3], IDS[4]]
+
+
+def test_prune_to_a_size_takes_the_oldest_first(store: Store):
+    for number, id in enumerate(IDS):
+        write_run(store, id, digest=store.blobs.put(bytes([number]) * 100_000))
+    assert store.prune(max_bytes=250_000, keep_last=1) == IDS[:3]
+    assert store.size() <= 250_000
+    assert store.prune(max_bytes=0, keep_last=1) == [IDS[3]]
+    assert ids(store) == [IDS[4]]
+
+
+def test_prune_leaves_a_run_that_is_being_written(store: Store):
+    write_run(store, IDS[1])
+    process = start_writer(store.root, IDS[0], 3)
+    with process:
+        assert store.prune(keep_last=0) == [IDS[1]]
+        process.communicate("\n")
+    assert list(store.events(IDS[0])) == short_run(IDS[0])
+
+
+def test_prune_sweeps_litter_once_it_is_old(store: Store):
+    digest = store.blobs.put(b"nobody names me")
+    torn = store.blobs.path(digest).with_name(f".{digest[:16]}.1.abc")
+    torn.write_bytes(b"half")
+    store.prune()
+    assert digest in store.blobs  # perhaps a run is about to name it
+    for path in (store.blobs.path(digest), torn):
+        set_age(path, 7200)
+    store.prune()
+    assert (digest in store.blobs, torn.exists()) == (False, False)
+
+
+def test_a_full_store_warns_once(store: Store, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("RAMIFY_STORE_MAX_BYTES", "1e3")
+    store.blobs.put(b"x" * 5000)
+    with pytest.warns(UserWarning, match=r"the store .* holds 0\.0 GB, over its cap of 0\.0 GB: prune old runs"):
+        store.create("r1").close()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        store.create("r2").close()
+    monkeypatch.setenv("RAMIFY_STORE_MAX_BYTES", "lots")
+    with pytest.raises(StoreError, match="RAMIFY_STORE_MAX_BYTES is 'lots': give a number of bytes"):
+        Store(store.root).create("r3")
+    assert sorted(ids(store)) == ["r1", "r2"]
+
+
+def test_the_folder_comes_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("RAMIFY_HOME", str(tmp_path / "a" / "b"))
+    assert Store().root == tmp_path / "a" / "b"
+    monkeypatch.delenv("RAMIFY_HOME")
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "xdg"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert Store().root.is_relative_to(tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match=r"cannot make the folder .*file: File exists; set RAMIFY_HOME"):
+        Store(tmp_path / "file" / "x")
