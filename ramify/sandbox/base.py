@@ -10,11 +10,13 @@ that every provider passes before it is documented.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import msgspec
 
+from ramify.errors import ConfigError, nearest
 from ramify.types.trajectory import Cell
 
 Answer = Callable[[str, Sequence[Any], Mapping[str, Any]], Awaitable[Any]]
@@ -37,12 +39,15 @@ class Caps(msgspec.Struct, frozen=True):
     """Sessions over the same context share its memory."""
 
 
+MIN_MEMORY_BYTES = 64 << 20
+
+
 class SandboxSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Which sessions a run gets."""
 
     provider: str = "process"
     memory_bytes: int = 2 << 30
-    """Address space of one session."""
+    """Address space that one session may add to what it is forked with."""
     cell_s: float = 120.0
     """Most time that one cell may work; waiting for models is not counted."""
     grace_s: float = 0.5
@@ -53,6 +58,17 @@ class SandboxSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Third-party packages of the host that sessions may import; imported ahead of time where the provider can."""
     allow_weaker: bool = False
     """Accept a provider that does not isolate what the default would."""
+
+    def __post_init__(self) -> None:
+        for name in ("memory_bytes", "cell_s", "grace_s", "max_output_bytes"):
+            value = getattr(self, name)
+            if not value > 0:
+                raise ConfigError(f"sandbox {name} is {value!r}: give a positive number")
+        if self.memory_bytes < MIN_MEMORY_BYTES:
+            raise ConfigError(
+                f"sandbox memory_bytes is {self.memory_bytes:,}, in which no Python session runs: "
+                f"give at least {MIN_MEMORY_BYTES:,}"
+            )
 
 
 class Ran(msgspec.Struct, frozen=True):
@@ -126,3 +142,20 @@ class Sandbox(Protocol):
     async def close(self) -> None:
         """End every session that is still open."""
         ...
+
+
+PROVIDERS = {
+    "inprocess": "ramify.sandbox.inprocess",
+    "process": "ramify.sandbox.process",
+}
+"""Provider -> the module whose ``open_provider(spec)`` makes it; loaded when it is asked for."""
+
+
+def open_sandbox(spec: SandboxSpec) -> Sandbox:
+    """The sandbox that ``spec`` describes. Nothing is started before its first session.
+
+    Raises ConfigError for an unknown provider or package, SandboxError where this machine cannot hold it."""
+    module = PROVIDERS.get(spec.provider)
+    if module is None:
+        raise ConfigError(f"unknown sandbox '{spec.provider}': {nearest(spec.provider, PROVIDERS)}")
+    return cast(Sandbox, importlib.import_module(module).open_provider(spec))

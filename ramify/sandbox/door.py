@@ -1,0 +1,142 @@
+"""What a provider gives a session: a stream of bytes to one guest, and what else can be done to it.
+
+Decides how bytes move between a socket and the event loop at the least cost. Leaves out what they mean
+(``session.py``) and what is behind the door (each provider).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from ramify.sandbox.base import Caps
+
+
+class Door(Protocol):
+    """The way to one guest. All methods are called on the event loop's thread and return at once."""
+
+    caps: Caps
+
+    def attach(self, received: Callable[[memoryview], None], lost: Callable[[], None]) -> None:
+        """From now on hand bytes to ``received``, which does not keep them, and call ``lost`` at the end of the stream."""
+        ...
+
+    def write(self, data: list[Any]) -> None:
+        """Send buffers, in order, some of them later where the other end does not read."""
+        ...
+
+    def pause(self) -> None:
+        """Stop reading until ``resume``."""
+        ...
+
+    def resume(self) -> None: ...
+
+    def interrupt(self) -> None:
+        """Raise KeyboardInterrupt in the guest's main thread, if it runs a cell and the door can."""
+        ...
+
+    def kill(self) -> None:
+        """End the guest, if the door can; ``lost`` follows."""
+        ...
+
+    def leftover(self) -> bytes:
+        """What a guest that is gone had printed and not sent, where the door can know."""
+        ...
+
+    async def obituary(self) -> str:
+        """Why the guest ended, as far as it is known; waits for the news a moment."""
+        ...
+
+    async def close(self) -> None:
+        """End the guest and wait until it is gone. Idempotent."""
+        ...
+
+
+SCRATCH_BYTES = 1 << 18
+
+
+class SocketStream:
+    """Bytes over a socket, without a transport in between: two callbacks less on every round trip."""
+
+    __slots__ = ("_backlog", "_loop", "_lost", "_received", "_scratch", "_sock", "_view")
+
+    def __init__(self, sock: socket.socket, scratch: bytearray) -> None:
+        sock.setblocking(False)
+        self._sock = sock
+        self._loop = asyncio.get_running_loop()
+        self._scratch = scratch
+        """Shared by all streams of a loop, since ``received`` does not keep what it is given."""
+        self._view = memoryview(scratch)
+        self._backlog: deque[memoryview] | None = None
+
+    def attach(self, received: Callable[[memoryview], None], lost: Callable[[], None]) -> None:
+        self._received, self._lost = received, lost
+        self._loop.add_reader(self._sock, self._readable)
+
+    def _readable(self) -> None:
+        try:
+            count = self._sock.recv_into(self._scratch)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            count = 0
+        if count:
+            self._received(self._view[:count])
+        else:
+            self.pause()
+            self._lost()
+
+    def pause(self) -> None:
+        if self._sock.fileno() >= 0:
+            self._loop.remove_reader(self._sock)
+
+    def resume(self) -> None:
+        if self._sock.fileno() >= 0:
+            self._loop.add_reader(self._sock, self._readable)
+
+    def write(self, data: list[Any]) -> None:
+        if self._backlog is not None:
+            self._backlog += [memoryview(part) for part in data]
+            return
+        try:
+            count = self._sock.send(data[0]) if len(data) == 1 else self._sock.sendmsg(data[:64])
+        except (BlockingIOError, InterruptedError):
+            count = 0
+        except OSError:
+            return  # the reader will see the end
+        rest = self._after(deque(memoryview(part) for part in data), count)
+        if rest:
+            self._backlog = rest
+            self._loop.add_writer(self._sock, self._writable)
+
+    @staticmethod
+    def _after(parts: deque[memoryview], count: int) -> deque[memoryview]:
+        while parts and count >= len(parts[0]):
+            count -= len(parts.popleft())
+        if count:
+            parts[0] = parts[0][count:]
+        return parts
+
+    def _writable(self) -> None:
+        backlog = self._backlog
+        assert backlog is not None
+        try:
+            self._after(backlog, self._sock.send(backlog[0]))
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            backlog.clear()
+        if not backlog:
+            self._backlog = None
+            self._loop.remove_writer(self._sock)
+
+    def close(self) -> None:
+        if self._sock.fileno() >= 0:
+            self._loop.remove_reader(self._sock)
+            self._loop.remove_writer(self._sock)
+            with contextlib.suppress(OSError):
+                self._sock.close()

@@ -1,0 +1,390 @@
+"""The fork server: a small process from which sessions are forked. Runs in a process of its own, never in the host.
+
+Decides how a session's process is set up (group, limits, folder, descriptors), that nothing it started outlives it,
+and that everything ends when the host does. Leaves out what a session does (``guest.py``) and isolation. Started with
+an empty environment; the host's end is ``process.py``. Standard library only.
+
+    host ──control socket──> server ──fork──> session         a session talks to the host over a socket of its own
+                               └────fork──> template ──fork──> session        (has decoded a large context once)
+
+    host:    config, then open{id,seed}+[wire, spool]  template{id}+[control, context]  compile{module,source}
+             signal{pid,signal}  retire
+    server:  ready | failed{message}, then opened{id,pid}+[pidfd]  failed{id,message}  exited{pid,status}
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import fcntl
+import gc
+import importlib
+import json
+import mmap
+import os
+import random
+import resource
+import select
+import shutil
+import signal
+import socket
+import struct
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ramify.sandbox import guest
+else:
+    guest = sys.modules["ramify_guest"]
+
+PRELOAD = (
+    "bisect", "concurrent.futures.thread", "copy", "csv", "dataclasses", "datetime", "decimal", "difflib", "enum",
+    "fractions", "functools", "hashlib", "heapq", "html", "inspect", "itertools", "operator", "pprint", "random",
+    "statistics", "string", "subprocess", "tempfile", "textwrap", "threading", "time", "traceback", "typing", "uuid",
+)  # fmt: skip
+"""What cells often import: done once here, it costs a session nothing."""
+MAX_FILE_BYTES = 256 << 20
+"""Largest file that a session may write, its raw output included."""
+MAX_FILES = 256
+_TEMPLATE = ""
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+class Control:
+    """Frames with descriptors, to and from the host. Small, trusted, blocking."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self._data = bytearray()
+        self._fds: list[int] = []
+
+    def receive(self) -> tuple[dict[str, Any], list[int]]:
+        """The next frame and its descriptors. Raises EOFError."""
+        while True:
+            if len(self._data) >= 4:
+                end = 4 + struct.unpack_from("<I", self._data)[0]
+                if len(self._data) >= end:
+                    header = json.loads(self._data[9:end])
+                    del self._data[:end]
+                    count = header.get("fds", 0)
+                    fds, self._fds = self._fds[:count], self._fds[count:]
+                    return header, fds
+            self._fill()
+
+    def has_frame(self) -> bool:
+        return len(self._data) >= 4 and len(self._data) >= 4 + struct.unpack_from("<I", self._data)[0]
+
+    def _fill(self) -> None:
+        data, ancillary, _, _ = self.sock.recvmsg(1 << 16, socket.CMSG_SPACE(16 * 4))
+        if not data:
+            raise EOFError
+        for level, kind, packed in ancillary:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                self._fds += array.array("i", packed[: len(packed) // 4 * 4])
+        self._data += data
+
+    def send(self, header: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
+        if fds:
+            header["fds"] = len(fds)
+        data = b"".join(guest.frame(json.dumps(header).encode()))
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+        sent = self.sock.sendmsg([data], rights)
+        if sent < len(data):
+            self.sock.sendall(data[sent:])
+
+
+class Server:
+    """Forks sessions and templates on request, and sees to their end. A template is a server too."""
+
+    def __init__(self, control: Control, config: dict[str, Any]) -> None:
+        self._control = control
+        self._config = config
+        self._context: Any = None
+        self._has_context = False
+        self._children: dict[int, str] = {}
+        """Process -> its folder; none for a template."""
+        self._num_opened = 0
+        self._is_retiring = False
+
+    def serve(self) -> None:
+        """Until the host is gone, or this template is retired and empty."""
+        awake, wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC) if hasattr(os, "pipe2") else _pipe()
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
+        poll = select.poll()
+        poll.register(awake, select.POLLIN)
+        poll.register(self._control.sock, select.POLLIN)
+        while not (self._is_retiring and not self._children):
+            for fd, _ in poll.poll():
+                if fd == awake:
+                    os.read(awake, 4096)
+                    self._reap()
+                    continue
+                try:
+                    self._obey(*self._control.receive())
+                    while self._control.has_frame():
+                        self._obey(*self._control.receive())
+                except (EOFError, OSError):
+                    self._end()
+        os._exit(0)
+
+    def _obey(self, header: dict[str, Any], fds: list[int]) -> None:
+        op = header["op"]
+        if op == "open":
+            self._open(header, fds)
+        elif op == "template":
+            self._template(header, fds)
+        elif op == "compile":
+            with contextlib.suppress(SyntaxError, ValueError):  # the session that installs it will tell
+                guest.precompile(header["source"], f"<{header['module']}>")
+        elif op == "signal":
+            if header["pid"] in self._children:
+                os.kill(header["pid"], header["signal"])
+        elif op == "retire":
+            self._is_retiring = True
+
+    # -- forking
+
+    def _open(self, header: dict[str, Any], fds: list[int]) -> None:
+        self._num_opened += 1
+        folder = os.path.join(self._config["folder"], f"{os.getpid()}-{self._num_opened}")
+        try:
+            os.mkdir(folder, 0o700)
+            pid = os.fork()
+        except OSError as error:
+            self._refuse(header["id"], fds, f"no process for it: {error}")
+            return
+        if not pid:
+            _in_child(lambda: self._session(folder, header["seed"], *fds))
+        self._children[pid] = folder
+        self._opened(header["id"], pid, fds)
+
+    def _template(self, header: dict[str, Any], fds: list[int]) -> None:
+        try:
+            pid = os.fork()
+        except OSError as error:
+            self._refuse(header["id"], fds, f"no process for its context: {error}")
+            return
+        if not pid:
+            _in_child(lambda: self._become_template(*fds))
+        self._children[pid] = _TEMPLATE
+        self._opened(header["id"], pid, fds)
+
+    def _opened(self, id: int, pid: int, fds: list[int]) -> None:
+        pidfd = os.pidfd_open(pid) if hasattr(os, "pidfd_open") else -1
+        self._control.send({"op": "opened", "id": id, "pid": pid}, (pidfd,) if pidfd >= 0 else ())
+        for fd in [*fds, pidfd]:
+            if fd >= 0:
+                os.close(fd)
+
+    def _refuse(self, id: int, fds: list[int], message: str) -> None:
+        for fd in fds:
+            os.close(fd)
+        self._control.send({"op": "failed", "id": id, "message": message})
+
+    def _become_template(self, control: int, context: int) -> None:
+        _quiet_signals()
+        _tie_to_parent()
+        self._control.sock.close()
+        self._control = Control(socket.socket(fileno=control))
+        self._children = {}
+        try:
+            with mmap.mmap(context, 0, prot=mmap.PROT_READ) as data, memoryview(data) as view:
+                self._context, _ = guest.unpack_value(view)
+        except Exception as error:  # noqa: BLE001  (told to the host, which raises it)
+            self._control.send({"op": "failed", "message": f"its context did not decode: {error}"})
+            os._exit(1)
+        os.close(context)
+        self._has_context = True
+        gc.collect()
+        gc.freeze()
+        self._control.send({"op": "ready"})
+        self.serve()
+
+    def _session(self, folder: str, seed: str, wire: int, spool: int) -> None:
+        """The rest of a session's life."""
+        _quiet_signals()
+        os.setsid()
+        _tie_to_parent()
+        wire, spool = _keep_only(wire, spool)
+        os.chdir(folder)
+        os.environ.update(HOME=folder, TMPDIR=folder)
+        set_limits(self._config["memory_bytes"])
+        random.seed(seed)
+        session = guest.Guest(
+            wire, wire, guest.FileSpool(spool), max_output_bytes=self._config["max_output_bytes"], owns_process=True
+        )
+        if self._has_context:
+            session.bind("context", self._context, True)
+        gc.enable()
+        session.serve()
+        os._exit(0)
+
+    # -- endings
+
+    def _reap(self) -> None:
+        """Bury the dead. A session's group is killed while its leader's number cannot have gone to anyone else."""
+        while True:
+            try:
+                dead = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:
+                break
+            if dead is None:
+                break
+            pid = dead.si_pid
+            folder = self._children.pop(pid, None)
+            if folder:
+                with contextlib.suppress(OSError):
+                    os.killpg(pid, signal.SIGKILL)
+            _, status = os.waitpid(pid, 0)
+            self._end_strays()
+            if folder:
+                shutil.rmtree(folder, ignore_errors=True)
+            if folder is not None:
+                with contextlib.suppress(OSError):
+                    self._control.send({"op": "exited", "pid": pid, "status": os.waitstatus_to_exitcode(status)})
+
+    def _end_strays(self) -> None:
+        """Processes that left their session's group fall to us when it ends, since we are the subreaper."""
+        with contextlib.suppress(OSError), open(f"/proc/self/task/{os.getpid()}/children") as file:
+            for pid in map(int, file.read().split()):
+                if pid not in self._children:
+                    os.kill(pid, signal.SIGKILL)
+
+    def _end(self) -> None:
+        """The host is gone: so is everything."""
+        signal.set_wakeup_fd(-1)
+        deadline = time.monotonic() + 2.0
+        while time.monotonic() < deadline:
+            for pid, folder in self._children.items():
+                if folder:
+                    with contextlib.suppress(OSError):
+                        os.kill(pid, signal.SIGKILL)
+            self._reap()
+            self._end_strays()
+            if not self._children and not _has_children():
+                break
+            time.sleep(0.002)
+        for pid in self._children:  # a template that hangs
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        if not self._has_context:
+            shutil.rmtree(self._config["folder"], ignore_errors=True)
+        os._exit(0)
+
+
+def _has_children() -> bool:
+    try:
+        return os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None or True
+    except ChildProcessError:
+        return False
+
+
+def _in_child(life: Any) -> None:
+    """Run a forked child to its end, which is never a return into the server's loop."""
+    try:
+        life()
+    except BaseException:  # noqa: BLE001  (whatever it was, it must not go on as a server)
+        sys.__excepthook__(*sys.exc_info())
+    finally:
+        os._exit(70)
+
+
+def _quiet_signals() -> None:
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+
+def _pipe() -> tuple[int, int]:
+    ends = os.pipe()
+    for end in ends:
+        os.set_blocking(end, False)
+    return ends
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        _libc.prctl(option, value, 0, 0, 0)
+
+
+def _tie_to_parent() -> None:
+    """Die with the parent, also where it is killed; and inherit what our own children leave behind."""
+    parent = os.getppid()
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    if parent == 1 or os.getppid() != parent:
+        os._exit(1)
+
+
+def _keep_only(wire: int, spool: int) -> tuple[int, int]:
+    """Close every descriptor but standard input, the wire and the spool, which go where no loop over numbers goes."""
+    wire = fcntl.fcntl(wire, fcntl.F_DUPFD_CLOEXEC, MAX_FILES)
+    spool = fcntl.fcntl(spool, fcntl.F_DUPFD_CLOEXEC, wire + 1)
+    os.dup2(spool, 1)
+    os.dup2(spool, 2)
+    os.closerange(3, wire)
+    os.closerange(wire + 1, spool)
+    os.closerange(spool + 1, 1 << 30)
+    return wire, spool
+
+
+def set_limits(memory_bytes: int) -> None:
+    """What one session may take. Memory is counted on top of what it was forked with."""
+    for name, limit in (
+        ("CORE", 0), ("FSIZE", MAX_FILE_BYTES), ("NOFILE", MAX_FILES), ("AS", _mapped_bytes() + memory_bytes),
+    ):  # fmt: skip
+        number = getattr(resource, f"RLIMIT_{name}")
+        hard = resource.getrlimit(number)[1]
+        limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(number, (limit, limit))
+
+
+def _mapped_bytes() -> int:
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[0]) * mmap.PAGESIZE
+    except OSError:
+        return 0
+
+
+def _warm_up() -> None:
+    """Walk once through what every cell does, so that no session pays for it."""
+    try:
+        guest.Code("x = 1\nx", "<warm>", 0)
+        raise ValueError
+    except ValueError as error:
+        guest.show_error(error, set())
+    guest.portable([1, "a", (2.0, None)])
+
+
+def main(control_fd: int) -> None:
+    """The server's whole life."""
+    global _libc
+    gc.disable()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    control = Control(socket.socket(fileno=control_fd))
+    config, _ = control.receive()
+    sys.path += config["paths"]
+    for name in (*PRELOAD, *config["packages"]):
+        try:
+            importlib.import_module(name)
+        except Exception as error:  # noqa: BLE001  (a package may raise anything when imported)
+            control.send({"op": "failed", "message": f"'{name}' cannot be imported: {type(error).__name__}: {error}"})
+            return
+    if sys.platform == "linux":
+        import ctypes
+
+        _libc = ctypes.CDLL(None)
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+            file.write("1000")  # if memory runs out, sessions go before anything of the user's
+    _warm_up()
+    gc.collect()
+    gc.freeze()
+    control.send({"op": "ready"})
+    Server(control, config).serve()
+
+
+_libc: Any = None

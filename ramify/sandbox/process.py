@@ -1,0 +1,322 @@
+"""The provider ``process``: every session a CPython process of its own, forked in milliseconds.
+
+Decides which process a session is forked from (the fork server, or a template that holds its large context already),
+how it is signalled without ever hitting another process, and that closing leaves nothing behind. Leaves out isolation:
+code here has the user's rights.
+
+    ProcessSandbox ──Link──> fork server ──┬─> session ──SocketStream──> GuestSession
+                   └─Link──> template ─────┴─> session
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from ramify.errors import ConfigError, SandboxError
+from ramify.sandbox.base import Caps, Context, SandboxSpec
+from ramify.sandbox.context import SharedContext, anonymous_file
+from ramify.sandbox.door import SCRATCH_BYTES, SocketStream
+from ramify.sandbox.link import Link, start_server
+from ramify.sandbox.packages import locate
+from ramify.sandbox.session import GuestSession
+
+WARNING = (
+    "sandbox 'process': code runs in a process of its own, without the host's environment and under limits of memory "
+    "and time, but with your user's rights: it can read your files and use the network. Do not run hostile code in it."
+)
+_MAX_TEMPLATES = 8
+_MAX_LEFTOVER_BYTES = 16 << 20
+_FDS_PER_SESSION = 3
+
+
+class ProcessSandbox:
+    """Implements ``base.Sandbox``."""
+
+    warning: str | None = WARNING
+
+    def __init__(self, spec: SandboxSpec) -> None:
+        if sys.platform == "win32" or not hasattr(os, "fork"):
+            raise SandboxError(
+                "sandbox 'process' needs fork, which this platform lacks: run inside WSL2 or a container, "
+                "or use the provider 'inprocess' for debugging"
+            )
+        is_linux = sys.platform == "linux"
+        self.caps = Caps(limits_memory=is_linux, interrupt=True, kill=True, shares_context=True)
+        self._spec = spec
+        self._paths = locate(spec.packages)
+        self._server: asyncio.Task[Link] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._folder = ""
+        self._sessions: set[GuestSession] = set()
+        self._templates: dict[int, tuple[weakref.ref[SharedContext], asyncio.Task[Link]]] = {}
+        self._retired: list[Link] = []
+        self._compiled: set[tuple[str, str]] = set()
+        self._scratch = bytearray(SCRATCH_BYTES)
+        self._is_closed = False
+
+    async def open(self, *, context: Context | None = None, seed: str = "") -> GuestSession:
+        if self._is_closed:
+            raise SandboxError("the sandbox is closed: it opens no more sessions")
+        if context is not None and not isinstance(context, SharedContext):
+            raise ConfigError(f"a context must be a SharedContext, not {type(context).__name__}")
+        large = context is not None and context.fd is not None
+        link = await (self._template(context) if large and context is not None else self._base())
+        session = await self._fork(link, seed)
+        if context is not None and not large:
+            await session.set_context(context.buffer())
+        return session
+
+    # -- servers
+
+    async def _base(self) -> Link:
+        """The fork server, started when the first session is asked for."""
+        if self._server is None:
+            self._server = asyncio.ensure_future(self._start())
+        return await asyncio.shield(self._server)
+
+    async def _start(self) -> Link:
+        self._folder = tempfile.mkdtemp(prefix="ramify-")
+        config = {
+            "paths": self._paths, "packages": list(self._spec.packages), "folder": self._folder,
+            "memory_bytes": self._spec.memory_bytes, "max_output_bytes": self._spec.max_output_bytes,
+        }  # fmt: skip
+        self._process, link = start_server(config)
+        try:
+            await link.wait_ready()
+        except SandboxError:
+            await link.close()
+            raise
+        return link
+
+    async def _template(self, context: SharedContext) -> Link:
+        """The process that has decoded ``context``; made for its first session, kept as long as the context."""
+        base = await self._base()
+        key = id(context)
+        if key not in self._templates:
+            self._retire_over(_MAX_TEMPLATES - 1)
+            gone = weakref.ref(context, lambda _: self._retire(key))
+            self._templates[key] = (gone, asyncio.ensure_future(self._start_template(base, context)))
+        try:
+            return await asyncio.shield(self._templates[key][1])
+        except SandboxError:
+            self._templates.pop(key, None)
+            raise
+
+    async def _start_template(self, base: Link, context: SharedContext) -> Link:
+        ours, theirs = socket.socketpair()
+        link = Link(ours)
+        with theirs:
+            assert context.fd is not None
+            _, fds = await base.ask({"op": "template"}, (theirs.fileno(), context.fd))
+        _close_all(fds)
+        try:
+            await link.wait_ready()
+        except SandboxError:
+            await link.close()
+            raise
+        return link
+
+    def _retire_over(self, limit: int) -> None:
+        while len(self._templates) > limit:
+            self._retire(next(iter(self._templates)))
+
+    def _retire(self, key: int) -> None:
+        """Let a template end when its last session has ended."""
+        entry = self._templates.pop(key, None)
+        if entry is None:
+            return
+        task = entry[1]
+        if task.done() and not task.cancelled() and task.exception() is None:
+            link = task.result()
+            with contextlib.suppress(SandboxError):
+                link.tell({"op": "retire"})
+            self._retired = [old for old in self._retired if not old.gone.done()] + [link]
+        else:
+            task.cancel()
+
+    # -- sessions
+
+    async def _fork(self, link: Link, seed: str) -> GuestSession:
+        _make_room(_FDS_PER_SESSION * (len(self._sessions) + 1) + 128)
+        ours, theirs = socket.socketpair()
+        spool = _spool()
+        try:
+            with theirs:
+                reply, fds = await link.ask({"op": "open", "seed": seed}, (theirs.fileno(), spool))
+        except BaseException:
+            ours.close()
+            os.close(spool)
+            raise
+        door = ProcessDoor(self.caps, ours, self._scratch, link, reply["pid"], fds[0] if fds else -1, spool)
+        session = GuestSession(
+            door, cell_s=self._spec.cell_s, grace_s=self._spec.grace_s, max_output_bytes=self._spec.max_output_bytes,
+            on_close=self._sessions.discard, on_install=self._compile_once(link),
+        )  # fmt: skip
+        self._sessions.add(session)
+        try:
+            await session.ready()
+        except BaseException:
+            await session.close()
+            raise
+        return session
+
+    def _compile_once(self, link: Link) -> Callable[[str, str], None]:
+        """Sessions forked after the first ``install`` of a module find it compiled."""
+
+        def on_install(module: str, source: str) -> None:
+            key = (f"{id(link)}/{module}", source)
+            if key not in self._compiled:
+                self._compiled.add(key)
+                with contextlib.suppress(SandboxError):
+                    link.tell({"op": "compile", "module": module, "source": source})
+
+        return on_install
+
+    async def close(self) -> None:
+        self._is_closed = True
+        await asyncio.gather(*(session.close() for session in [*self._sessions]))
+        started = [task for task in (self._server, *(task for _, task in self._templates.values())) if task is not None]
+        self._templates.clear()
+        await asyncio.gather(*started, return_exceptions=True)
+        links = [task.result() for task in reversed(started) if not task.cancelled() and task.exception() is None]
+        for link in [*self._retired, *links]:
+            await link.close()
+        if self._process is not None:
+            await self._bury(self._process)
+            self._process = None
+        if self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    async def _bury(self, process: subprocess.Popen[bytes]) -> None:
+        for _ in range(200):
+            if process.poll() is not None:
+                return
+            await asyncio.sleep(0.01)
+        process.kill()
+        await asyncio.to_thread(process.wait)
+
+
+class ProcessDoor:
+    """The way to one forked session."""
+
+    __slots__ = (
+        "_exited",
+        "_link",
+        "_pid",
+        "_pidfd",
+        "_spool",
+        "_stream",
+        "attach",
+        "caps",
+        "pause",
+        "resume",
+        "write",
+    )
+
+    def __init__(
+        self, caps: Caps, sock: socket.socket, scratch: bytearray, link: Link, pid: int, pidfd: int, spool: int
+    ) -> None:
+        self.caps = caps
+        self._stream = SocketStream(sock, scratch)
+        self.attach, self.write = self._stream.attach, self._stream.write
+        self.pause, self.resume = self._stream.pause, self._stream.resume
+        self._link, self._pid, self._pidfd, self._spool = link, pid, pidfd, spool
+        self._exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        link.on_exit(pid, self._note_exit)
+
+    def _note_exit(self, status: int) -> None:
+        if not self._exited.done():
+            self._exited.set_result(status)
+
+    def interrupt(self) -> None:
+        self._signal(signal.SIGINT)
+
+    def kill(self) -> None:
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, number: int) -> None:
+        if self._exited.done():
+            return
+        if self._pidfd >= 0:
+            with contextlib.suppress(OSError):
+                signal.pidfd_send_signal(self._pidfd, number)
+        else:  # the server is the parent: it knows whether the number still is this process
+            with contextlib.suppress(SandboxError):
+                self._link.tell({"op": "signal", "pid": self._pid, "signal": int(number)})
+
+    def leftover(self) -> bytes:
+        if self._spool < 0:
+            return b""
+        size = os.fstat(self._spool).st_size
+        return os.pread(self._spool, _MAX_LEFTOVER_BYTES, max(size - _MAX_LEFTOVER_BYTES, 0))
+
+    async def obituary(self) -> str:
+        await asyncio.wait((self._exited,), timeout=0.5)
+        if not self._exited.done():
+            return "it closed its connection to the host"
+        status = self._exited.result()
+        if status >= 0:
+            return f"its process exited with status {status}"
+        try:
+            name = signal.Signals(-status).name
+        except ValueError:
+            name = "unknown"
+        return f"its process was killed by signal {-status} ({name})"
+
+    async def close(self) -> None:
+        if self._spool < 0:
+            return
+        self.kill()
+        self._stream.close()
+        os.close(self._spool)
+        self._spool = -1
+        await asyncio.wait((self._exited,), timeout=5.0)
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+            self._pidfd = -1
+
+
+def _spool() -> int:
+    """The file that a session prints to; the host keeps it, so that a killed session's output is not lost."""
+    import fcntl
+
+    fd = anonymous_file("ramify-output")
+    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_APPEND)
+    return fd
+
+
+def _make_room(fds: int) -> None:
+    """Raise the soft limit of open files as far as many sessions need."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or fds <= soft:
+        return
+    limit = fds * 2 if hard == resource.RLIM_INFINITY else min(fds * 2, hard)
+    if limit < fds:
+        raise SandboxError(
+            f"{fds} open files are needed but {hard} allowed: raise it (ulimit -n) or run fewer sessions"
+        )
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+
+
+def _close_all(fds: list[Any]) -> None:
+    for fd in fds:
+        os.close(fd)
+
+
+def open_provider(spec: SandboxSpec) -> ProcessSandbox:
+    """What ``base.open_sandbox`` calls."""
+    return ProcessSandbox(spec)

@@ -1,0 +1,429 @@
+"""A session as the host sees it: one guest behind a door.
+
+Decides the order in which frames may come, which clock runs when, and what happens to a cell that does not end. Leaves
+out the bytes (``wire.py``, ``door.py``) and what the guest does with them.
+
+    run ──> run frame ──> … out* call* …  ──> done ──> Ran
+              clock runs      └─ answer(name, args, kwargs) as a task each; the clock stands while any is under way
+    time up, interrupt(), cancelled ──> answers cancelled, SIGINT until it ends ──grace──> kill ──> SessionDied
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from ramify.errors import HostCallError, SandboxError, SessionDied
+from ramify.sandbox import wire
+from ramify.sandbox.base import Answer, Caps, Ran
+from ramify.sandbox.door import Door
+from ramify.sandbox.guest import CodecError, Encoder, HeadTail, ProtocolError
+from ramify.types.trajectory import Cell
+
+MAX_CALLS = 1024
+"""Calls of one cell under way at once; from there on its frames wait in the socket."""
+MAX_CALL_BYTES = 256 << 20
+"""Bytes of arguments under way at once."""
+_INTERRUPTS = 5
+"""How often an interrupt is repeated within the grace time: it may come before the cell began, or be swallowed."""
+
+
+class _Running:
+    """One cell under way."""
+
+    __slots__ = (
+        "answer", "bug", "bytes", "chars", "clock_from", "code", "done", "id", "last_call", "limit_s", "output",
+        "stopped", "tasks", "timer", "worked_s",
+    )  # fmt: skip
+
+    def __init__(self, id: int, code: str, answer: Answer, limit_s: float, max_output_bytes: int, now: float) -> None:
+        self.id = id
+        self.code = code
+        self.answer = answer
+        self.limit_s = limit_s
+        self.done: asyncio.Future[tuple[wire.Done, Any]] = asyncio.get_running_loop().create_future()
+        self.output = HeadTail(max_output_bytes)
+        self.chars = 0
+        self.tasks: dict[int, asyncio.Task[None]] = {}
+        self.bytes: dict[int, int] = {}
+        self.last_call = 0
+        self.worked_s = 0.0
+        self.clock_from: float | None = now
+        self.stopped: str | None = None
+        self.bug: BaseException | None = None
+        self.timer: asyncio.TimerHandle | None = None
+
+    def worked(self, now: float) -> float:
+        return self.worked_s + (now - self.clock_from if self.clock_from is not None else 0.0)
+
+    def clock_stops(self, now: float) -> None:
+        self.worked_s, self.clock_from = self.worked(now), None
+
+    def text(self) -> str:
+        return self.output.text(self.chars)
+
+
+class GuestSession:
+    """Implements ``base.Session`` over a ``Door``."""
+
+    __slots__ = (
+        "_assembler", "_cell", "_cell_s", "_closed", "_door", "_ended", "_failure", "_grace_s", "_hello",
+        "_is_paused", "_last_id", "_loop", "_max_output_bytes", "_on_close", "_on_install", "_waiting", "caps", "pid",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        door: Door,
+        *,
+        cell_s: float,
+        grace_s: float,
+        max_output_bytes: int,
+        on_close: Callable[[GuestSession], None] = lambda session: None,
+        on_install: Callable[[str, str], None] = lambda module, source: None,
+    ) -> None:
+        self.caps: Caps = door.caps
+        self.pid = 0
+        """Of the guest, as it says."""
+        self._door = door
+        self._cell_s, self._grace_s, self._max_output_bytes = cell_s, grace_s, max_output_bytes
+        self._on_close, self._on_install = on_close, on_install
+        self._loop = asyncio.get_running_loop()
+        self._assembler = wire.Assembler()
+        self._hello: asyncio.Future[None] = self._loop.create_future()
+        self._ended: asyncio.Future[None] = self._loop.create_future()
+        self._failure: str | None = None
+        self._cell: _Running | None = None
+        self._waiting: tuple[int, asyncio.Future[Any]] | None = None
+        self._last_id = 0
+        self._is_paused = False
+        self._closed: asyncio.Future[None] | None = None
+        door.attach(self._received, self._lost)
+
+    async def ready(self, timeout_s: float = 30.0) -> None:
+        """Until the guest has said hello."""
+        await asyncio.wait((self._hello, self._ended), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if not self._hello.done():
+            why = await self._why() if self._ended.done() else f"it said nothing for {timeout_s:g} s"
+            await self.close()
+            raise SandboxError(f"a session could not be opened: {why}")
+
+    # -- requests
+
+    async def run(self, code: str, *, answer: Answer, timeout_s: float | None = None) -> Ran:
+        self._check_free()
+        limit_s = self._cell_s if timeout_s is None else timeout_s
+        id = self._next_id()
+        cell = _Running(id, code, answer, limit_s, self._max_output_bytes, self._loop.time())
+        self._cell = cell
+        try:
+            cell.timer = self._loop.call_later(limit_s, self._time_up, cell)
+            self._send({"op": "run", "id": id, "code": code})
+            try:
+                done, note = await self._until_done(cell)
+            except asyncio.CancelledError:
+                await self._give_up(cell)
+                raise
+        finally:
+            self._cell = None
+            if cell.timer is not None:
+                cell.timer.cancel()
+            if cell.tasks:
+                await self._end_answers(cell)
+        if cell.bug is not None:
+            raise cell.bug
+        return self._ran(cell, done, note)
+
+    def _ran(self, cell: _Running, done: wire.Done, note: Any) -> Ran:
+        shown = Cell(
+            code=cell.code, stdout=cell.text(), value=done.value, error=done.error, seconds=cell.worked_s,
+            stdout_chars=done.chars, restored=tuple(done.restored),
+        )  # fmt: skip
+        return Ran(shown, note, cell.stopped)
+
+    async def _until_done(self, cell: _Running) -> tuple[wire.Done, Any]:
+        try:
+            return await cell.done
+        except SessionDied as error:
+            why = await self._why()
+            left = self._door.leftover()
+            cell.output.add(left)
+            cell.chars += len(left.decode("utf-8", "replace"))
+            raise SessionDied(f"the session ended in the middle of a cell: {why}", cell.text()) from error.__cause__
+
+    async def _give_up(self, cell: _Running) -> None:
+        """The caller of ``run`` was cancelled: stop the cell, so that the session can go on or is known to be dead."""
+        self._stop(cell, "cancelled")
+        try:
+            await asyncio.wait((cell.done,), timeout=self._grace_s + 1.0)
+        except asyncio.CancelledError:
+            self._fail("its cell was cancelled twice")
+        if cell.done.done():
+            cell.done.exception()  # seen
+
+    async def _end_answers(self, cell: _Running) -> None:
+        tasks = list(cell.tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks, timeout=self._grace_s)
+
+    async def set(self, name: str, value: Any, *, reserved: bool = False) -> None:
+        encoder = Encoder()
+        try:
+            data = encoder.encode(value)
+        except CodecError as error:
+            raise SandboxError(f"'{name}' cannot be set in the session: {error}") from None
+        await self._ask({"op": "set", "name": name, "reserved": reserved, "value": data}, encoder)
+
+    async def set_context(self, encoded: Any) -> None:
+        """Bind the reserved name ``context`` to a value that ``SharedContext`` has encoded."""
+        encoder = Encoder()
+        encoder.blobs.append(encoded)
+        await self._ask({"op": "context"}, encoder)
+
+    async def get(self, name: str) -> Any:
+        try:
+            return await self._ask({"op": "get", "name": name})
+        except _Refused as error:
+            raise HostCallError(error.kind, str(error)) from None
+
+    async def install(self, module: str, source: str) -> None:
+        self._on_install(module, source)
+        try:
+            await self._ask({"op": "install", "module": module, "source": source})
+        except _Refused as error:
+            raise SandboxError(f"module '{module}' could not be installed in the session: {error}") from None
+
+    async def _ask(self, header: dict[str, Any], encoder: Encoder | None = None) -> Any:
+        self._check_free()
+        header["id"] = id = self._next_id()
+        future: asyncio.Future[Any] = self._loop.create_future()
+        self._waiting = (id, future)
+        try:
+            self._send(header, encoder)
+            async with asyncio.timeout(self._cell_s):
+                return await future
+        except SessionDied:
+            raise SessionDied(f"the session ended: {await self._why()}") from None
+        except TimeoutError:
+            self._fail(f"no answer to '{header['op']}' within {self._cell_s:g} s")
+            raise SessionDied(f"the session ended: {self._failure}") from None
+        except asyncio.CancelledError:
+            self._fail(f"a request ('{header['op']}') was cancelled on its way")
+            raise
+        finally:
+            self._waiting = None
+
+    def _check_free(self) -> None:
+        if self._failure is not None or self._ended.done():
+            raise SessionDied(f"the session has ended: {self._failure or 'its process is gone'}")
+        if self._cell is not None or self._waiting is not None:
+            raise SandboxError("the session is busy: one run, set, get or install at a time")
+
+    def _next_id(self) -> int:
+        self._last_id += 1
+        return self._last_id
+
+    def _send(self, header: dict[str, Any], encoder: Encoder | None = None) -> None:
+        try:
+            parts = wire.request(header, encoder)
+        except (
+            UnicodeEncodeError
+        ):  # code with lone surrogates: show them, so that Python can say what it thinks of them
+            shown = {k: v.encode("utf-8", "replace").decode() if isinstance(v, str) else v for k, v in header.items()}
+            parts = wire.request(shown, encoder)
+        self._door.write(parts)
+
+    # -- stopping
+
+    def interrupt(self, reason: str) -> None:
+        if self._cell is not None:
+            self._stop(self._cell, reason)
+
+    def _time_up(self, cell: _Running) -> None:
+        left = cell.limit_s - cell.worked(self._loop.time())
+        if left <= 0:
+            self._stop(cell, "time")
+        else:  # the clock stood for a while, or stands
+            cell.timer = self._loop.call_later(left, self._time_up, cell)
+
+    def _stop(self, cell: _Running, reason: str) -> None:
+        if cell.stopped is not None or cell.done.done():
+            return
+        cell.stopped = reason
+        for task in cell.tasks.values():
+            task.cancel()
+        if cell.timer is not None:
+            cell.timer.cancel()
+        self._interrupt_again(cell, _INTERRUPTS)
+
+    def _interrupt_again(self, cell: _Running, times: int) -> None:
+        if cell.done.done():
+            return
+        if times:
+            self._door.interrupt()
+            cell.timer = self._loop.call_later(self._grace_s / _INTERRUPTS, self._interrupt_again, cell, times - 1)
+        else:
+            self._fail(f"it did not stop within {self._grace_s:g} s of an interrupt ({cell.stopped})")
+
+    def _fail(self, why: str) -> None:
+        """The session cannot go on."""
+        if self._failure is None:
+            self._failure = why
+            self._door.kill()
+            self._door.resume()  # to the end of the stream
+            self._loop.call_later(1.0, self._lost)  # if no end is seen
+
+    def _lost(self) -> None:
+        if not self._ended.done():
+            self._ended.set_result(None)
+        died = SessionDied("")
+        if self._cell is not None and not self._cell.done.done():
+            now = self._loop.time()
+            self._cell.clock_stops(now)
+            for task in self._cell.tasks.values():
+                task.cancel()
+            self._cell.done.set_exception(died)
+        if self._waiting is not None and not self._waiting[1].done():
+            self._waiting[1].set_exception(died)
+
+    async def _why(self) -> str:
+        if self._failure is None:
+            self._failure = await self._door.obituary()
+        return self._failure
+
+    async def close(self) -> None:
+        if self._closed is None:
+            self._closed = asyncio.ensure_future(self._close())
+        await asyncio.shield(self._closed)
+
+    async def _close(self) -> None:
+        self._failure = self._failure or "it was closed"
+        self._on_close(self)
+        await self._door.close()
+        self._lost()
+
+    # -- frames
+
+    def _received(self, data: memoryview) -> None:
+        try:
+            for view in self._assembler.feed(data):
+                self._take(*wire.parse(view))
+        except ProtocolError as error:
+            self._fail(f"it broke the protocol: {error}")
+
+    def _take(self, message: wire.FromGuest, blobs: list[memoryview]) -> None:
+        cell = self._cell
+        if cell is not None and not cell.done.done():
+            if type(message) is wire.Done:
+                self._finish(cell, message, blobs)
+                return
+            if type(message) is wire.Asked:
+                self._called(cell, message, blobs)
+                return
+            if type(message) is wire.Out:
+                self._printed(cell, message, blobs)
+                return
+        elif self._waiting is not None:
+            if self._replied(message, blobs, *self._waiting):
+                return
+        elif type(message) is wire.Hello and not self._hello.done():
+            self.pid = message.pid
+            self._hello.set_result(None)
+            return
+        if self._failure is None:
+            raise ProtocolError(f"a frame '{message.__struct_config__.tag}' that nobody waits for")
+
+    def _printed(self, cell: _Running, message: wire.Out, blobs: list[memoryview]) -> None:
+        if len(blobs) != 1:
+            raise ProtocolError(f"output in {len(blobs)} blobs")
+        cell.output.add(bytes(blobs[0]), message.skip)
+        cell.chars = message.chars
+
+    def _finish(self, cell: _Running, message: wire.Done, blobs: list[memoryview]) -> None:
+        if message.id != cell.id:
+            raise ProtocolError(f"the end of cell {message.id}, while {cell.id} runs")
+        note = wire.value_of(message, message.note, blobs)
+        cell.clock_stops(self._loop.time())
+        cell.chars = message.chars
+        cell.done.set_result((message, note))
+
+    def _replied(self, message: wire.FromGuest, blobs: list[memoryview], id: int, future: asyncio.Future[Any]) -> bool:
+        if not isinstance(message, wire.Agreed | wire.Got | wire.Failed) or message.id != id or future.done():
+            return False
+        if isinstance(message, wire.Failed):
+            future.set_exception(_Refused(message.kind, message.message))
+        else:
+            future.set_result(wire.value_of(message, message.value, blobs) if isinstance(message, wire.Got) else None)
+        return True
+
+    # -- calls
+
+    def _called(self, cell: _Running, message: wire.Asked, blobs: list[memoryview]) -> None:
+        if message.id <= cell.last_call:
+            raise ProtocolError(f"call {message.id} after call {cell.last_call}")
+        cell.last_call = message.id
+        value = wire.value_of(message, message.value, blobs)
+        match value:
+            case [list() as args, dict() as kwargs] if all(isinstance(key, str) for key in kwargs):
+                pass
+            case _:
+                raise ProtocolError("a call without [args, kwargs]")
+        if cell.stopped is not None:
+            self._refuse(message.id, HostCallError("Interrupted", f"the cell is being stopped ({cell.stopped})"))
+            return
+        if not cell.tasks:
+            cell.clock_stops(self._loop.time())
+        cell.bytes[message.id] = sum(map(len, blobs))
+        cell.tasks[message.id] = self._loop.create_task(self._answer(cell, message.id, message.name, args, kwargs))
+        if len(cell.tasks) >= MAX_CALLS or sum(cell.bytes.values()) > MAX_CALL_BYTES:
+            self._is_paused = True
+            self._door.pause()
+
+    async def _answer(self, cell: _Running, id: int, name: str, args: list[Any], kwargs: dict[str, Any]) -> None:
+        encoder = Encoder()
+        failure: HostCallError | None = None
+        data = None
+        try:
+            data = encoder.encode(await cell.answer(name, args, kwargs))
+        except HostCallError as error:
+            failure = error
+        except CodecError as error:
+            failure = HostCallError("TypeError", f"{name}: {error}")
+        except asyncio.CancelledError:
+            failure = HostCallError("Interrupted", f"{name} was cut off")
+        except Exception as error:  # noqa: BLE001  (a fault of the host, not of the cell: ``run`` raises it)
+            cell.bug = error
+            failure = HostCallError("HostFailed", f"{name} failed in the host")
+        self._settle(cell, id)
+        if failure is not None:
+            self._refuse(id, failure)
+        elif not cell.done.done():
+            self._send({"op": "ret", "id": id, "value": data}, encoder)
+        if cell.bug is not None:
+            self._stop(cell, "error")
+
+    def _refuse(self, id: int, error: HostCallError) -> None:
+        encoder = Encoder()
+        try:
+            data = encoder.encode(error.data)
+        except CodecError:
+            encoder, data = Encoder(), {}
+        self._send({"op": "err", "id": id, "kind": error.kind, "message": str(error), "value": data}, encoder)
+
+    def _settle(self, cell: _Running, id: int) -> None:
+        cell.tasks.pop(id, None)
+        cell.bytes.pop(id, None)
+        if not cell.tasks and not cell.done.done():
+            cell.clock_from = self._loop.time()
+        if self._is_paused:
+            self._is_paused = False
+            self._door.resume()
+
+
+class _Refused(Exception):
+    """The guest could not do what a request asked."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind

@@ -1,0 +1,155 @@
+"""What a guest may say, as the host reads it: every frame is hostile until it has passed here.
+
+Decides the schema and the sizes of frames from a guest. Leaves out the order in which they may come (``session.py``)
+and the layout of a frame and its values (``guest.py``, of which this is the checked mirror).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import msgspec
+
+from ramify.sandbox.guest import (
+    MAX_FRAME,
+    MAX_HEADER,
+    Decoder,
+    Encoder,
+    ProtocolError,
+    frame,
+    open_frame,
+    split_blobs,
+)  # fmt: skip
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
+
+
+class _Frame(msgspec.Struct, tag_field="op", forbid_unknown_fields=True, gc=False):
+    pass
+
+
+class Hello(_Frame, tag="hello"):
+    """The guest is ready."""
+
+    pid: Count
+
+
+class Out(_Frame, tag="out"):
+    """The running cell printed its only blob."""
+
+    skip: Count
+    """Bytes right before it that the host does not get."""
+    chars: Count
+    """Characters printed so far."""
+    blobs: list[Count]
+
+
+class Asked(_Frame, tag="call"):
+    """The running cell calls the host."""
+
+    id: Count
+    name: str
+    value: Any
+    """[args, kwargs]"""
+    tags: bool = False
+    blobs: list[Count] = []
+
+
+class Done(_Frame, tag="done"):
+    """The running cell ended."""
+
+    id: Count
+    value: str | None
+    error: str | None
+    restored: list[str]
+    note: dict[str, Any] | None
+    chars: Count
+    tags: bool = False
+    blobs: list[Count] = []
+
+
+class Agreed(_Frame, tag="ok"):
+    id: Count
+
+
+class Got(_Frame, tag="value"):
+    id: Count
+    value: Any
+    tags: bool = False
+    blobs: list[Count] = []
+
+
+class Failed(_Frame, tag="failed"):
+    id: Count
+    kind: str
+    message: str
+
+
+FromGuest = Hello | Out | Asked | Done | Agreed | Got | Failed
+_decoder = msgspec.json.Decoder(FromGuest)
+_encoder = msgspec.json.Encoder()
+
+
+class Assembler:
+    """Bytes from a guest -> whole frames, as views that are valid until the next ``feed``."""
+
+    __slots__ = ("_held", "_need")
+
+    def __init__(self) -> None:
+        self._held: bytearray | None = None
+        self._need = 0
+
+    def feed(self, data: memoryview) -> Iterator[memoryview]:
+        if self._held is not None:
+            self._held += data
+            if len(self._held) < self._need:
+                return
+            data, self._held = memoryview(self._held), None
+        at, end = 0, len(data)
+        while end - at >= 4:
+            size = int.from_bytes(data[at : at + 4], "little")
+            if not 5 <= size <= MAX_FRAME:
+                raise ProtocolError(f"a frame of {size:,} bytes, where 5 to {MAX_FRAME:,} are allowed")
+            if end - at < 4 + size:
+                self._need = 4 + size
+                break
+            yield data[at + 4 : at + 4 + size]
+            at += 4 + size
+        else:
+            self._need = 4
+        if at < end:
+            self._held = bytearray(data[at:])
+
+
+def parse(view: memoryview) -> tuple[FromGuest, list[memoryview]]:
+    """A frame and its blobs. Raises ProtocolError."""
+    header, end = open_frame(view)
+    if len(header) > MAX_HEADER:
+        raise ProtocolError(f"a header of {len(header):,} bytes, where {MAX_HEADER:,} are allowed")
+    try:
+        message: FromGuest = _decoder.decode(header)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"a frame that is none: {str(error)[:200]}") from None
+    lengths = getattr(message, "blobs", ())
+    if not lengths:
+        if end != len(view):
+            raise ProtocolError(f"{len(view) - end:,} bytes after a frame without blobs")
+        return message, []
+    return message, split_blobs(view, end, lengths)
+
+
+def value_of(message: Asked | Done | Got, data: Any, blobs: list[memoryview]) -> Any:
+    """``data`` of a message, decoded. Raises ProtocolError."""
+    return Decoder(blobs).decode(data) if message.tags else data
+
+
+def request(header: dict[str, Any], encoder: Encoder | None = None) -> list[Any]:
+    """A frame for a guest."""
+    blobs: list[Any] = []
+    if encoder is not None and encoder.blobs:
+        blobs = encoder.blobs
+        header["blobs"] = [len(blob) for blob in blobs]
+    if encoder is not None and encoder.tags:
+        header["tags"] = True
+    return frame(_encoder.encode(header), blobs)
