@@ -20,7 +20,7 @@ import contextlib
 import secrets
 import time
 import warnings
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -132,15 +132,16 @@ class RLM:
 
     def start(
         self, prompt: Any, query: str | None = None, *, answer_type: Any = None, cite: bool = False,
-        cache: bool = False, on_event: Listener | None = None,
+        cache: bool = False, on_event: Listener | None = None, metadata: Mapping[str, Any] | None = None,
     ) -> Running:  # fmt: skip
         """A run that goes on while the caller does other things; needs a running event loop. Its ``result`` is data: it
-        raises nothing for what a model did."""
+        raises nothing for what a model did. ``metadata`` is kept with the run's configuration."""
         asked = question(prompt, query, answer_type, cite)
         journal = self.store.create(self.store.new_id(asked.text)) if self.store else None
         recorder = Recorder(journal, (on_event,) if on_event else ())
+        setup = msgspec.structs.replace(self._setup, config={**self._setup.config, **(metadata or {})})
         return Running(
-            self._setup, asked, self._shared.use(), id=journal.id if journal else _new_id(), recorder=recorder,
+            setup, asked, self._shared.use(), id=journal.id if journal else _new_id(), recorder=recorder,
             cache=self._cache(cache), close=journal.close if journal else _nothing,
         )  # fmt: skip
 
@@ -158,10 +159,21 @@ class RLM:
         recording = Recording(store.events(run))
         if recording.ended is not None:
             return self._from_record(run)
+        return checked(await self.restart(run, answer_type=answer_type, on_event=on_event).result())
+
+    def restart(self, run: str, *, answer_type: Any = None, on_event: Listener | None = None) -> Running:
+        """As ``start``, for a stored run that was cut off. Raises ConfigError for one that has ended."""
+        store = self._need_store("resume")
+        recording = Recording(store.events(run))
+        if recording.ended is not None:
+            raise ConfigError(f"run {recording.started.id} has ended ({recording.ended.stop}): ask anew")
         journal = store.reopen(run)
         recorder = Recorder(journal, (on_event,) if on_event else (), held=recording.holds, since_s=recording.last_s)
-        running = self._again(recording, answer_type, recorder, journal.close)
-        return checked(await running.result())
+        try:
+            return self._again(recording, answer_type, recorder, journal.close)
+        except BaseException:
+            journal.close()
+            raise
 
     async def areplay(self, run: str, *, answer_type: Any = None, on_event: Listener | None = None) -> Result:
         """Run a stored run's cells again against its recorded replies, without asking any model. Raises ReplayDiverged
