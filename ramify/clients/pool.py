@@ -71,16 +71,20 @@ class Pool:
         self._sleep = sleep
         self._wire = Wire()
         self._clients: dict[str, Client] = {}
+        self._own: list[Client] = []
         self._gate = Limiter(max_in_flight)
         self._gates: dict[str, Limiter] = {}
 
     def client(self, name: str) -> Client:
         """The client of ``provider:model``, connected at its first request."""
         client = self._clients.get(name)
-        return client if client is not None else self.adopt(self._connect(name))
+        if client is None:
+            client = self._clients[name] = self._connect(name)
+            self._own.append(client)
+        return client
 
     def adopt(self, client: AnyClient) -> AnyClient:
-        """Use ``client`` wherever its name is asked for; it is closed with the pool."""
+        """Use ``client`` wherever its name is asked for. Whoever made it closes it."""
         self._clients[client.name] = client
         return client
 
@@ -112,10 +116,11 @@ class Pool:
                 await self._sleep(wait_s)
 
     async def close(self) -> None:
-        """Close every client and the connections. Idempotent."""
-        clients, self._clients = list(self._clients.values()), {}
+        """Close the connections and every client that was connected here. Idempotent."""
+        own, self._own = self._own, []
+        self._clients.clear()
         try:
-            for client in clients:
+            for client in own:
                 await client.close()
         finally:
             await self._wire.close()

@@ -1,0 +1,83 @@
+"""What the clients' tests share: an account that keeps its books, a request, and a server that says anything."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from ramify.clients.base import Request, Sampling
+from ramify.clients.loopback import Exchange, Loopback
+from ramify.types.message import Message, Usage
+
+
+class Books:
+    """An ``Account``: what became of every reservation."""
+
+    def __init__(self) -> None:
+        self.entries: list[tuple[str, Any]] = []
+        self.usage = Usage()
+        self.cost: float | None = None
+        self.open = 0
+
+    @property
+    def kinds(self) -> list[str]:
+        return [kind for kind, _ in self.entries]
+
+    async def reserve(self) -> None:
+        self.open += 1
+
+    def settle(self, usage: Usage, cost: float | None) -> None:
+        self.usage += usage
+        self.cost = cost
+        self._close("settle", usage)
+
+    def forfeit(self, error: str) -> None:
+        self._close("forfeit", error)
+
+    def release(self, error: str) -> None:
+        self._close("release", error)
+
+    def _close(self, kind: str, what: Any) -> None:
+        self.open -= 1
+        assert self.open >= 0, "resolved twice"
+        self.entries.append((kind, what))
+
+
+def request(text: str = "hi there", max_tokens: int = 64, **options: Any) -> Request:
+    return Request((Message("user", text),), Sampling(max_tokens=max_tokens), **options)
+
+
+class Says:
+    """A server that answers every request with what ``tell`` returns: (status, body, headers)."""
+
+    def __init__(self, tell: Callable[[Exchange], tuple[int, bytes, dict[str, str]]]) -> None:
+        self.asked: list[Exchange] = []
+        self._tell = tell
+        self._http = Loopback(self._handle)
+
+    @property
+    def root(self) -> str:
+        return f"http://127.0.0.1:{self._http.port}"
+
+    async def __aenter__(self) -> Says:
+        await self._http.start()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._http.close()
+
+    def _handle(self, exchange: Exchange) -> None:
+        self.asked.append(exchange)
+        status, body, headers = self._tell(exchange)
+        kind = headers.pop("content-type", "application/json")
+        exchange.send(status, body, headers, kind)
+
+
+def says(body: bytes, status: int = 200, **headers: str) -> Says:
+    """A server with one answer."""
+    return Says(lambda _: (status, body, {name.replace("_", "-"): value for name, value in headers.items()}))
+
+
+def run(main: Coroutine[Any, Any, Any]) -> Any:
+    return asyncio.run(asyncio.wait_for(main, 30))

@@ -1,0 +1,107 @@
+import asyncio
+
+import pytest
+
+from ramify.clients.limiter import Limiter
+from tests.clients.helpers import run
+
+
+def test_at_most_so_many_first_come_first_served():
+    async def main():
+        gate, order, most = Limiter(3), [], 0
+
+        async def one(i):
+            nonlocal most
+            await gate.acquire()
+            order.append(i)
+            most = max(most, gate.in_flight)
+            await asyncio.sleep(0)
+            gate.release()
+
+        await asyncio.gather(*map(one, range(20)))
+        return order, most, gate.in_flight
+
+    assert run(main()) == (list(range(20)), 3, 0)
+
+
+def test_a_rate_limit_halves_once_per_round_and_success_widens():
+    async def main():
+        gate = Limiter(64)
+        rounds = [await gate.acquire() for _ in range(64)]
+        for entered in rounds:
+            gate.slow_down(entered, 0.001)
+            gate.release()
+        widths = [gate.width]
+        for _ in range(64):
+            gate.speed_up()
+        widths.append(gate.width)
+        for _ in range(4000):
+            gate.speed_up()
+        return [*widths, gate.width]
+
+    assert run(main()) == [32, 35, 64]
+
+
+def test_width_never_falls_below_one():
+    async def main():
+        gate = Limiter(4)
+        for _ in range(9):
+            gate.slow_down(await gate.acquire(), 0.0)
+            gate.release()
+        return gate.width
+
+    assert run(main()) == 1
+
+
+def test_everyone_waits_for_the_pause_and_the_longest_pause_counts():
+    async def main():
+        gate, loop = Limiter(8), asyncio.get_running_loop()
+        entered = await gate.acquire()
+        gate.slow_down(entered, 0.2)
+        gate.slow_down(entered, 0.05)
+        gate.release()
+        started, waits = loop.time(), []
+
+        async def one():
+            await gate.acquire()
+            waits.append(loop.time() - started)
+            gate.release()
+
+        await asyncio.gather(*(one() for _ in range(5)))
+        return min(waits)
+
+    assert run(main()) >= 0.19
+
+
+@pytest.mark.parametrize("granted", [False, True], ids=["while waiting", "as the turn comes"])
+def test_a_cancelled_waiter_leaves_no_trace(granted):
+    async def main():
+        gate = Limiter(1)
+        await gate.acquire()
+        waiting = asyncio.create_task(gate.acquire())
+        await asyncio.sleep(0)
+        if granted:
+            gate.release()
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        if not granted:
+            gate.release()
+        await asyncio.wait_for(gate.acquire(), 1)
+        return gate.in_flight
+
+    assert run(main()) == 1
+
+
+def test_waiters_cancelled_during_a_pause_do_not_block_those_behind():
+    async def main():
+        gate = Limiter(1)
+        gate.slow_down(await gate.acquire(), 0.05)
+        gate.release()
+        early = [asyncio.create_task(gate.acquire()) for _ in range(3)]
+        await asyncio.sleep(0)
+        for task in early:
+            task.cancel()
+        await asyncio.wait_for(gate.acquire(), 1)
+        return gate.in_flight
+
+    assert run(main()) == 1

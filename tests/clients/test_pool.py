@@ -1,0 +1,298 @@
+"""The pool over real HTTP and over scripted clients: attempts, waits, books and names."""
+
+import asyncio
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ramify.clients.base import Price
+from ramify.clients.pool import Pool
+from ramify.clients.scripted import (
+    ScriptedClient,
+    cut,
+    dropped,
+    html,
+    malformed,
+    no_choices,
+    no_usage,
+    rate_limited,
+    refused,
+    server_error,
+    stalled,
+    unreachable,
+)
+from ramify.clients.scripted_server import ScriptedServer
+from ramify.errors import BadReply, ConfigError, LimitReached, RateLimited, Refused, ReplyLost, ServerFailed, Unreachable
+from ramify.types.message import Usage
+from tests.clients.helpers import Books, request, run
+
+
+class Naps:
+    """A sleep that takes no time and remembers."""
+
+    def __init__(self):
+        self.naps = []
+
+    async def __call__(self, seconds):
+        self.naps.append(seconds)
+
+
+def pool(**options):
+    options.setdefault("sleep", Naps())
+    options.setdefault("rng", random.Random(0))
+    return Pool(**options)
+
+
+def ask(script, **options):
+    """One request to a scripted client: (reply or error, books, what was told of retries)."""
+
+    async def main():
+        books, told, asking = Books(), [], pool(**options)
+        client = ScriptedClient(script, price=Price(1.0, 2.0))
+        try:
+            outcome = await asking.ask(client, request(), books, told.append)
+        except Exception as error:
+            outcome = error
+        await asking.close()
+        return outcome, books, told
+
+    return run(main())
+
+
+def test_a_reply_comes_with_its_cost_and_is_settled_once():
+    reply, books, told = ask(["hello"])
+    assert reply.message.content == "hello"
+    assert (reply.usage, reply.cost) == (Usage(2, 2, calls=1), 6e-6)
+    assert (books.entries, books.cost, books.open, told) == ([("settle", reply.usage)], 6e-6, 0, [])
+
+
+@pytest.mark.parametrize(
+    ("failure", "kind"),
+    [
+        (rate_limited(0.01), "release"),
+        (server_error(), "release"),
+        (unreachable(), "release"),
+        (dropped(), "forfeit"),
+        (cut(), "forfeit"),
+    ],
+    ids=lambda value: getattr(value, "fail", value),
+)
+def test_what_may_pass_is_tried_again(failure, kind):
+    reply, books, told = ask([failure, "hello"])
+    assert reply.message.content == "hello"
+    assert books.kinds == [kind, "settle"]
+    assert len(told) == 1
+    assert "trying again in" in told[0]
+
+
+@pytest.mark.parametrize(
+    ("failure", "error", "kind"),
+    [
+        (refused(), Refused, "release"),
+        (html(), BadReply, "release"),
+        (malformed(), BadReply, "forfeit"),
+        (no_choices(), BadReply, "forfeit"),
+    ],
+    ids=lambda value: getattr(value, "fail", ""),
+)
+def test_what_will_not_pass_is_raised_at_once(failure, error, kind):
+    outcome, books, told = ask([failure, "hello"])
+    assert type(outcome) is error
+    assert (books.kinds, told) == ([kind], [])
+
+
+@pytest.mark.parametrize(
+    ("failure", "error"), [(server_error(), ServerFailed), (dropped(), ReplyLost), (rate_limited(0.0), RateLimited)]
+)
+def test_it_gives_up_after_max_attempts(failure, error):
+    outcome, books, told = ask([failure] * 9, max_attempts=3)
+    assert type(outcome) is error
+    assert (len(books.entries), len(told), books.open) == (3, 2, 0)
+
+
+def test_backoff_grows_with_full_jitter():
+    naps = Naps()
+    ask([server_error()] * 9, max_attempts=6, sleep=naps, rng=random.Random(7))
+    expected = random.Random(7)
+    assert naps.naps == [expected.uniform(0.0, 0.5 * 2.0**i) for i in range(5)]
+
+
+def test_a_wait_beyond_patience_is_an_error_now():
+    outcome, books, _ = ask([rate_limited(3600.0), "hello"])
+    assert isinstance(outcome, RateLimited)
+    assert books.kinds == ["release"]
+
+
+def test_a_reply_without_usage_books_the_upper_bound():
+    reply, books, _ = ask([no_usage("hello")])
+    bound = request().max_usage()
+    assert (reply.usage, books.entries) == (bound, [("settle", bound)])
+    assert reply.cost == Price(1.0, 2.0).of(bound)
+
+
+def test_an_attempt_that_takes_too_long_is_lost_and_may_have_been_paid():
+    outcome, books, _ = ask([stalled()], max_attempts=1, timeout_s=0.05)
+    assert str(outcome) == "scripted:test: no reply within 0.05 s"
+    assert books.kinds == ["forfeit"]
+
+
+def test_cancelled_on_the_wire_is_forfeited_and_cancelled_before_is_released():
+    async def main():
+        asking = pool(max_in_flight=1)
+        client = ScriptedClient([stalled(), stalled()])
+        books = [Books(), Books()]
+        tasks = [asyncio.create_task(asking.ask(client, request(), each)) for each in books]
+        await asyncio.sleep(0.02)
+        for task in reversed(tasks):
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        return [each.kinds for each in books], [each.open for each in books]
+
+    assert run(main()) == ([["forfeit"], ["release"]], [0, 0])
+
+
+def test_what_the_account_refuses_is_not_sent():
+    class Empty(Books):
+        async def reserve(self):
+            raise LimitReached("no calls left", "max_calls")
+
+    async def main():
+        client = ScriptedClient(["hello"])
+        with pytest.raises(LimitReached):
+            await pool().ask(client, request(), Empty())
+        return client.requests
+
+    assert run(main()) == []
+
+
+def test_a_bug_in_a_script_is_raised_and_books_are_closed():
+    def script(messages):
+        raise KeyError("bug")
+
+    outcome, books, _ = ask(script)
+    assert isinstance(outcome, KeyError)
+    assert (books.kinds, books.open) == (["forfeit"], 0)
+
+
+FAILURES = st.sampled_from(
+    [rate_limited(0.0), server_error(), unreachable(), dropped(), cut(), malformed(), no_choices(), refused()]
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.one_of(FAILURES, st.just("fine")), min_size=1, max_size=24), st.integers(1, 4), st.integers(0, 6))
+def test_every_reservation_is_resolved_once_and_usage_is_what_was_served_or_more(lines, width, cancelled):
+    async def main():
+        client = ScriptedClient([*lines, *["fine"] * 200], latency_s=0.0005)
+        asking, books = pool(max_in_flight=width, max_attempts=3), [Books() for _ in range(8)]
+        tasks = [asyncio.create_task(asking.ask(client, request(), each)) for each in books]
+        await asyncio.sleep(0.0007)
+        for task in tasks[:cancelled]:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert [each.open for each in books] == [0] * 8
+        assert client.most_in_flight <= width
+        known = sum((each.usage for each in books), Usage())
+        lost = sum(each.kinds.count("forfeit") for each in books)
+        assert known.calls <= client.served.calls <= known.calls + lost
+
+    run(main())
+
+
+def test_over_http_usage_equals_what_the_server_served():
+    async def main():
+        script = ["a"] * 20 + [rate_limited(0.02), server_error(), rate_limited(0.02)] + ["b"] * 80
+        async with ScriptedServer(script, latency_s=0.005) as server:
+            asking, books = pool(max_in_flight=16, base_urls={"vllm": server.url}), Books()
+            client = asking.client("vllm:m")
+            replies = await asyncio.gather(*(asking.ask(client, request(), books) for _ in range(100)))
+            await asking.close()
+            assert server.most_in_flight <= 16
+            return sorted(r.message.content for r in replies), books.usage == server.served, server.served.calls
+
+    assert run(main()) == (["a"] * 20 + ["b"] * 80, True, 100)
+
+
+def test_a_crowded_server_lets_everyone_through_though_each_is_refused_often():
+    """A server that takes 3 at a time: 60 requests at 32 wide meet more refusals than they have attempts."""
+
+    async def main():
+        here = 0
+
+        async def script(messages):
+            nonlocal here
+            if here >= 3:
+                return rate_limited(0.005)
+            here += 1
+            await asyncio.sleep(0.004)
+            here -= 1
+            return "done"
+
+        asking, books = pool(max_in_flight=32, max_attempts=2), [Books() for _ in range(60)]
+        client = ScriptedClient(script)
+        replies = await asyncio.gather(*(asking.ask(client, request(), each) for each in books))
+        return {reply.message.content for reply in replies}, sum(each.open for each in books)
+
+    assert run(main()) == ({"done"}, 0)
+
+
+def test_a_rate_limit_pauses_its_model_and_no_other():
+    async def main():
+        asking, loop = pool(), asyncio.get_running_loop()
+        slow = ScriptedClient([rate_limited(0.3), *["slow"] * 3], name="scripted:slow")
+        fast = ScriptedClient(lambda messages: "fast", name="scripted:fast")
+        started, ends = loop.time(), {}
+
+        async def one(client):
+            await asking.ask(client, request(), Books())
+            ends.setdefault(client.name, []).append(loop.time() - started)
+
+        first = asyncio.create_task(one(slow))
+        await asyncio.sleep(0.01)
+        await asyncio.gather(first, one(slow), one(slow), *(one(fast) for _ in range(3)))
+        return min(ends["scripted:slow"]) >= 0.29, max(ends["scripted:fast"]) < 0.29
+
+    assert run(main()) == (True, True)
+
+
+def test_nobody_listens():
+    async def main():
+        async with ScriptedServer(["x"]) as server:
+            url = server.url
+        asking, books = pool(max_attempts=2, base_urls={"vllm": url}), Books()
+        with pytest.raises(Unreachable) as caught:
+            await asking.ask(asking.client("vllm:m"), request(), books)
+        await asking.close()
+        return str(caught.value).startswith(f"vllm:m: cannot reach {url}/chat/completions ("), books.kinds
+
+    assert run(main()) == (True, ["release", "release"])
+
+
+def test_an_adopted_client_is_found_by_its_name():
+    async def main():
+        asking = pool()
+        client = asking.adopt(ScriptedClient(["x"], name="scripted:mine"))
+        return asking.client("scripted:mine") is client
+
+    assert run(main())
+
+
+def test_a_script_file_is_a_model(tmp_path):
+    path = tmp_path / "script.json"
+    path.write_text('["from a file"]')
+
+    async def main():
+        asking = pool()
+        client = asking.client(f"scripted:{path}")
+        reply = await asking.ask(client, request(), Books())
+        return client.name, reply.message.content
+
+    assert run(main()) == (f"scripted:{path}", "from a file")
+
+
+@pytest.mark.parametrize("options", [{"max_in_flight": 0}, {"max_attempts": 0}, {"timeout_s": 0}])
+def test_limits_of_zero_are_refused(options):
+    with pytest.raises(ConfigError, match="is 0: give"):
+        Pool(**options)
