@@ -27,12 +27,13 @@ class Server(NamedTuple):
     """Base URL, ending in ``/v1``."""
 
     def served(self) -> dict[str, int]:
-        """What the server counted so far: requests answered, tokens in and out."""
+        """What the server counted so far: requests, the most of them at once, tokens in and out."""
         with urllib.request.urlopen(self.url.removesuffix("/v1") + "/served") as response:
             counts = json.load(response)
         usage = counts["usage"]
         return {
             "answered": counts["answered"],
+            "most_in_flight": counts["most_in_flight"],
             "input": usage.get("input_tokens", 0),
             "output": usage.get("output_tokens", 0),
         }
