@@ -43,8 +43,8 @@ class Door(Protocol):
         """End the guest, if the door can; ``lost`` follows."""
         ...
 
-    def leftover(self) -> bytes:
-        """What a guest that is gone had printed and not sent, where the door can know."""
+    def leftover(self, start: int) -> bytes:
+        """What a guest that is gone had printed and not sent, where the door can know: its spool from ``start``."""
         ...
 
     async def obituary(self) -> str:

@@ -7,7 +7,7 @@ it two file descriptors and calls ``Guest(...).serve()``. Standard library only,
     frame = u32 length of the rest | u8 version | u32 header length | header (JSON) | blobs      (little endian)
 
     host:   run{id,code}  set{id,name,value}  get{id,name}  install{id,module,source}  ret{id,value}  err{id,kind,…}
-    guest:  hello  out{skip,chars}  call{id,name,value}  done{id,value,error,…}  ok{id}  value{id,value}  failed{id,…}
+    guest:  hello  out{skip,…}  call{id,name,value}  done{id,value,error,…}  ok{id}  value{id,value}  failed{id,…}
 
 ``"blobs"`` in a header lists the lengths of the raw parts after it; ``"tags": true`` says that ``value`` is not plain
 JSON. Values are carried by exact type: None, bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset,
@@ -263,6 +263,15 @@ class Decoder:
         return [self._decode(item) for item in data]
 
 
+def portable(value: Any) -> Any:
+    """``value`` if the wire carries it, otherwise its text."""
+    try:
+        Encoder().encode(value)
+    except CodecError:
+        return cut(str(value), VALUE_CHARS)
+    return value
+
+
 _to_json: Callable[[Any], str] = json.JSONEncoder(
     ensure_ascii=False, separators=(",", ":"), check_circular=False, allow_nan=False
 ).encode
@@ -298,16 +307,6 @@ def unpack_value(data: Buffer) -> tuple[Any, int]:
         raise ProtocolError(f"an encoded value with a broken header: {error}") from None
 
 
-def portable(value: Any) -> Any:
-    """A copy of ``value`` as the other end would get it. Raises TypeError for what is not carried."""
-    encoder = Encoder()
-    try:
-        data = encoder.encode(value)
-    except CodecError as error:
-        raise TypeError(str(error)) from None
-    return Decoder(encoder.blobs).decode(data)
-
-
 def split_blobs(view: memoryview, start: int, lengths: Sequence[int]) -> list[memoryview]:
     """The blobs of ``view`` from ``start`` to its end."""
     blobs = []
@@ -330,6 +329,8 @@ MAX_FRAME = 256 << 20
 """Bytes of a frame that a guest sends. Frames to a guest are bounded by its memory and by the prefix."""
 _CHUNK = 1 << 16
 _read, _readv, _write, _writev, _getpid = os.read, os.readv, os.write, os.writev, os.getpid
+_signal: Any = sys.modules["_signal"]
+"""The functions under ``signal``'s, which spend microseconds of every cell on making enums."""
 _clock, _get_ident = time.monotonic, threading.get_ident
 
 
@@ -494,27 +495,29 @@ def _whole(data: bytes) -> bytes:
 class FileSpool:
     """Where descriptors 1 and 2 lead: a file without a name, in which all that is printed stands in its true order.
 
-    It is emptied as its content goes to the host. Where the host holds the file too (``memfd``), nothing that a killed
-    session had printed is lost."""
+    What went to the host is cut off once it is long. Where the host holds the file too, nothing that a killed session
+    had printed is lost: it reads on from ``at``."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
+        self.at = 0
+        """Where in the file ``take`` goes on."""
 
     def write(self, data: bytes) -> None:
         while data:
             data = data[_write(self.fd, data) :]
 
     def take(self) -> Iterator[bytes]:
-        start = 0
-        while True:
-            end = os.lseek(self.fd, 0, os.SEEK_END)
-            if start >= end:
-                break
-            data = os.pread(self.fd, min(end - start, _CHUNK), start)
-            start += len(data)
+        """What was printed since the last time, in pieces."""
+        end = os.lseek(self.fd, 0, os.SEEK_END)
+        while self.at < end:
+            data = os.pread(self.fd, min(end - self.at, _CHUNK), self.at)
+            self.at += len(data)
             yield data
-        if start:
+            end = os.lseek(self.fd, 0, os.SEEK_END)
+        if self.at >= _CHUNK:
             os.ftruncate(self.fd, 0)
+            self.at = 0
 
     def attach(self) -> None:
         """Make it descriptors 1 and 2, which a cell may have closed or sent elsewhere."""
@@ -524,6 +527,8 @@ class FileSpool:
 
 class MemorySpool:
     """For a guest that shares its process with others: what Python code prints, and no more."""
+
+    at = 0
 
     def __init__(self) -> None:
         self._parts: collections.deque[bytes] = collections.deque()
@@ -967,8 +972,8 @@ class Guest:
             sys.setprofile(None)
         if sys.getrecursionlimit() != self._recursion_limit:
             sys.setrecursionlimit(self._recursion_limit)
-        signal.signal(signal.SIGINT, self.on_interrupt)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))
+        _signal.signal(signal.SIGINT, self.on_interrupt)
+        _signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))
 
     def _after_cell(self, encoder: Encoder, error: str | None) -> tuple[Any, str | None]:
         """What the modules' ``after_cell`` say, encoded. They see the names as the cell left them."""
@@ -1059,20 +1064,21 @@ class Guest:
         for data in self._spool.take():
             self._chars += len(self._count(data))
             self._kept.add(data)
-            room = self._max_output - self._sent
-            if room > 0:
-                parts += self._out(data[:room], 0)
+            room = max(self._max_output - self._sent, 0)
+            if room:
+                parts += self._out(data[:room], 0, self._spool.at - len(data[room:]))
             if room < len(data):
-                self._held.add(data[max(room, 0) :])
+                self._held.add(data[room:])
         now = _clock()
         if len(self._held) and (final or now - self._flushed > _FLUSH_S):
-            parts += self._out(*self._held.take())
+            parts += self._out(*self._held.take(), self._spool.at)
         self._flushed = now
         return parts
 
-    def _out(self, data: bytes, skip: int) -> list[Buffer]:
+    def _out(self, data: bytes, skip: int, upto: int) -> list[Buffer]:
         self._sent += len(data)
-        return self._frame({"op": "out", "skip": skip, "chars": self._chars, "blobs": [len(data)]}, None, [data])
+        header = {"op": "out", "skip": skip, "chars": self._chars, "upto": upto, "blobs": [len(data)]}
+        return self._frame(header, None, [data])
 
     def last_output(self) -> str:
         """What the last cell that ended had printed, up to 16 times what the host keeps. In ``after_cell``: this cell."""

@@ -255,11 +255,12 @@ class ProcessDoor:
             with contextlib.suppress(SandboxError):
                 self._link.tell({"op": "signal", "pid": self._pid, "signal": int(number)})
 
-    def leftover(self) -> bytes:
+    def leftover(self, start: int) -> bytes:
         if self._spool < 0:
             return b""
         size = os.fstat(self._spool).st_size
-        return os.pread(self._spool, _MAX_LEFTOVER_BYTES, max(size - _MAX_LEFTOVER_BYTES, 0))
+        start = start if start <= size else 0  # it was emptied since
+        return os.pread(self._spool, _MAX_LEFTOVER_BYTES, max(size - _MAX_LEFTOVER_BYTES, start))
 
     async def obituary(self) -> str:
         await asyncio.wait((self._exited,), timeout=0.5)

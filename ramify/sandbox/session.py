@@ -69,7 +69,8 @@ class GuestSession:
 
     __slots__ = (
         "_assembler", "_cell", "_cell_s", "_closed", "_door", "_ended", "_failure", "_grace_s", "_hello",
-        "_is_paused", "_last_id", "_loop", "_max_output_bytes", "_on_close", "_on_install", "_waiting", "caps", "pid",
+        "_is_paused", "_last_id", "_loop", "_max_output_bytes", "_on_close", "_on_install", "_upto",
+        "_waiting", "caps", "pid",
     )  # fmt: skip
 
     def __init__(
@@ -97,6 +98,7 @@ class GuestSession:
         self._waiting: tuple[int, asyncio.Future[Any]] | None = None
         self._last_id = 0
         self._is_paused = False
+        self._upto = 0
         self._closed: asyncio.Future[None] | None = None
         door.attach(self._received, self._lost)
 
@@ -146,7 +148,7 @@ class GuestSession:
             return await cell.done
         except SessionDied as error:
             why = await self._why()
-            left = self._door.leftover()
+            left = self._door.leftover(self._upto)
             cell.output.add(left)
             cell.chars += len(left.decode("utf-8", "replace"))
             raise SessionDied(f"the session ended in the middle of a cell: {why}", cell.text()) from error.__cause__
@@ -339,6 +341,7 @@ class GuestSession:
             raise ProtocolError(f"output in {len(blobs)} blobs")
         cell.output.add(bytes(blobs[0]), message.skip)
         cell.chars = message.chars
+        self._upto = message.upto
 
     def _finish(self, cell: _Running, message: wire.Done, blobs: list[memoryview]) -> None:
         if message.id != cell.id:

@@ -42,6 +42,8 @@ class Out(_Frame, tag="out"):
     """Bytes right before it that the host does not get."""
     chars: Count
     """Characters printed so far."""
+    upto: Count
+    """Where in the spool the part that was not sent begins."""
     blobs: list[Count]
 
 
