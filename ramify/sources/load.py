@@ -124,7 +124,8 @@ def _drain(stream: BinaryIO, name: str, loading: Loading) -> bytes:
 def _finish(loading: Loading, names: list[str], single: bool) -> Loaded:
     chars = sum(item.chars for item in loading.items)
     if chars == 0:
-        raise SourceError(f"{listing(names)} {_why_empty(loading, single)}")
+        shown = listing(["standard input" if name == _STDIN else name for name in names])
+        raise SourceError(f"{shown} {_why_empty(loading, single)}")
     items = sorted(loading.items, key=lambda item: item.name)
     texts = {item.name: loading.texts[item.name] for item in items}
     context = loading.texts[items[0].name] if single and len(items) == 1 and "/" not in items[0].name else texts

@@ -111,13 +111,16 @@ def open_locked(path: Path, flags: int) -> int:
     fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | flags, FILE_MODE)
     try:
         _lock(fd, path)
-        me = msgspec.json.encode(Writer(os.getpid(), socket.gethostname()))
-        writer_file(path).write_bytes(me)
-        writer_file(path).chmod(FILE_MODE)
+        if os.fstat(fd).st_nlink > 0:
+            me = msgspec.json.encode(Writer(os.getpid(), socket.gethostname()))
+            writer_file(path).write_bytes(me)
+            writer_file(path).chmod(FILE_MODE)
+            return fd
     except BaseException:
         os.close(fd)
         raise
-    return fd
+    os.close(fd)  # pruned between opening and locking: this is no longer the run's file
+    return open_locked(path, flags)
 
 
 def _lock(fd: int, path: Path) -> None:

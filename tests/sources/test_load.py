@@ -1,0 +1,321 @@
+"""Paths in, a context out: files, folders, globs, standard input; and what is said of bad ones."""
+
+from __future__ import annotations
+
+import codecs
+import io
+import os
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from ramify.errors import SourceError
+from ramify.sources.load import Item, Problem, load
+
+
+def tree(root: Path, files: dict[str, str | bytes]) -> Path:
+    for name, content in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return root
+
+
+# --- one thing, several things -----------------------------------------------------------------------------------
+
+
+def test_one_file_is_its_text(tmp_path: Path):
+    path = tree(tmp_path, {"notes.txt": "größer\r\nline 2\n"}) / "notes.txt"
+    loaded = load([path])
+    assert loaded.context == "größer\r\nline 2\n"
+    assert loaded.items == [Item("notes.txt", "text", 15, 17)]
+    assert (loaded.problems, loaded.left_out, loaded.tools) == ([], {}, {})
+    assert loaded.manifest() == "the text of 'notes.txt': 15 characters, 2 lines"
+    assert loaded.describe() == ["notes.txt: text, 15 characters"]
+    assert load(str(path)).context == loaded.context
+
+
+def test_a_folder_is_a_dict_in_order_of_names(tmp_path: Path):
+    tree(tmp_path, {"b.py": "b", "a/z.py": "z", "a/y/x.md": "x", "empty.py": ""})
+    loaded = load([tmp_path])
+    assert loaded.context == {"a/y/x.md": "x", "a/z.py": "z", "b.py": "b", "empty.py": ""}
+    assert list(loaded.context) == sorted(loaded.context)
+    assert loaded.manifest().splitlines() == [
+        "a dict from name to text: 4 entries, 3 characters",
+        "kinds: 3 .py, 1 .md",
+        "names: 'a/y/x.md', 'a/z.py', 'b.py', 'empty.py'",
+    ]
+
+
+def test_several_paths_are_named_as_given_or_by_what_they_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    tree(tmp_path, {"logs/a.log": "a", "logs/b.log": "b", "src/m.py": "m"})
+    both = load([tmp_path / "logs" / "a.log", tmp_path / "src"])
+    assert both.context == {"logs/a.log": "a", "src/m.py": "m"}
+    monkeypatch.chdir(tmp_path)
+    assert load(["logs/a.log", "./logs/b.log"]).context == {"logs/a.log": "a", "logs/b.log": "b"}
+    assert load(["logs", "src/m.py"]).context == {"logs/a.log": "a", "logs/b.log": "b", "src/m.py": "m"}
+    assert load(["."]).context == {"logs/a.log": "a", "logs/b.log": "b", "src/m.py": "m"}
+
+
+def test_what_is_named_twice_is_loaded_once(tmp_path: Path):
+    tree(tmp_path, {"d/a.txt": "a"})
+    (tmp_path / "link.txt").symlink_to(tmp_path / "d" / "a.txt")
+    assert load([tmp_path / "d", tmp_path / "d/a.txt", tmp_path / "link.txt"]).context == {"d/a.txt": "a"}
+
+
+def test_standard_input_alone_and_with_others(tmp_path: Path):
+    assert load(["-"], stdin=io.BytesIO(b"piped")).context == "piped"
+    path = tree(tmp_path, {"a.txt": "a"}) / "a.txt"
+    assert load(["-", path], stdin=io.BytesIO(b"piped")).context == {"a.txt": "a", "stdin": "piped"}
+    with pytest.raises(SourceError, match="standard input is empty: name something"):
+        load(["-"], stdin=io.BytesIO(b""))
+
+
+def test_globs_that_the_shell_left_alone(tmp_path: Path):
+    tree(tmp_path, {"a.py": "a", "b/c.py": "c", "b/d.txt": "d", "b/bin.py": b"\0\1", "[x].py": "x"})
+    loaded = load([f"{tmp_path}/**/*.py"])
+    assert loaded.context == {"[x].py": "x", "a.py": "a", "b/c.py": "c"}
+    assert loaded.problems == [Problem("b/bin.py", "is binary")]
+    assert load([f"{tmp_path}/[x].py"]).context == "x"
+    with pytest.raises(SourceError, match=r"\*\.rs matches nothing: check the pattern"):
+        load([f"{tmp_path}/*.rs"])
+
+
+def test_a_named_pipe_is_read_where_it_is_named(tmp_path: Path):
+    os.mkfifo(tmp_path / "pipe")
+    thread = threading.Thread(target=lambda: (tmp_path / "pipe").write_text("from a pipe"))
+    thread.start()
+    assert load([tmp_path / "pipe"]).context == "from a pipe"
+    thread.join()
+
+
+# --- text ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("data", "text", "detail"),
+    [
+        ("größer".encode(), "größer", ""),
+        (codecs.BOM_UTF8 + "größer".encode(), "größer", ""),
+        ("größer 🌲".encode("utf-16"), "größer 🌲", "from UTF-16-LE"),
+        (codecs.BOM_UTF16_BE + "größer".encode("utf-16-be"), "größer", "from UTF-16-BE"),
+        ("größer".encode("utf-32"), "größer", "from UTF-32-LE"),
+        ("größer – “x”".encode("cp1252"), "größer – “x”", "not UTF-8, read as Windows-1252"),
+    ],
+)
+def test_encodings(tmp_path: Path, data: bytes, text: str, detail: str):
+    (tmp_path / "t.txt").write_bytes(data)
+    loaded = load([tmp_path / "t.txt"])
+    assert (loaded.context, loaded.items[0].detail) == (text, detail)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "detail"),
+    [
+        ("t.csv", "a,b,c\n1,2,3\n4,5,6\n", "CSV: 3 columns a, b, c; 2 rows"),
+        ("t.csv", 'a;"b;c"\n1;"two\nlines"\n2;x\n', "CSV: 2 columns a, b;c; 2 rows"),
+        ("t.csv", "a,b\r\n1,2\r\n\r\n3,4", "CSV: 2 columns a, b; 2 rows"),
+        ("t.tsv", "a\tb\n1\t2\n", "CSV: 2 columns a, b; 1 rows"),
+        ("t.jsonl", '{"id": 1, "q": "x"}\n\n{"id": 2}\n', "JSONL: 2 records; 2 keys id, q"),
+        ("t.jsonl", "oops\n{}\n", "JSONL: 2 lines; the first is not JSON: JSON is malformed"),
+        ("t.json", '{"a": 1, "b": [2]}', "JSON: an object; 2 keys a, b"),
+        ("t.json", "[1, 2, 3]", "JSON: a list of 3"),
+    ],
+)
+def test_tables_and_records_stay_text_and_are_described(tmp_path: Path, name: str, text: str, detail: str):
+    (tmp_path / name).write_bytes(text.encode())
+    loaded = load([tmp_path / name])
+    assert loaded.context == text
+    assert loaded.items[0].detail.startswith(detail)
+
+
+# --- folders ---------------------------------------------------------------------------------------------------
+
+
+def test_gitignore_nested_and_negated(tmp_path: Path):
+    tree(
+        tmp_path,
+        {
+            ".gitignore": "*.log\nbuild/\n/top.txt\n!keep.log\n",
+            "a.log": "no",
+            "keep.log": "yes",
+            "top.txt": "no",
+            "build/out.py": "no",
+            "src/top.txt": "yes",
+            "src/a.log": "no",
+            "src/deep/.gitignore": "!a.log\nsecret*\n",
+            "src/deep/a.log": "yes",
+            "src/deep/secret.txt": "no",
+        },
+    )
+    loaded = load([tmp_path])
+    assert set(loaded.context) == {"keep.log", "src/top.txt", "src/deep/a.log"}
+    assert loaded.left_out == {
+        "hidden": [".gitignore", "src/deep/.gitignore"],
+        "ignored by .gitignore": ["a.log", "build/", "top.txt", "src/a.log", "src/deep/secret.txt"],
+    }
+    assert "left out (5), ignored by .gitignore: a.log, build/, top.txt, src/a.log, src/deep/secret.txt" in (
+        loaded.describe()
+    )
+
+
+def test_the_repository_around_a_folder_counts_unless_it_ignores_the_folder_itself(tmp_path: Path):
+    tree(
+        tmp_path,
+        {
+            ".git/info/exclude": "*.tmp\n",
+            ".gitignore": "data/\nsrc/gen.py\n",
+            "src/a.py": "a",
+            "src/gen.py": "g",
+            "src/x.tmp": "t",
+            "data/d.txt": "d",
+        },
+    )
+    assert load([tmp_path / "src"]).context == {"a.py": "a"}
+    assert load([tmp_path / "data"]).context == {"d.txt": "d"}
+    assert load([tmp_path / "src" / "gen.py"]).context == "g"
+
+
+def test_git_agrees_on_what_is_ignored(tmp_path: Path):
+    tree(
+        tmp_path,
+        {
+            ".gitignore": "*.o\n/a/*\n!/a/keep\n**/cache\nfoo[0-9].txt\n\\#x\n dir \n",
+            "a/keep": "1",
+            "a/drop": "1",
+            "b/a/drop": "1",
+            "b/cache/x": "1",
+            "cache": "1",
+            "foo1.txt": "1",
+            "food.txt": "1",
+            "#x": "1",
+            "m.o": "1",
+            "c/.gitignore": "*\n!*.c\n",
+            "c/m.c": "1",
+            "c/m.h": "1",
+        },
+    )
+    try:
+        subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True, capture_output=True)
+    except FileNotFoundError:
+        pytest.skip("git is not installed")
+    listed = subprocess.run(
+        ["git", "ls-files", "-o", "--exclude-standard"], cwd=tmp_path, check=True, capture_output=True, text=True
+    ).stdout.split()
+    assert sorted(load([tmp_path]).context) == sorted(name for name in listed if not name.endswith(".gitignore"))
+
+
+def test_hidden_and_linked_files(tmp_path: Path):
+    root = tree(tmp_path / "root", {"a.txt": "a", ".env": "KEY=1", ".config/x": "x", ".git/HEAD": "ref"})
+    tree(tmp_path, {"outside.txt": "secret"})
+    (root / "out").symlink_to(tmp_path / "outside.txt")
+    (root / "up").symlink_to(tmp_path)
+    (root / "again").symlink_to(root / "a.txt")
+    (root / "loop").symlink_to(root)
+    (root / "broken").symlink_to(root / "gone")
+    loaded = load([root])
+    assert loaded.context == {"a.txt": "a"}
+    assert loaded.left_out == {
+        "hidden": [".config/", ".env"],
+        "a link to what is here under its own name": ["again", "loop"],
+    }
+    refused = "is a link out of the folder: name its target to have it read"
+    assert loaded.problems == [
+        Problem("broken", "is a link to nothing"),
+        Problem("out", refused),
+        Problem("up", refused),
+    ]
+    assert load([root / "out"]).context == "secret"
+    assert load([root / ".env"]).context == "KEY=1"
+
+
+def test_what_cannot_be_read_in_a_folder_is_named(tmp_path: Path):
+    tree(tmp_path, {"a.txt": "a", "x.bin": b"\0" * 10, "y.png": b"\x89PNG\r\n\x1a\n", "z.dat": b"\x89PNG\r\n\x1a\n"})
+    os.mkfifo(tmp_path / "pipe")
+    with socket.socket(socket.AF_UNIX) as unix:
+        unix.bind(str(tmp_path / "s"))
+        loaded = load([tmp_path])
+    assert loaded.context == {"a.txt": "a"}
+    assert loaded.problems == [
+        Problem("pipe", "is a pipe, a socket or a device"),
+        Problem("s", "cannot be read: No such device or address"),
+        Problem("x.bin", "is binary"),
+        Problem("y.png", "is binary"),
+        Problem("z.dat", "is a PNG image"),
+    ]
+    assert loaded.manifest().splitlines()[-1] == "not loaded: 5 files (2 other, 1 .bin, 1 .png, 1 .dat)"
+    assert "not loaded (2), is binary: x.bin, y.png" in loaded.describe()
+
+
+def test_unreadable_by_permission(tmp_path: Path):
+    if os.geteuid() == 0:
+        pytest.skip("root may read everything")
+    tree(tmp_path, {"a.txt": "a", "b.txt": "b", "c/d.txt": "d"})
+    (tmp_path / "b.txt").chmod(0)
+    (tmp_path / "c").chmod(0)
+    try:
+        assert load([tmp_path]).problems == [
+            Problem("b.txt", "cannot be read: Permission denied"),
+            Problem("c/", "cannot be listed: Permission denied"),
+        ]
+        with pytest.raises(SourceError, match=r"b\.txt cannot be read: Permission denied; check its permissions"):
+            load([tmp_path / "b.txt"])
+    finally:
+        (tmp_path / "c").chmod(0o700)
+
+
+# --- bad input -------------------------------------------------------------------------------------------------
+
+
+def test_what_is_named_and_cannot_be_read_is_one_line_with_a_remedy(tmp_path: Path):
+    tree(tmp_path, {"report.txt": "r", "empty.txt": "", "b.bin": b"\0\1\2", "d/e.bin": b"\0", "w.docx": b"PK\3\4x"})
+    (tmp_path / "void").mkdir()
+    for name, message in {
+        "reprot.txt": r"reprot\.txt does not exist: did you mean .*report\.txt\?",
+        "qqq": r"qqq does not exist: look into ",
+        "no/such/x": r"no/such/x does not exist: nor does the folder ",
+        "empty.txt": r"empty\.txt is empty: name something that has text in it",
+        "b.bin": r"b\.bin is binary: convert it to text first",
+        "w.docx": r"w\.docx is an office document: save it as text or PDF",
+        "void": r"void has no text to read \(no files, or only empty ones\): name something that has",
+        "d": r"d has no text to read \(e\.bin is binary\): name something that has",
+    }.items():
+        with pytest.raises(SourceError, match=message) as caught:
+            load([tmp_path / name])
+        assert "\n" not in str(caught.value)
+    with pytest.raises(SourceError, match=r"https://x\.org/a is an address, not a path: fetch it first"):
+        load(["https://x.org/a"])
+    with pytest.raises(SourceError, match="nothing to read: name a file, a folder, or '-'"):
+        load([])
+
+
+def test_more_than_may_be_read_is_refused_before_it_is_read(tmp_path: Path):
+    tree(tmp_path, {"a.txt": "x" * 600, "b.txt": "x" * 600})
+    assert len(load([tmp_path / "a.txt"], max_bytes=1000).context) == 600
+    with pytest.raises(SourceError, match=r"b\.txt brings the sources to over 0 MB: name fewer files"):
+        load([tmp_path], max_bytes=1000)
+    with pytest.raises(SourceError, match="standard input brings the sources to over 0 MB"):
+        load(["-"], stdin=io.BytesIO(b"x" * 2000), max_bytes=1000)
+    with pytest.raises(SourceError, match="/dev/zero brings the sources to over 1 MB"):
+        load(["/dev/zero"], max_bytes=1_000_000)
+
+
+def test_importing_load_imports_no_reader():
+    code = (
+        "import sys, ramify.sources.load\n"
+        "print(sorted({'zipfile', 'tarfile', 'sqlite3', 'pathspec', 'csv', 'pypdf', 'glob'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2]
+    )
+    assert done.stdout == "[]\n"
+
+
+def test_the_standard_library_is_read_whole():
+    loaded = load([Path(os.__file__).parent / "asyncio"])
+    assert "def create_task" in loaded.context["tasks.py"]
+    assert len(loaded.items) >= 20

@@ -1,0 +1,74 @@
+"""PDF text by page; and PDFs that have none."""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+
+import pytest
+
+from ramify.errors import SourceError
+from ramify.sources.load import Problem, load
+
+pypdf = pytest.importorskip("pypdf")
+
+
+def make_pdf(pages: list[str]) -> bytes:
+    """The smallest PDF that shows one line of text on each page."""
+    kids = " ".join(f"{4 + 2 * number} 0 R" for number in range(len(pages)))
+    objects = [
+        "<< /Type /Catalog /Pages 2 0 R >>",
+        f"<< /Type /Pages /Kids [{kids}] /Count {len(pages)} >>",
+        "<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica >>",
+    ]
+    for number, text in enumerate(pages):
+        content = f"BT /F1 12 Tf 72 700 Td ({text}) Tj ET" if text else ""
+        objects.append(
+            f"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 612 792] /Contents {5 + 2 * number} 0 R "
+            "/Resources << /Font << /F1 3 0 R >> >> >>"
+        )
+        objects.append(f"<< /Length {len(content)} >>\nstream\n{content}\nendstream")
+    data, offsets = b"%PDF-1.4\n", []
+    for number, body in enumerate(objects, start=1):
+        offsets.append(len(data))
+        data += f"{number} 0 obj\n{body}\nendobj\n".encode()
+    table = "".join(f"{offset:010} 00000 n \n" for offset in offsets)
+    trailer = f"trailer\n<< /Size {len(objects) + 1} /Root 1 0 R >>\nstartxref\n{len(data)}\n%%EOF\n"
+    return data + f"xref\n0 {len(objects) + 1}\n0000000000 65535 f \n{table}{trailer}".encode()
+
+
+def test_pages_are_kept_apart(tmp_path: Path):
+    (tmp_path / "r.pdf").write_bytes(make_pdf(["first page", "second page"]))
+    loaded = load([tmp_path / "r.pdf"])
+    assert loaded.context == "--- page 1 ---\nfirst page\n--- page 2 ---\nsecond page"
+    assert loaded.describe() == ["r.pdf: PDF: 2 pages, 52 characters"]
+
+
+def test_a_pdf_is_known_by_its_content_and_in_a_folder(tmp_path: Path):
+    (tmp_path / "scan").write_bytes(make_pdf(["", ""]))
+    (tmp_path / "noname").write_bytes(make_pdf(["hello"]))
+    (tmp_path / "broken.pdf").write_bytes(b"%PDF-1.4\ngarbage")
+    loaded = load([tmp_path])
+    assert loaded.context == {"noname": "--- page 1 ---\nhello"}
+    assert [problem.name for problem in loaded.problems] == ["broken.pdf", "scan"]
+    assert loaded.problems[1] == Problem("scan", "is a PDF without text, perhaps a scan: run OCR on it first")
+
+
+def test_bad_pdfs_that_are_named_are_errors(tmp_path: Path):
+    (tmp_path / "broken.pdf").write_bytes(b"%PDF-1.4\ngarbage")
+    with pytest.raises(SourceError, match=r"broken\.pdf is a PDF that cannot be read: ") as caught:
+        load([tmp_path / "broken.pdf"])
+    assert "\n" not in str(caught.value)
+    writer = pypdf.PdfWriter(io.BytesIO(make_pdf(["secret"])))
+    writer.encrypt("password", algorithm="RC4-128")
+    writer.write(tmp_path / "locked.pdf")
+    with pytest.raises(SourceError, match=r"locked\.pdf is an encrypted PDF: save it without a password"):
+        load([tmp_path / "locked.pdf"])
+
+
+def test_without_the_extra_the_remedy_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "pypdf", None)
+    (tmp_path / "r.pdf").write_bytes(make_pdf(["x"]))
+    with pytest.raises(SourceError, match=r"r\.pdf is a PDF: reading it needs pip install 'ramify\[pdf\]'"):
+        load([tmp_path / "r.pdf"])

@@ -1,0 +1,173 @@
+"""A database: its schema as context, and a tool that can only read, with limits."""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from ramify.errors import SourceError
+from ramify.sources.load import load
+from ramify.sources.sqlite import Databases, run_query
+
+
+def make(path: Path, num_rows: int = 5, mode: str = "delete") -> Path:
+    database = sqlite3.connect(path)
+    with database:
+        database.execute(f"PRAGMA journal_mode = {mode}")
+        database.execute("CREATE TABLE hosts (id INTEGER PRIMARY KEY, name TEXT, raw BLOB)")
+        database.execute('CREATE TABLE "odd ""name" (x)')
+        database.execute("CREATE VIEW names AS SELECT name FROM hosts")
+        database.executemany(
+            "INSERT INTO hosts (name, raw) VALUES (?, ?)", ((f"host-{n}", b"\0" * 9) for n in range(num_rows))
+        )
+    database.close()
+    return path
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return make(tmp_path / "shop.db")
+
+
+def test_the_schema_with_counts_and_samples_is_the_context(path: Path):
+    loaded = load([path])
+    assert loaded.context == (
+        "SQLite database 'shop.db'. Query it with sql(\"SELECT …\", db='shop.db').\n\n"
+        "CREATE TABLE hosts (id INTEGER PRIMARY KEY, name TEXT, raw BLOB);\n-- 5 rows, the first:\n"
+        "--   (1, 'host-0', <9 bytes>)\n--   (2, 'host-1', <9 bytes>)\n--   (3, 'host-2', <9 bytes>)\n\n"
+        "CREATE VIEW names AS SELECT name FROM hosts;\n-- 5 rows, the first:\n"
+        "--   ('host-0')\n--   ('host-1')\n--   ('host-2')\n\n"
+        'CREATE TABLE "odd ""name" (x);\n-- 0 rows'
+    )
+    assert loaded.items[0].detail == "SQLite: 3 tables"
+    assert loaded.items[0].num_bytes == path.stat().st_size
+    assert list(loaded.tools) == ["sql"]
+
+
+def test_the_tool_answers_with_rows(path: Path):
+    sql = load([path]).tools["sql"]
+    assert sql("SELECT id, name FROM hosts WHERE id < ?", (3,)) == [(1, "host-0"), (2, "host-1")]
+    assert sql("SELECT count(*) FROM hosts WHERE name = :n", {"n": "host-4"}, db="shop.db") == [(1,)]
+    assert sql("WITH RECURSIVE c(n) AS (SELECT 1 UNION SELECT n+1 FROM c WHERE n<3) SELECT n FROM c") == [
+        (1,),
+        (2,),
+        (3,),
+    ]
+    assert [row[1] for row in sql("PRAGMA table_info(hosts)")] == ["id", "name", "raw"]
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        "DELETE FROM hosts",
+        "INSERT INTO hosts (name) VALUES ('x')",
+        "UPDATE hosts SET name = 'x'",
+        "CREATE TABLE t (x)",
+        "CREATE TEMP TABLE t (x)",
+        "DROP TABLE hosts",
+        "ATTACH DATABASE '/tmp/other.db' AS other",
+        "VACUUM INTO '/tmp/copy.db'",
+        "PRAGMA query_only = 0",
+        "PRAGMA writable_schema = 1",
+        "PRAGMA journal_mode = wal",
+        "BEGIN IMMEDIATE",
+        "SELECT load_extension('x')",
+    ],
+)
+def test_nothing_but_reading_is_allowed(path: Path, query: str):
+    before = path.read_bytes()
+    with pytest.raises((PermissionError, ValueError), match=r"sql: (only reading is allowed here|not authorized|.*)"):
+        run_query(path, query)
+    assert path.read_bytes() == before
+    assert [file.name for file in path.parent.iterdir()] == ["shop.db"]
+
+
+def test_what_is_not_allowed_is_a_permission_error(path: Path):
+    with pytest.raises(PermissionError, match=r"sql: only reading is allowed here \(not authorized\)"):
+        run_query(path, "DELETE FROM hosts")
+
+
+def test_wrong_queries_say_what_is_wrong(path: Path):
+    for query, params, message in (
+        ("SELEC 1", (), 'sql: near "SELEC": syntax error'),
+        ("SELECT * FROM nope", (), "sql: no such table: nope"),
+        ("SELECT ?", (), "sql: Incorrect number of bindings supplied"),
+        ("SELECT 1; SELECT 2", (), "sql: You can only execute one statement at a time"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run_query(path, query, params)
+
+
+def test_an_endless_query_is_stopped(path: Path):
+    began = time.perf_counter()
+    with pytest.raises(TimeoutError, match=r"sql: stopped after 0\.2 s: narrow it"):
+        run_query(path, "WITH RECURSIVE c(n) AS (SELECT 1 UNION ALL SELECT n+1 FROM c) SELECT max(n) FROM c", (), 0.2)
+    assert time.perf_counter() - began < 10
+
+
+def test_too_many_rows_or_bytes_are_refused(tmp_path: Path):
+    path = make(tmp_path / "big.db", 20_000)
+    with pytest.raises(ValueError, match="sql: more than 10,000 rows: aggregate in SQL, or page with LIMIT and OFFSET"):
+        run_query(path, "SELECT * FROM hosts")
+    assert len(run_query(path, "SELECT id FROM hosts LIMIT 10000")) == 10_000
+    with pytest.raises(ValueError, match="sql: more than 32 MB of rows: select fewer columns"):
+        run_query(path, "SELECT zeroblob(10000000) FROM hosts LIMIT 10")
+    with pytest.raises(ValueError, match="sql: string or blob too big"):
+        run_query(path, "SELECT zeroblob(900000000)")
+
+
+def test_several_databases_are_named(tmp_path: Path):
+    make(tmp_path / "a.db", 1)
+    make(tmp_path / "sub.db", 2)
+    (tmp_path / "notes.txt").write_text("n")
+    loaded = load([tmp_path])
+    assert set(loaded.context) == {"a.db", "notes.txt", "sub.db"}
+    sql = loaded.tools["sql"]
+    assert [sql("SELECT count(*) FROM hosts", db=name) for name in ("a.db", "sub.db")] == [[(1,)], [(2,)]]
+    with pytest.raises(ValueError, match=r"sql: db=None: name one of 'a\.db', 'sub\.db'"):
+        sql("SELECT 1")
+    with pytest.raises(ValueError, match=r"sql: db='x': name one of"):
+        sql("SELECT 1", db="x")
+
+
+def test_many_threads_may_ask_at_once(path: Path):
+    sql = Databases({"shop.db": path}).sql
+    answers: list[list[tuple[int]]] = []
+    threads = [
+        threading.Thread(target=lambda: answers.extend(sql("SELECT count(*) FROM hosts") for _ in range(20)))
+        for _ in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert answers == [[(5,)]] * 160
+
+
+def test_a_database_that_somebody_writes_can_be_read(tmp_path: Path):
+    path = make(tmp_path / "live.db", mode="wal")
+    writer = sqlite3.connect(path)
+    try:
+        writer.execute("BEGIN IMMEDIATE")
+        writer.execute("INSERT INTO hosts (name) VALUES ('new')")
+        loaded = load([tmp_path])
+        assert loaded.tools["sql"]("SELECT count(*) FROM hosts") == [(5,)]
+        writer.commit()
+        assert loaded.tools["sql"]("SELECT count(*) FROM hosts") == [(6,)]
+        assert {name.rpartition(".")[2] for name in loaded.left_out["part of a database"]} == {"db-shm", "db-wal"}
+        assert loaded.problems == []
+    finally:
+        writer.close()
+
+
+def test_a_damaged_database_is_named(tmp_path: Path):
+    path = make(tmp_path / "shop.db", 1000)
+    data = bytearray(path.read_bytes())
+    data[40:200] = b"\xff" * 160
+    path.write_bytes(data)
+    with pytest.raises(SourceError, match=r"shop\.db is an SQLite database that cannot be read: "):
+        load([path])
