@@ -97,7 +97,7 @@ class Loaded(msgspec.Struct, frozen=True):
             reasons.setdefault(problem.reason, []).append(problem.name)
         lines += [f"not loaded ({len(names):,}), {reason}: {listing(names)}" for reason, names in reasons.items()]
         lines += [f"left out ({len(names):,}), {reason}: {listing(names)}" for reason, names in self.left_out.items()]
-        return lines
+        return [_printable(line) for line in lines]
 
 
 class Loading:
@@ -146,6 +146,15 @@ def listing(names: list[str]) -> str:
     """``a, b, c and 12 more``"""
     shown = ", ".join(names[:_SHOWN])
     return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN:,} more"
+
+
+def _printable(line: str) -> str:
+    """Names come from anywhere; a terminal must not obey them."""
+    return (
+        line
+        if line.isprintable()
+        else "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in line)
+    )
 
 
 def _by_suffix(items: Sequence[Item | Problem]) -> str:

@@ -23,6 +23,8 @@ MAX_ROWS = 10_000
 MAX_RESULT_BYTES = 32 << 20
 _COUNT_S = 2.0
 """To count the rows of one table, for the schema."""
+_DESCRIBE_S = 20.0
+"""For all tables; those that come after are described by their CREATE statement alone."""
 _NUM_SAMPLES = 3
 _MAX_SHOWN_CHARS = 80
 _STEPS = 10_000
@@ -119,6 +121,7 @@ def _connect(path: Path) -> Iterator[sqlite3.Connection]:
             database.close()
             database = sqlite3.connect(f"file:{quote(str(path))}?mode=ro&immutable=1", uri=True)
         database.execute("PRAGMA query_only = 1")
+        database.execute("PRAGMA trusted_schema = 0")  # its views are a stranger's code
         database.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_RESULT_BYTES)
         database.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)
         database.set_authorizer(_authorize)
@@ -143,7 +146,11 @@ def _tables(path: Path) -> list[str]:
         "SELECT name, sql FROM sqlite_master WHERE type IN ('table', 'view') AND substr(name, 1, 7) <> 'sqlite_' "
         "ORDER BY name"
     )
-    return [_describe(path, name, sql or "") for name, sql in run_query(path, statement)]
+    deadline = time.monotonic() + _DESCRIBE_S
+    return [
+        _describe(path, name, sql or "") if time.monotonic() < deadline else f"{sql};"
+        for name, sql in run_query(path, statement)
+    ]
 
 
 def _describe(path: Path, name: str, sql: str) -> str:
@@ -154,7 +161,10 @@ def _describe(path: Path, name: str, sql: str) -> str:
         count = "too many rows to count quickly"
     except (ValueError, PermissionError) as error:
         return f"{sql};\n-- {error}"
-    rows = run_query(path, f"SELECT * FROM {quoted} LIMIT {_NUM_SAMPLES}", limit_s=_COUNT_S)
+    try:
+        rows = run_query(path, f"SELECT * FROM {quoted} LIMIT {_NUM_SAMPLES}", limit_s=_COUNT_S)
+    except (ValueError, TimeoutError):  # rows that are too long, or a view that takes for ever
+        rows = []
     samples = "".join(f"\n--   ({', '.join(_shorten(value) for value in row)})" for row in rows)
     return f"{sql};\n-- {count}{', the first:' if rows else ''}{samples}"
 

@@ -112,5 +112,7 @@ def _count_lines(text: str) -> int:
 
 def _names(names: list[str], what: str) -> str:
     """``3 columns a, b, c``"""
-    shown = ", ".join(str(name)[:40] for name in names[:_MAX_NAMES]) + (" …" if len(names) > _MAX_NAMES else "")
+    shown = ", ".join(" ".join(str(name).split())[:40] for name in names[:_MAX_NAMES]) + (
+        " …" if len(names) > _MAX_NAMES else ""
+    )
     return f"{len(names)} {what}{'s' * (len(names) != 1)} {shown}"

@@ -315,6 +315,16 @@ def test_importing_load_imports_no_reader():
     assert done.stdout == "[]\n"
 
 
+def test_names_cannot_speak_to_the_terminal_or_break_a_line(tmp_path: Path):
+    tree(tmp_path, {"a\x1b[31m\nb.csv": '"x\ny",z\n1,2\n', "c.txt": "c"})
+    loaded = load([tmp_path])
+    assert loaded.describe() == [
+        "a\N{REPLACEMENT CHARACTER}[31m\N{REPLACEMENT CHARACTER}b.csv: CSV: 2 columns x y, z; 1 rows, 12 characters",
+        "c.txt: text, 1 characters",
+    ]
+    assert len(loaded.manifest().splitlines()) == 4
+
+
 def test_the_standard_library_is_read_whole():
     loaded = load([Path(os.__file__).parent / "asyncio"])
     assert "def create_task" in loaded.context["tasks.py"]

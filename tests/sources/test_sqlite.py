@@ -171,3 +171,16 @@ def test_a_damaged_database_is_named(tmp_path: Path):
     path.write_bytes(data)
     with pytest.raises(SourceError, match=r"shop\.db is an SQLite database that cannot be read: "):
         load([path])
+
+
+def test_a_view_that_never_ends_does_not_stop_the_load(path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("ramify.sources.sqlite._COUNT_S", 0.1)
+    database = sqlite3.connect(path)
+    with database:
+        database.execute(
+            "CREATE VIEW forever AS WITH RECURSIVE c(n) AS (SELECT 1 UNION ALL SELECT n+1 FROM c) SELECT max(n) FROM c"
+        )
+    database.close()
+    context = load([path]).context
+    assert "-- too many rows to count quickly" in context
+    assert "-- 5 rows, the first:" in context
