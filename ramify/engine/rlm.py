@@ -28,6 +28,7 @@ import msgspec
 
 from ramify.clients.base import Client, Sampling
 from ramify.engine import sync
+from ramify.engine.citations import Citation, Cited
 from ramify.engine.conversation import Conversation
 from ramify.engine.limits import Limits
 from ramify.engine.models import Models, ModelSpec, listed
@@ -92,6 +93,10 @@ class RLM:
     @property
     def limits(self) -> Limits:
         return self._setup.limits
+
+    @property
+    def sandbox(self) -> SandboxSpec:
+        return self._setup.sandbox
 
     # --- asking ------------------------------------------------------------------------------------------------
 
@@ -213,9 +218,14 @@ class RLM:
 
     def _from_record(self, run: str) -> Result:
         trajectory = self._need_store("resume").load(run)
+        answer: Any = trajectory.answer
+        citations: tuple[Citation, ...] = ()
+        if trajectory.metadata.get("cite") and answer is not None:
+            cited = msgspec.convert(answer, Cited[Any])
+            answer, citations = cited.answer, cited.citations
         return Result(
-            as_text(trajectory.answer), trajectory.answer, trajectory.stop or Stop.ERROR, trajectory.usage,
-            trajectory.cost, trajectory,
+            as_text(answer), answer, trajectory.stop or Stop.ERROR, trajectory.usage, trajectory.cost, trajectory,
+            citations,
         )  # fmt: skip
 
     def _need_store(self, what: str) -> Store:
@@ -281,10 +291,12 @@ def _config(
 ) -> dict[str, Any]:  # fmt: skip
     names = [spec if isinstance(spec, str) else spec.name for spec in listed(model)]
     subs = [spec if isinstance(spec, str) else spec.name for spec in listed(sub_model or ())]
-    return {
-        "model": names, "sub_model": subs, "limits": msgspec.to_builtins(limits), "scaffold": msgspec.to_builtins(chosen),
-        "sandbox": msgspec.to_builtins(spec), "sampling": msgspec.to_builtins(sampling or Sampling()),
+    config = {
+        "model": names, "sub_model": subs, "limits": limits, "scaffold": chosen, "sandbox": spec,
+        "sampling": sampling or Sampling(),
     }  # fmt: skip
+    plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(config))  # as a reader of the journal will see it
+    return plain
 
 
 def _new_id() -> str:
