@@ -1,0 +1,79 @@
+"""A stored run made ready to go on or to be repeated: the ``RLM`` that its journal describes.
+
+Models, limits, prompts, sandbox and sampling are taken as they were recorded. Tools over files (``sql``) are loaded again
+from the recorded paths. A replay asks nobody, so its models are stand-ins that need no key.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from ramify.clients.base import Price, Request, Sampling
+from ramify.clients.prices import PriceTable
+from ramify.engine.limits import Limits
+from ramify.engine.rlm import RLM
+from ramify.engine.scaffold import Scaffold
+from ramify.errors import ConfigError, ReplayDiverged, SourceError
+from ramify.sandbox.base import SandboxSpec
+from ramify.store.replay import Recording
+from ramify.store.store import Store
+from ramify.types.event import RunStarted
+from ramify.types.message import Reply
+
+
+def find(run: str) -> tuple[Store, Recording]:
+    store = Store()
+    return store, Recording(store.events(run))
+
+
+def rebuild(started: RunStarted, store: Store, *, stand_ins: bool = False) -> RLM:
+    """The RLM that ``started`` recorded. Raises ConfigError where this version cannot read what was recorded."""
+    config = started.config
+    models = [*config.get("model", [])]
+    subs = [*config.get("sub_model", [])]
+    if not models:
+        raise ConfigError(f"run {started.id} does not say which model it asked: ask anew")
+    try:
+        return RLM(
+            [StandIn(name) for name in models] if stand_ins else models,
+            sub_model=([StandIn(name) for name in subs] if stand_ins else subs) or None,
+            limits=msgspec.convert(config.get("limits", {}), Limits),
+            scaffold=msgspec.convert(config.get("scaffold", {}), Scaffold),
+            sandbox=msgspec.convert(config.get("sandbox", {}), SandboxSpec),
+            sampling=msgspec.convert(config.get("sampling", {}), Sampling),
+            tools=_tools(started) or None,
+            store=store,
+        )
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"run {started.id} was recorded with settings that do not fit: {error}; ask anew") from None
+
+
+def _tools(started: RunStarted) -> dict[str, Any]:
+    sources = started.config.get("sources") or {}
+    if not sources.get("tools"):
+        return {}
+    from ramify.sources.load import load
+
+    if "-" in sources["paths"]:
+        raise SourceError(
+            f"run {started.id} used {', '.join(sources['tools'])} over standard input, which is gone: ask anew"
+        )
+    return load(sources["paths"]).tools
+
+
+class StandIn:
+    """A ``Client`` of which only name, window and price are used."""
+
+    def __init__(self, name: str) -> None:
+        prices = PriceTable.load()
+        self.name = name
+        self.window = prices.window(name) or 128_000
+        self.price: Price | None = prices.price(name)
+
+    async def complete(self, request: Request) -> Reply:
+        raise ReplayDiverged(f"{self.name} was asked something that the run did not record")
+
+    async def close(self) -> None:
+        """Nothing to close."""

@@ -1,0 +1,212 @@
+"""A question from the command line, from its start to its exit code: Ctrl-C, what is shown meanwhile, what is printed.
+
+run ──> start an RLM's run ──> watch its events (a live view, lines, or nothing) ──> print the answer ──> exit code
+           ^
+           └── Ctrl-C: once ``wrap_up``, twice ``cancel``, a third time Python's own
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from ramify.cli import text
+from ramify.cli.exits import Exit, exit_of
+from ramify.cli.notes import Notes, error_line
+from ramify.cli.watch import Lines, Watcher
+from ramify.engine.rlm import RLM
+from ramify.engine.run import jsonable
+from ramify.engine.running import Result, Running
+from ramify.sandbox.base import open_sandbox
+from ramify.types.event import AnyEvent
+from ramify.types.message import Usage
+from ramify.types.trajectory import Trajectory
+
+if TYPE_CHECKING:
+    from ramify.sources.base import Loaded
+
+Start = Callable[[Callable[[AnyEvent], None]], Running]
+"""Begins a run whose events go to the function that is given."""
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """A question and how it is to be answered."""
+
+    question: str
+    loaded: Any
+    """What ``load`` returned, or None."""
+    paths: list[str]
+    schema: dict[str, Any] | None
+    cite: bool
+    cache: bool
+
+    def start(self, rlm: RLM, on_event: Callable[[AnyEvent], None]) -> Running:
+        given = (self.question, None) if self.loaded is None else (self.loaded, self.question)
+        return rlm.start(
+            *given, answer_type=self.schema, cite=self.cite, cache=self.cache, on_event=on_event,
+            metadata=source_record(self.loaded, self.paths),
+        )  # fmt: skip
+
+
+def warm_up(model: str) -> None:
+    """Begin to import what the model's client needs, while files are read and the rest is imported.
+
+    A good part of it is the system's certificates, which are read without Python's lock."""
+    if not model.startswith("scripted:"):
+        threading.Thread(target=__import__, args=("aiohttp",), daemon=True).start()
+
+
+def run(rlm: RLM, asked: Asked, notes: Notes, *, as_json: bool) -> Exit:
+    return _finish(lambda on_event: asked.start(rlm, on_event), rlm, notes, as_json, bool(asked.schema))
+
+
+def run_again(run: str, notes: Notes, *, as_json: bool) -> Exit:
+    """Go on with a stored run; one that has ended is answered from the record."""
+    from ramify.cli import again
+
+    store, recorded = again.find(run)
+    has_schema = bool(recorded.started.config.get("answer_schema"))
+    rlm = again.rebuild(recorded.started, store)
+    if recorded.ended is not None:
+        notes.say(f"run {recorded.started.id} had ended; this is its answer")
+        return _print(asyncio.run(rlm.aresume(run)), notes, as_json, has_schema, is_stored=True)
+    notes.say(f"going on with run {recorded.started.id}: {text.one_line(recorded.started.question)}")
+    return _finish(lambda on_event: rlm.restart(run, on_event=on_event), rlm, notes, as_json, has_schema)
+
+
+def source_record(loaded: Loaded | None, paths: list[str]) -> dict[str, Any]:
+    """What a resume needs to load again what does not live in the context: tools over files."""
+    if loaded is None:
+        return {}
+    return {"sources": {"paths": [p if p == "-" else str(Path(p).absolute()) for p in paths], "tools": [*loaded.tools]}}
+
+
+# --- running ---------------------------------------------------------------------------------------------------
+
+
+def _finish(start: Start, rlm: RLM, notes: Notes, as_json: bool, has_schema: bool) -> Exit:
+    interrupts = Interrupts(notes)
+    gc.freeze()  # what start-up made stays; ``main`` had turned collection off for it
+    gc.enable()
+    try:
+        result = asyncio.run(_watched(start, rlm, notes, interrupts))
+    except asyncio.CancelledError:
+        notes.say("ramify: stopped")
+        return interrupts.code
+    return _print(result, notes, as_json, has_schema, is_stored=rlm.store is not None)
+
+
+async def _watched(start: Start, rlm: RLM, notes: Notes, interrupts: Interrupts) -> Result:
+    async with rlm:
+        watcher = _watcher(rlm, notes)
+        running = start(watcher.apply)
+        with interrupts.caught(running):
+            async with watcher.watching(running):
+                return await running.result()
+
+
+def _watcher(rlm: RLM, notes: Notes) -> Watcher:
+    lines = Lines(notes, lambda: None if rlm.sandbox.allow_weaker else open_sandbox(rlm.sandbox).warning)
+    if notes.quiet or not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
+        return lines
+    from ramify.cli.view import LiveView
+
+    return LiveView(notes, lines, rlm.limits.max_seconds)
+
+
+class Interrupts:
+    """Ctrl-C and SIGTERM while a run goes on."""
+
+    def __init__(self, notes: Notes) -> None:
+        self.code = Exit.STOPPED
+        self._notes = notes
+        self._count = 0
+
+    @contextlib.contextmanager
+    def caught(self, running: Running) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGINT, self._interrupted, running)
+        loop.add_signal_handler(signal.SIGTERM, self._terminated, running)
+        try:
+            yield
+        finally:
+            loop.remove_signal_handler(signal.SIGINT)
+            loop.remove_signal_handler(signal.SIGTERM)
+
+    def _interrupted(self, running: Running) -> None:
+        self._count += 1
+        if self._count == 1:
+            self._notes.say("ramify: answering with what there is; Ctrl-C again to stop")
+            running.wrap_up()
+            return
+        running.cancel()
+        asyncio.get_running_loop().remove_signal_handler(signal.SIGINT)
+
+    def _terminated(self, running: Running) -> None:
+        self.code = Exit.TERMINATED
+        running.cancel()
+
+
+# --- printing --------------------------------------------------------------------------------------------------
+
+
+def _print(result: Result, notes: Notes, as_json: bool, has_schema: bool, *, is_stored: bool) -> Exit:
+    code = exit_of(result.stop, result.answer)
+    run_id = result.run_id if is_stored else None
+    if as_json:
+        _print_json(result, run_id)
+    elif result.answer is not None:
+        _print_answer(result, notes, has_schema)
+    if result.answer is None:
+        error_line(result.error or f"no answer: the run ended with {result.stop}")
+    notes.say(summary(result.trajectory, run_id))
+    return code
+
+
+def _print_json(result: Result, run_id: str | None) -> None:
+    """The fields of ``docs/cli.md``: always all of them, in this order."""
+    fields = {
+        "answer": jsonable(result.answer), "stop": result.stop, "error": result.error,
+        "citations": result.citations, "usage": {name: getattr(result.usage, name) for name in Usage.__struct_fields__},
+        "cost": result.cost, "seconds": result.trajectory.seconds, "run": run_id,
+    }  # fmt: skip
+    print(msgspec.json.encode(fields).decode())
+
+
+def _print_answer(result: Result, notes: Notes, has_schema: bool) -> None:
+    """To a terminal without escape sequences; to a pipe as it is."""
+    is_terminal = sys.stdout.isatty()
+    print(text.clean(result.response) if is_terminal else result.response)
+    lines = [
+        f"[{number}] {each.source}:{each.first_line}-{each.last_line} {text.one_line(each.quote, 160)!r}"
+        for number, each in enumerate(result.citations, 1)
+    ]
+    if has_schema:  # stdout must stay JSON
+        for line in lines:
+            notes.say(line)
+    elif lines:
+        print("\n" + "\n".join(lines))
+
+
+def summary(trajectory: Trajectory, run_id: str | None) -> str:
+    """``final · 3 turns, 12 calls · 45.2k tokens · $0.012 · 4.2 s · run 20260301-…``"""
+    usage = trajectory.usage
+    turns = len(trajectory.root.turns) if trajectory.calls else 0
+    bound = "at most " if usage.unknown_calls else ""
+    parts = [
+        str(trajectory.stop or "running"), f"{turns} turns, {usage.calls:,} calls",
+        f"{bound}{text.count(usage.total_tokens)} tokens",
+        *([bound + text.dollars(trajectory.cost)] if trajectory.cost is not None else []),
+        text.seconds(trajectory.seconds), *([f"run {run_id}"] if run_id else []),
+    ]  # fmt: skip
+    return " · ".join(parts)

@@ -1,0 +1,85 @@
+"""``ramify replay``: run a stored run's cells again against its recorded replies, and say whether all came out the same.
+
+No model is asked and nothing is paid or written. What differs is named by call, turn and cell.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import typer
+
+from ramify.cli.exits import Exit
+from ramify.cli.notes import Notes
+from ramify.cli.text import clean, one_line
+from ramify.types.trajectory import Call, Trajectory
+
+_SHOWN = 10
+
+
+def replay(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Its id, the beginning of one, or: last.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> int:
+    """Run a stored run's code again against its recorded replies, and compare.
+
+    Exit code 0 if everything came out the same, 1 if not."""
+    from ramify.cli import again
+
+    Notes().take_warnings()
+    store, recorded = again.find(run)
+    rlm = again.rebuild(recorded.started, store, stand_ins=True)
+
+    async def repeat() -> Trajectory:
+        async with rlm:
+            return (await rlm.areplay(run)).trajectory
+
+    new, old = asyncio.run(repeat()), store.load(run)
+    found = list(differences(old, new))
+    if as_json:
+        print(json.dumps({"run": old.id, "same": not found, "differences": found}))
+    else:
+        print(_verdict(old, found))
+    return Exit.ERROR if found else Exit.ANSWERED
+
+
+def differences(old: Trajectory, new: Trajectory) -> Iterator[str]:
+    """A line for each cell, call and answer that came out otherwise."""
+    calls = {call.id: call for call in new.calls}
+    for call in old.calls:
+        again = calls.pop(call.id, None)
+        if again is None:
+            yield f"call {call.id} was not made again"
+        else:
+            yield from _in_call(call, again)
+    yield from (f"call {id} is new" for id in calls)
+    if old.answer != new.answer:
+        yield f"the answer was {_shown(old.answer)} and is {_shown(new.answer)}"
+
+
+def _in_call(old: Call, new: Call) -> Iterator[str]:
+    if len(old.turns) != len(new.turns):
+        yield f"call {old.id} took {len(old.turns)} turns and now {len(new.turns)}"
+    for turn, (before, now) in enumerate(zip(old.turns, new.turns, strict=False)):
+        for cell, (was, is_) in enumerate(zip(before.cells, now.cells, strict=False)):
+            for name in ("stdout", "value", "error"):
+                if getattr(was, name) != getattr(is_, name):
+                    place = f"call {old.id}, turn {turn}, cell {cell}"
+                    yield f"{place}: {name} was {_shown(getattr(was, name))} and is {_shown(getattr(is_, name))}"
+    if (old.answer, old.stop) != (new.answer, new.stop):
+        yield f"call {old.id} ended {old.stop} with {_shown(old.answer)} and now {new.stop} with {_shown(new.answer)}"
+
+
+def _verdict(old: Trajectory, found: list[str]) -> str:
+    cells = sum(len(turn.cells) for call in old.calls for turn in call.turns)
+    if not found:
+        return f"same: {len(old.calls):,} calls, {cells:,} cells, and the answer"
+    more = [f"… and {len(found) - _SHOWN:,} more"] if len(found) > _SHOWN else []
+    return clean("\n".join([f"different in {len(found):,} places:", *(f"  {line}" for line in found[:_SHOWN]), *more]))
+
+
+def _shown(value: Any) -> str:
+    return one_line(repr(value), 100)

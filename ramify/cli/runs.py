@@ -1,0 +1,111 @@
+"""``ramify runs``: list what is stored, remove runs, prune the store."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import msgspec
+import typer
+
+from ramify.cli.exits import Exit
+from ramify.cli.measures import parse_age, parse_size
+from ramify.cli.text import clean, count, dollars, moment, one_line, seconds, size
+from ramify.errors import ConfigError
+from ramify.store.index import RunSummary
+from ramify.store.store import Store
+
+app = typer.Typer(invoke_without_command=True, rich_markup_mode=None)
+_COLUMNS = ("run", "when", "question", "model", "stop", "calls", "tokens", "cost", "seconds")
+
+
+@app.callback()
+def runs(
+    context: typer.Context,
+    limit: Annotated[int, typer.Option(help="How many, newest first; 0 is all.")] = 20,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")] = False,
+) -> int:
+    """List stored runs, newest first. Piped, the columns are separated by tabs."""
+    if context.invoked_subcommand:
+        return Exit.ANSWERED
+    found = Store().runs(limit or None)
+    if as_json:
+        for summary in found:
+            print(msgspec.json.encode(_as_dict(summary)).decode())
+    elif sys.stdout.isatty():
+        _draw(found)
+    else:
+        print("\t".join(_COLUMNS))
+        for summary in found:
+            print("\t".join(_cells(summary, 200)))
+    return Exit.ANSWERED
+
+
+@app.command()
+def rm(
+    run: Annotated[list[str], typer.Argument(metavar="RUN…", help="Ids, or unique beginnings of ids.")],
+) -> int:
+    """Delete runs, and what only they hold."""
+    store = Store()
+    paths = [store.path(each) for each in run]  # all are found before any is deleted
+    for path in dict.fromkeys(paths):
+        freed = store.remove(path.stem)
+        print(f"deleted {path.stem} ({size(freed)})")
+    return Exit.ANSWERED
+
+
+@app.command()
+def prune(
+    older_than: Annotated[str, typer.Option(metavar="AGE", help="Delete runs that ended longer ago: 30d, 12h.")] = "",
+    keep: Annotated[int | None, typer.Option(help="Keep this many newest runs in any case.")] = None,
+    max_size: Annotated[str, typer.Option(metavar="SIZE", help="Delete the oldest until it fits: 2GB, 500MB.")] = "",
+) -> int:
+    """Delete old runs, and what only they hold. Runs that are being written stay.
+
+    With --keep alone, all but the newest go. Without options, only what no run needs any more."""
+    if keep is not None and keep < 0:
+        raise ConfigError(f"--keep {keep}: give 0 or more")
+    store = Store()
+    before = store.size()
+    removed = store.prune(
+        parse_age(older_than, "--older-than") if older_than else None, keep,
+        parse_size(max_size, "--max-size") if max_size else None,
+    )  # fmt: skip
+    for id in removed:
+        print(f"deleted {id}")
+    after = store.size()
+    print(f"{len(removed)} runs deleted, {size(max(before - after, 0))} freed, {size(after)} left")
+    return Exit.ANSWERED
+
+
+def _as_dict(summary: RunSummary) -> dict[str, object]:
+    """Every field, also those that have their default."""
+    fields = {name: getattr(summary, name) for name in summary.__struct_fields__}
+    fields["usage"] = {name: getattr(summary.usage, name) for name in summary.usage.__struct_fields__}
+    return {"run": fields.pop("id"), **fields}
+
+
+def _cells(summary: RunSummary, width: int) -> list[str]:
+    state = "running" if summary.alive else "damaged" if summary.problem else "cut off"
+    return [
+        summary.id, moment(summary.started_at), one_line(summary.question, width), clean(summary.model),
+        str(summary.stop or state), f"{summary.usage.calls:,}", count(summary.usage.total_tokens),
+        dollars(summary.cost), seconds(summary.seconds),
+    ]  # fmt: skip
+
+
+def _draw(found: list[RunSummary]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for name in _COLUMNS:
+        is_number = name in ("calls", "tokens", "cost", "seconds")
+        table.add_column(
+            name, justify="right" if is_number else "left", no_wrap=True, overflow="ellipsis",
+            ratio=1 if name == "question" else None, min_width=10 if name == "question" else None,
+        )  # fmt: skip
+    for summary in found:
+        table.add_row(*(Text(cell) for cell in _cells(summary, 200)))
+    Console(highlight=False).print(table)

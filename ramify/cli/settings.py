@@ -1,0 +1,122 @@
+"""Where the settings of ``ask`` come from: an option, else a ``RAMIFY_*`` variable, else the configuration file.
+
+    --max-cost 2      RAMIFY_MAX_COST=2      max-cost = 2
+                                             [prices]
+                                             path = "prices.json"
+The keys are the long options of ``ask``; their types are those of its parameters, so there is no second list. Paths in
+the file are relative to it. A key that does not exist or does not fit is an error that names file and key: a budget
+that was mistyped must not go unnoticed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ramify.errors import ConfigError, nearest
+
+TABLES = {
+    "prices": {"path": "RAMIFY_PRICES"},
+    "runs": {"path": "RAMIFY_HOME", "max-bytes": "RAMIFY_STORE_MAX_BYTES"},
+}
+"""Table of the file -> key -> the variable that says the same, and wins."""
+OTHER_VARIABLES = frozenset(
+    {"RAMIFY_CONFIG", "RAMIFY_DEBUG", *(each for keys in TABLES.values() for each in keys.values())}
+)
+
+
+def config_path(environ: Mapping[str, str] = os.environ) -> Path:
+    """The file that is read, whether or not it exists."""
+    given = environ.get("RAMIFY_CONFIG")
+    if given:
+        path = Path(given).expanduser()
+        if not path.is_file():
+            raise ConfigError(f"RAMIFY_CONFIG names {path}, which is not a file: create it, or unset RAMIFY_CONFIG")
+        return path
+    from platformdirs import user_config_path
+
+    return user_config_path("ramify") / "config.toml"
+
+
+def fill(given: Mapping[str, Any], kinds: Mapping[str, Any]) -> dict[str, Any]:
+    """``given`` options, and what variables and the file say about those that were not given (None or empty).
+
+    ``kinds`` has the type of each setting that may come from there. Variables for other rooms are set from the file."""
+    settings = {**_from_file(config_path(), kinds), **_from_variables(os.environ, kinds)}
+    settings.update({name: value for name, value in given.items() if value is not None and value != []})
+    return settings
+
+
+def unknown_variables(kinds: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> Iterator[str]:
+    """A line for each ``RAMIFY_*`` variable that nothing reads."""
+    known = {*map(variable, kinds), *OTHER_VARIABLES}
+    for name in sorted(environ):
+        if name.startswith("RAMIFY_") and name not in known:
+            yield f"{name} is not a variable that ramify reads: {nearest(name, known)}"
+
+
+def variable(name: str) -> str:
+    return f"RAMIFY_{name.upper()}"
+
+
+def _from_variables(environ: Mapping[str, str], kinds: Mapping[str, Any]) -> dict[str, Any]:
+    found = {}
+    for name, kind in kinds.items():
+        text = environ.get(variable(name))
+        if text:
+            value = [each.strip() for each in text.split(",")] if _is_list(kind) else text
+            found[name] = _convert(value, kind, variable(name), lax=True)
+    return found
+
+
+def _from_file(path: Path, kinds: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    import tomllib
+
+    try:
+        content = tomllib.loads(data.decode())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not TOML: {error}") from None
+    found = {}
+    for key, value in content.items():
+        name = key.replace("-", "_")
+        if key in TABLES:
+            _apply_table(path, key, value)
+        elif name in kinds and "_" not in key:
+            value = [value] if _is_list(kinds[name]) and isinstance(value, str) else value
+            found[name] = _convert(value, kinds[name], f"{path}: {key}")
+        else:
+            known = [*(each.replace("_", "-") for each in kinds), *TABLES]
+            raise ConfigError(f"{path}: unknown key '{key}': {nearest(key, known)}")
+    return found
+
+
+def _apply_table(path: Path, table: str, content: Any) -> None:
+    """What other rooms read from the environment. It is set for this process and those that it starts."""
+    keys = TABLES[table]
+    for key, value in content.items() if isinstance(content, dict) else [("", content)]:
+        if key not in keys:
+            raise ConfigError(f"{path}: unknown key '{key}' in [{table}]: {nearest(key, keys)}")
+        if key == "path":
+            value = str(path.parent / Path(_convert(value, str, f"{path}: [{table}] {key}")).expanduser())
+        os.environ.setdefault(keys[key], str(value))
+
+
+def _convert(value: Any, kind: Any, where: str, lax: bool = False) -> Any:
+    try:
+        return msgspec.convert(value, kind, strict=not lax)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{where} = {value!r} does not fit: {str(error)[:1].lower()}{str(error)[1:]}") from None
+
+
+def _is_list(kind: Any) -> bool:
+    return "list" in str(kind)

@@ -1,0 +1,154 @@
+"""``ramify show``: a stored run as text, as one JSON object, or as its events.
+
+    run 20260301-142501-…  "Which host failed first?"
+    final · 3 turns, 312 calls · 45.2k tokens · $0.12 · 14 s
+    0 openai:gpt-5 (rlm): Which host failed first?
+      turn 1
+        | print(context[:500])
+        > 2026-03-01 …
+        llm_query × 300: 297 done, 3 failed
+      answer: db3
+What models and documents said is cleaned of escape sequences; ``--json`` and ``--events`` are not for eyes and are whole.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Annotated, Any
+
+import msgspec
+import typer
+
+from ramify.cli.exits import Exit
+from ramify.cli.text import clean, dollars, moment, one_line, seconds
+from ramify.errors import ConfigError, nearest
+from ramify.store.store import Store
+from ramify.types.trajectory import Call, Cell, Stop, Trajectory, Turn
+
+_OUTPUT_LINES = 12
+_PLAIN_SHOWN = 3
+"""Plain sub-calls of a cell that are shown one by one; more are counted."""
+
+
+def show(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Its id, the beginning of one, a journal, or: last.")],
+    call: Annotated[str, typer.Option(metavar="ID", help="Only this call and its prompts, whole: 0.3.")] = "",
+    full: Annotated[bool, typer.Option("--full", help="Outputs and answers whole.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="The trajectory as one JSON object.")] = False,
+    events: Annotated[bool, typer.Option("--events", help="The journal's events, one JSON object a line.")] = False,
+) -> int:
+    """Show what happened in a run: turns, code, output, sub-calls, answer."""
+    store = Store()
+    if events:
+        for event in store.events(run):
+            _write(msgspec.json.encode(event))
+        return Exit.ANSWERED
+    trajectory = store.load(run)
+    if as_json:
+        _write(msgspec.json.encode(_call_of(trajectory, call) if call else trajectory))
+        return Exit.ANSWERED
+    lines = _conversation(trajectory, _call_of(trajectory, call)) if call else _run_lines(trajectory, full)
+    for line in lines:
+        print(clean(line))
+    return Exit.ANSWERED
+
+
+def _run_lines(trajectory: Trajectory, full: bool) -> Iterator[str]:
+    from ramify.cli.asking import summary
+
+    yield f"run {trajectory.id}  {moment(trajectory.started_at)}"
+    yield summary(trajectory, None)
+    if trajectory.context:
+        yield f"context: {trajectory.context.kind}, {trajectory.context.chars:,} characters"
+    for root in trajectory.calls:
+        if root.parent is None:
+            yield from _call_lines(trajectory, root, "", full)
+    for error in trajectory.errors:
+        yield f"error: {error}"
+
+
+def _call_lines(trajectory: Trajectory, call: Call, indent: str, full: bool) -> Iterator[str]:
+    yield ""
+    yield f"{indent}{call.id} {call.model} ({call.kind}): {one_line(call.question, 160)}"
+    children = trajectory.children(call)
+    for number, turn in enumerate(call.turns):
+        if call.kind == "rlm":
+            yield f"{indent}  turn {number + 1}{_bill(turn)}"
+        for index, cell in enumerate(turn.cells):
+            yield from _cell_lines(cell, indent + "    ", full)
+            made = [c for c in children if c.parent and (c.parent.turn, c.parent.cell) == (number, index)]
+            yield from _children_lines(trajectory, made, indent + "    ", full)
+        if not turn.cells and call.kind == "rlm":
+            yield from _block(turn.reply.message.content, f"{indent}    ", full)
+    yield f"{indent}  {_end(call, full)}"
+
+
+def _children_lines(trajectory: Trajectory, made: list[Call], indent: str, full: bool) -> Iterator[str]:
+    plain = [call for call in made if call.kind != "rlm"]
+    for call in plain if full or len(plain) <= _PLAIN_SHOWN else []:
+        answer = call.error or _as_text(call.answer)
+        yield f"{indent}{call.id} {call.kind}: {one_line(call.question, 70)} → {one_line(answer, 70)}"
+    if len(plain) > _PLAIN_SHOWN and not full:
+        failed = sum(call.stop is Stop.ERROR for call in plain)
+        yield f"{indent}{plain[0].id} … {plain[-1].id}: llm_query × {len(plain):,}" + (
+            f", {failed:,} failed" if failed else ""
+        )
+    for call in made:
+        if call.kind == "rlm":
+            yield from _call_lines(trajectory, call, indent, full)
+
+
+def _cell_lines(cell: Cell, indent: str, full: bool) -> Iterator[str]:
+    yield from _block(cell.code, f"{indent}| ", True)
+    shown = "\n".join(
+        filter(None, [cell.stdout.rstrip("\n"), f"=> {cell.value}" if cell.value else "", cell.error or ""])
+    )
+    yield from _block(shown, f"{indent}> ", full)
+
+
+def _block(text: str, prefix: str, full: bool) -> Iterator[str]:
+    lines = clean(text).rstrip("\n").split("\n") if text else []
+    kept: Iterable[str] = lines
+    if not full and len(lines) > _OUTPUT_LINES:
+        kept = [*lines[: _OUTPUT_LINES - 3], f"… {len(lines) - _OUTPUT_LINES + 1:,} more lines: --full", *lines[-2:]]
+    for line in kept:
+        yield prefix + (line if full or len(line) <= 300 else line[:299] + "…")
+
+
+def _bill(turn: Turn) -> str:
+    usage, cost = turn.reply.usage, turn.reply.cost
+    price = f", {dollars(cost)}" if cost is not None else ""
+    return f"  ({usage.input_tokens:,} in, {usage.output_tokens:,} out{price}, {seconds(turn.reply.seconds)})"
+
+
+def _end(call: Call, full: bool) -> str:
+    if call.stop is None:
+        return "not ended"
+    answer = _as_text(call.answer)
+    shown = answer if full or call.parent is None else one_line(answer, 300)
+    limit = "" if call.stop is Stop.FINAL else f" ({call.stop})"
+    return f"answer{limit}: {shown}" if call.answer is not None else f"no answer ({call.stop}): {call.error or ''}"
+
+
+def _conversation(trajectory: Trajectory, call: Call) -> Iterator[str]:
+    yield f"{call.id} {call.model} ({call.kind})"
+    for message in trajectory.conversation(call):
+        yield f"--- {message.role} ---"
+        yield message.content
+    yield f"--- {_end(call, True)}"
+
+
+def _call_of(trajectory: Trajectory, id: str) -> Call:
+    known = [call.id for call in trajectory.calls]
+    if id not in known:
+        raise ConfigError(f"run {trajectory.id} has no call {id}: {nearest(id, known[:20])}")
+    return trajectory.call(id)
+
+
+def _as_text(answer: Any) -> str:
+    return answer if isinstance(answer, str) else "" if answer is None else msgspec.json.encode(answer).decode()
+
+
+def _write(line: bytes) -> None:
+    sys.stdout.buffer.write(line + b"\n")
