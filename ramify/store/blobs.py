@@ -11,7 +11,6 @@ import hashlib
 import mmap
 import os
 import re
-import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -44,7 +43,7 @@ class Blobs:
         with self._hold(fcntl.LOCK_SH):
             if _refresh(path, len(data)):
                 return digest
-        temporary = path.with_name(f".{digest[:16]}.{os.getpid()}.{secrets.token_hex(6)}")
+        temporary = path.with_name(f".{digest[:16]}.{os.getpid()}.{os.urandom(6).hex()}")
         try:
             _write(temporary, data)
             os.replace(temporary, path)

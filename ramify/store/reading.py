@@ -6,7 +6,6 @@ is an error that names the file and the line.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -68,6 +67,8 @@ async def follow(path: Path, poll_s: float = 0.1) -> AsyncIterator[AnyEvent]:
     """Every event from the first on, and those that come, until all is read and nobody writes any more.
 
     Between two questions of a conversation the writer lives, so following goes on."""
+    import asyncio  # heavy, and no other reader needs it
+
     offset, number = 0, 0
     while True:
         alive = writer(path) is not None  # asked first: what its last act wrote is read below

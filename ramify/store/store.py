@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from difflib import get_close_matches
@@ -52,7 +51,7 @@ class Store:
         now = time.time()
         stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(now))
         fraction = _base32(int(now % 1 * 1e6), 4)
-        unique = "".join(secrets.choice(_DIGITS) for _ in range(3))
+        unique = "".join(_DIGITS[byte % 32] for byte in os.urandom(3))
         words = re.findall(r"[a-z0-9]+", question.lower())[:4]
         return "-".join([stamp, fraction + unique, *(word[:16] for word in words)])
 
@@ -117,8 +116,9 @@ class Store:
         """Summaries, newest first."""
         journals = self._journals()[:limit]
         summaries = self._index.summaries(journals)
+        claimed = {path.stem for path in self._runs.glob("*.writer")}
         for summary in summaries:
-            summary.alive = writer(self._runs / f"{summary.id}.jsonl") is not None
+            summary.alive = summary.id in claimed and writer(self._runs / f"{summary.id}.jsonl") is not None
         return summaries
 
     def remove(self, run: str | Path) -> int:
