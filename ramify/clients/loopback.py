@@ -1,13 +1,14 @@
 """A small HTTP/1.1 server for scripted models: whole requests in, whole answers or broken ones out.
 
 It keeps connections alive, takes bodies with a ``Content-Length``, and can do on purpose what a server must not: close
-before an answer, or in the middle of it. No TLS, no chunked requests, no tasks: a request costs some tens of
+before an answer, or in the middle of it. No chunked requests, no tasks: a request costs some tens of
 microseconds, so that what a benchmark measures is its client. Not for use beyond loopback.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import Callable, Mapping
 from http import HTTPStatus
 
@@ -55,11 +56,18 @@ class Exchange:
 class Loopback:
     """Listens, and gives each request to ``handle``."""
 
-    def __init__(self, handle: Callable[[Exchange], None], host: str = "127.0.0.1", port: int = 0) -> None:
+    def __init__(
+        self,
+        handle: Callable[[Exchange], None],
+        host: str = "127.0.0.1",
+        port: int = 0,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
         self.host = host
         self.port = port
         """0 until it listens, if any free one may be taken."""
         self._handle = handle
+        self._tls = tls
         self._connections: set[_Connection] = set()
         self._server: asyncio.Server | None = None
 
@@ -67,7 +75,7 @@ class Loopback:
         loop = asyncio.get_running_loop()
         try:
             self._server = await loop.create_server(
-                lambda: _Connection(self._handle, self._connections), self.host, self.port, backlog=1024
+                lambda: _Connection(self._handle, self._connections), self.host, self.port, backlog=1024, ssl=self._tls
             )
         except OSError as error:
             raise ConfigError(

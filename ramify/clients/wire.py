@@ -1,9 +1,9 @@
 """One HTTP connection pool for a whole run: bytes of JSON out, status and bytes back, failures as ``ModelError``.
 
 The session is made at the first request, so that naming a model costs no import of the HTTP library. Proxies come from
-``HTTPS_PROXY``, ``HTTP_PROXY``, ``ALL_PROXY`` and ``NO_PROXY``; certificate authorities from ``SSL_CERT_FILE``,
-``SSL_CERT_DIR``, ``REQUESTS_CA_BUNDLE`` or ``CURL_CA_BUNDLE``, with ``NODE_EXTRA_CA_CERTS`` added. ``~/.netrc`` is not
-read: it would replace the key that the caller named.
+``HTTPS_PROXY``, ``HTTP_PROXY``, ``ALL_PROXY`` and ``NO_PROXY``. Certificate authorities are the system's, or those of
+``SSL_CERT_FILE`` and ``SSL_CERT_DIR``; ``REQUESTS_CA_BUNDLE``, ``CURL_CA_BUNDLE`` and ``NODE_EXTRA_CA_CERTS`` add to
+them. ``~/.netrc`` is not read: it would replace the key that the caller named.
 
 What it knows of a failure is whether the request may have been acted upon: nothing was sent before a connection stood;
 after that, a reply that does not arrive may have been paid. It does not try again and does not read what the JSON says.
@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import ssl
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 _KEEPALIVE_S = 4.0
 """Common servers close idle connections after five seconds; a request must not meet that moment."""
 _CONNECT_S = 30.0
+_REPLACING = ("SSL_CERT_FILE", "SSL_CERT_DIR")
+_ADDING = ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "NODE_EXTRA_CA_CERTS")
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -57,15 +59,24 @@ class Wire:
     def __init__(self, max_body_bytes: int = 64 << 20) -> None:
         self._max_body_bytes = max_body_bytes
         self._session: aiohttp.ClientSession | None = None
+        self._tls: ssl.SSLContext | Literal[True] | None = None
+        """Made at the first request that needs it; True where the library's own context serves."""
 
     async def post(self, where: str, route: Route, body: bytes) -> Answer:
         """Send ``body``; the answer whatever its status. ``where`` names the model in errors."""
         import aiohttp
 
         session = self._session or self._open()
+        if self._tls is None and not route.url.startswith("http://"):
+            self._tls = _tls() or True
         try:
             async with session.post(
-                route.url, data=body, headers=route.headers, proxy=route.proxy, allow_redirects=False
+                route.url,
+                data=body,
+                headers=route.headers,
+                proxy=route.proxy,
+                ssl=self._tls or True,
+                allow_redirects=False,
             ) as response:
                 return Answer(response.status, response.headers, await self._bounded(where, response))
         except aiohttp.ClientError as error:
@@ -83,9 +94,7 @@ class Wire:
     def _open(self) -> aiohttp.ClientSession:
         import aiohttp
 
-        connector = aiohttp.TCPConnector(
-            limit=0, keepalive_timeout=_KEEPALIVE_S, ssl=_tls() or True, ttl_dns_cache=60, enable_cleanup_closed=False
-        )
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S, ttl_dns_cache=60)
         self._session = aiohttp.ClientSession(
             connector=connector,
             trust_env=False,  # it would read ~/.netrc, and look proxies up for every request
@@ -125,22 +134,17 @@ def proxy_for(url: str) -> str | None:
 
 def _tls() -> ssl.SSLContext | None:
     """A context with the environment's certificate authorities; None where the library's own serves."""
-    bundle = next((os.environ[name] for name in ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE") if os.environ.get(name)), None)
-    own = os.environ.get("SSL_CERT_FILE") or os.environ.get("SSL_CERT_DIR")
-    extra = os.environ.get("NODE_EXTRA_CA_CERTS")
-    if not (bundle or own or extra):
+    if not any(os.environ.get(name) for name in (*_REPLACING, *_ADDING)):
         return None
-    try:
-        if own or not bundle:
-            context = ssl.create_default_context()  # OpenSSL itself reads SSL_CERT_FILE and SSL_CERT_DIR
-        elif os.path.isdir(bundle):
-            context = ssl.create_default_context(capath=bundle)
-        else:
-            context = ssl.create_default_context(cafile=bundle)
-        if extra:
-            context.load_verify_locations(cafile=extra)
-    except (OSError, ssl.SSLError) as error:
-        raise ConfigError(f"certificate bundle {bundle or own or extra}: {error}; fix or unset its variable") from None
+    context = ssl.create_default_context()  # OpenSSL itself reads SSL_CERT_FILE and SSL_CERT_DIR
+    replaced = {os.environ.get(name) for name in _REPLACING}
+    for bundle in {os.environ.get(name) for name in _ADDING} - replaced:
+        if not bundle:
+            continue
+        try:
+            context.load_verify_locations(**{"capath" if os.path.isdir(bundle) else "cafile": bundle})
+        except (OSError, ssl.SSLError) as error:
+            raise ConfigError(f"certificate bundle {bundle}: {error}; fix or unset its variable") from None
     return context
 
 

@@ -24,7 +24,17 @@ from ramify.clients.scripted import (
     unreachable,
 )
 from ramify.clients.scripted_server import ScriptedServer
-from ramify.errors import BadReply, ConfigError, LimitReached, RateLimited, Refused, ReplyLost, ServerFailed, Unreachable
+from ramify.errors import (
+    BadReply,
+    ConfigError,
+    LimitReached,
+    ModelError,
+    RateLimited,
+    Refused,
+    ReplyLost,
+    ServerFailed,
+    Unreachable,
+)
 from ramify.types.message import Usage
 from tests.clients.helpers import Books, request, run
 
@@ -53,7 +63,7 @@ def ask(script, **options):
         client = ScriptedClient(script, price=Price(1.0, 2.0))
         try:
             outcome = await asking.ask(client, request(), books, told.append)
-        except Exception as error:
+        except (ModelError, KeyError) as error:
             outcome = error
         await asking.close()
         return outcome, books, told

@@ -1,0 +1,219 @@
+"""Claude's client through the real SDK, against a loopback server that speaks the Messages API."""
+
+import msgspec
+import pytest
+
+from ramify.clients.base import Price, Request, Sampling, Tool
+from ramify.clients.pool import Pool
+from ramify.errors import BadReply, ConfigError, ModelError, RateLimited, Refused, ReplyLost, ServerFailed, Unreachable
+from ramify.types.message import Message, Reply, ToolCall, Usage
+from tests.clients.helpers import Books, Says, request, run
+
+anthropic = pytest.importorskip("anthropic", reason="the extra 'anthropic' is not installed")
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+KEY = "sk-ant-0123456789abcdef"
+CACHE = {"type": "ephemeral"}
+
+
+def sent(content, stop="end_turn", **usage):
+    usage = {"input_tokens": 5, "output_tokens": 2, **usage}
+    body = {"id": "m", "type": "message", "role": "assistant", "model": "claude-x", "content": content,
+            "stop_reason": stop, "stop_sequence": None, "usage": usage}  # fmt: skip
+    return 200, msgspec.json.encode(body), {}
+
+
+def text(words, **rest):
+    return {"type": "text", "text": words, **rest}
+
+
+def exchange(asked, *answers):
+    """Replies (or errors) to ``asked`` from a server that gives ``answers``, and the bodies it got."""
+    left = list(answers)
+
+    async def main():
+        async with Says(lambda _: left.pop(0)) as server:
+            pool = Pool(keys={"anthropic": KEY}, base_urls={"anthropic": server.root}, max_attempts=1)
+            client, outcomes = pool.client("anthropic:claude-x"), []
+            for each in asked:
+                try:
+                    outcomes.append(await client.complete(each))
+                except ModelError as error:
+                    outcomes.append(error)
+            await pool.close()
+            return outcomes, server.asked
+
+    outcomes, received = run(main())
+    return outcomes, [msgspec.json.decode(each.body) for each in received], received
+
+
+def test_a_plain_request():
+    (reply,), (body,), (received,) = exchange([request()], sent([text("hello")]))
+    assert body == {
+        "model": "claude-x", "max_tokens": 64, "messages": [{"role": "user", "content": [text("hi there")]}],
+    }  # fmt: skip
+    assert received.path == "/v1/messages"
+    assert KEY in (received.headers.get("x-api-key"), received.headers.get("authorization", "").removeprefix("Bearer "))
+    assert msgspec.structs.replace(reply, seconds=0.0) == Reply(
+        Message("assistant", "hello"), Usage(5, 2, calls=1), model="claude-x"
+    )
+
+
+def test_a_growing_history_is_marked_for_the_cache_at_its_end():
+    history = (Message("system", "be brief"), Message("user", "a"), Message("assistant", "b"), Message("user", "c"))
+    _, (body,), _ = exchange([Request(history)], sent([text("d")]))
+    assert body["system"] == [text("be brief", cache_control=CACHE)]
+    assert body["messages"] == [
+        {"role": "user", "content": [text("a")]},
+        {"role": "assistant", "content": [text("b")]},
+        {"role": "user", "content": [text("c", cache_control=CACHE)]},
+    ]
+
+
+def test_a_first_turn_is_marked_only_where_more_will_share_it():
+    _, bodies, _ = exchange([request(), request(affinity="run-1")], sent([text("x")]), sent([text("x")]))
+    assert ["cache_control" in body["messages"][0]["content"][0] for body in bodies] == [False, True]
+
+
+def test_cache_use_is_counted_and_priced():
+    (reply,), *_ = exchange([request()], sent([text("x")], cache_read_input_tokens=100, cache_creation_input_tokens=10))
+    assert reply.usage == Usage(115, 2, cached_tokens=100, calls=1, cache_write_tokens=10)
+    assert Price(1.0, 1.0, 0.1, 1.25).of(reply.usage) == pytest.approx((5 + 10 + 12.5 + 2) * 1e-6)
+
+
+def test_everything_a_request_can_ask():
+    closed = {"type": "object", "properties": {}, "required": [], "additionalProperties": False}
+    asked = Request(
+        (Message("user", "a"),),
+        Sampling(9, 0.5, 0.9, ("END",), seed=3, logprobs=True, extra={"thinking": {"type": "disabled"}}),
+        schema=closed,
+        tools=(Tool("look", "looks", {"type": "object"}),),
+    )
+    _, (body,), _ = exchange([asked], sent([text("x")]))
+    assert body == {
+        "model": "claude-x",
+        "max_tokens": 9,
+        "messages": [{"role": "user", "content": [text("a")]}],
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "stop_sequences": ["END"],
+        "thinking": {"type": "disabled"},
+        "output_config": {"format": {"type": "json_schema", "schema": closed}},
+        "tools": [{"name": "look", "description": "looks", "input_schema": {"type": "object"}}],
+    }
+
+
+def test_thinking_and_tools_go_there_and_back():
+    thinking = {"type": "thinking", "thinking": "hm", "signature": "s1"}
+    use = {"type": "tool_use", "id": "t1", "name": "look", "input": {"at": 1}}
+
+    async def main():
+        left = [sent([thinking, text("let me see"), use], "tool_use"), sent([text("done")])]
+        async with Says(lambda _: left.pop(0)) as server:
+            pool = Pool(keys={"anthropic": KEY}, base_urls={"anthropic": server.root})
+            client = pool.client("anthropic:claude-x")
+            first = await client.complete(request("go"))
+            answer = Message("tool", "seen", tool_call_id="t1")
+            await client.complete(Request((Message("user", "go"), first.message, answer, Message("user", "and?"))))
+            await pool.close()
+            return first, msgspec.json.decode(server.asked[1].body)["messages"][1:]
+
+    first, turns = run(main())
+    assert (first.message, first.finish) == (
+        Message("assistant", "let me see", reasoning="hm", tool_calls=(ToolCall("t1", "look", '{"at":1}'),)),
+        "tool_calls",
+    )
+    assert turns == [
+        {"role": "assistant", "content": [thinking, text("let me see"), use]},
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "t1", "content": "seen"},
+                text("and?", cache_control=CACHE),
+            ],
+        },
+    ]
+
+
+def test_empty_messages_are_left_out():
+    asked = Request((Message("user", "a"), Message("assistant", ""), Message("user", "b")))
+    _, (body,), _ = exchange([asked], sent([text("x")]))
+    assert body["messages"] == [{"role": "user", "content": [text("a"), text("b", cache_control=CACHE)]}]
+
+
+@pytest.mark.parametrize(
+    ("stop", "finish"),
+    [
+        ("end_turn", "stop"),
+        ("stop_sequence", "stop"),
+        ("max_tokens", "length"),
+        ("refusal", "content_filter"),
+        ("x", "other"),
+    ],
+)
+def test_why_it_ended(stop, finish):
+    (reply,), *_ = exchange([request()], sent([text("x")], stop))
+    assert reply.finish == finish
+
+
+def failed(kind, message):
+    return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": message}})
+
+
+@pytest.mark.parametrize(
+    ("answer", "error", "says"),
+    [
+        (
+            (401, failed("authentication_error", f"bad {KEY}"), {}),
+            Refused,
+            "401: bad *** (authentication_error); check the key in ANTHROPIC_API_KEY",
+        ),
+        ((400, failed("x", "prompt is too long: 9 tokens > 8 maximum"), {}), Refused, "shorten the prompt"),
+        ((429, failed("x", "slow down"), {"retry-after": "7"}), RateLimited, "429: slow down"),
+        ((529, failed("overloaded_error", "Overloaded"), {}), RateLimited, "529: Overloaded"),
+        ((500, failed("x", "fell over"), {}), ServerFailed, "500: fell over"),
+        ((200, b"<html>", {"content-type": "text/html"}), BadReply, "not a message"),
+        ((200, b"{}", {}), BadReply, "not a message"),
+    ],
+)
+def test_bad_answers(answer, error, says):
+    (got,), *_ = exchange([request()], answer)
+    assert type(got) is error
+    assert says in str(got)
+    assert KEY not in str(got)
+    if answer[0] == 429:
+        assert got.retry_after_s == 7.0
+
+
+def test_a_model_that_takes_no_schema_is_asked_without():
+    closed = {"type": "object", "properties": {}, "required": [], "additionalProperties": False}
+    refusal = (400, failed("x", "output_config: not supported by this model"), {})
+    (first, second), (_, body), _ = exchange([request(schema=closed)] * 2, refusal, sent([text("x")]))
+    assert (type(first), first.transient, second.message.content, "output_config" in body) == (
+        Refused,
+        True,
+        "x",
+        False,
+    )
+
+
+def test_connections_that_fail_or_break():
+    async def main():
+        async with Says(lambda each: each.drop() or (200, b"", {})) as server:
+            pool = Pool(keys={"anthropic": KEY}, base_urls={"anthropic": server.root}, max_attempts=1)
+            client, kinds = pool.client("anthropic:claude-x"), []
+            with pytest.raises(ReplyLost, match="broke before the reply was whole"):
+                await pool.ask(client, request(), Books())
+        with pytest.raises(Unreachable, match="cannot reach"):
+            await pool.ask(client, request(), Books())
+        await pool.close()
+        return kinds
+
+    run(main())
+
+
+def test_no_key_is_said(monkeypatch):
+    for name in ("ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ConfigError, match="anthropic:m: no API key: set ANTHROPIC_API_KEY"):
+        Pool().client("anthropic:m")

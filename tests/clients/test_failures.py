@@ -1,0 +1,57 @@
+import time
+from datetime import UTC, datetime
+from email.utils import format_datetime
+
+import pytest
+
+from ramify.clients.failures import redacted, retry_after_s, seconds_of
+
+
+@pytest.mark.parametrize(
+    ("value", "seconds"),
+    [
+        ("2", 2.0),
+        ("0.5", 0.5),
+        ("20ms", 0.02),
+        ("1s", 1.0),
+        ("6m0.5s", 360.5),
+        ("1h2m", 3720.0),
+        ("soon", None),
+        ("", None),
+    ],
+)
+def test_durations(value, seconds):
+    assert seconds_of(value) == pytest.approx(seconds)
+
+
+def test_dates():
+    at = datetime.fromtimestamp(time.time() + 60, UTC)
+    for value in (format_datetime(at, usegmt=True), at.isoformat(), str(at.timestamp()), str(at.timestamp() * 1000)):
+        assert seconds_of(value) == pytest.approx(60, abs=2), value
+
+
+@pytest.mark.parametrize(
+    ("headers", "body", "wait"),
+    [
+        ({"retry-after-ms": "250", "retry-after": "9"}, b"", 0.25),
+        ({"x-ratelimit-remaining-requests": "0", "x-ratelimit-reset-requests": "2s", "x-ratelimit-remaining-tokens": "5",
+          "x-ratelimit-reset-tokens": "9s"}, b"", 2.0),
+        ({}, b'{"error": {"details": [{"@type": "google.rpc.RetryInfo", "retryDelay": "34s"}]}}', 34.0),
+        ({}, b"{}", None),
+    ],
+)  # fmt: skip
+def test_where_the_wait_is_said(headers, body, wait):
+    assert retry_after_s(headers, body) == wait
+
+
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        ("bad key sk-proj-abcdefghij", "bad key sk-***"),
+        ("Bearer abcdefghijkl is wrong", "Bearer *** is wrong"),
+        ("mine-is-unusual here", "*** here"),
+        ("the key provided is missing", "the key provided is missing"),
+    ],
+)
+def test_no_key_is_told(text, left):
+    assert redacted(text, ["mine-is-unusual"]) == left

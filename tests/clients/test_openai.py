@@ -1,0 +1,296 @@
+"""The OpenAI-compatible client over real HTTP: what goes out, what is read, and what each bad answer is called."""
+
+import msgspec
+import pytest
+
+from ramify.clients.base import Request, Sampling, Tool
+from ramify.clients.pool import Pool
+from ramify.clients.scripted_server import ScriptedServer
+from ramify.errors import BadReply, ConfigError, ModelError, RateLimited, Refused, ReplyLost, ServerFailed
+from ramify.types.message import Message, Reply, ToolCall, Usage
+from tests.clients.helpers import Books, Says, request, run, says
+
+KEY = "sk-secret-0123456789"
+
+
+def sent(asked, provider="vllm", *, key=KEY):
+    """The body and headers that a server gets."""
+
+    async def main():
+        async with ScriptedServer(["ok"]) as server:
+            pool = Pool(base_urls={provider: server.url}, keys={provider: key} if key else None)
+            await pool.ask(pool.client(f"{provider}:org/model"), asked, Books())
+            await pool.close()
+            return server.requests[0]
+
+    return run(main())
+
+
+def answer(body, status=200, **headers):
+    """The reply or error for one answer of a server."""
+
+    async def main():
+        async with says(body if isinstance(body, bytes) else msgspec.json.encode(body), status, **headers) as server:
+            pool = Pool(max_attempts=1, base_urls={"openai": server.root + "/v1"}, keys={"openai": KEY})
+            try:
+                return await pool.client("openai:m").complete(request())
+            except ModelError as error:
+                return error
+            finally:
+                await pool.close()
+
+    return run(main())
+
+
+def choice(message, **rest):
+    return {"choices": [{"message": message, "finish_reason": "stop", **rest}], "model": "m-1"}
+
+
+def test_a_plain_request():
+    received = sent(request())
+    assert received.json == {
+        "model": "org/model", "messages": [{"role": "user", "content": "hi there"}], "max_tokens": 64,
+    }  # fmt: skip
+    assert (received.path, received.headers["authorization"]) == ("/v1/chat/completions", f"Bearer {KEY}")
+    assert (received.headers["content-type"], received.headers["user-agent"]) == ("application/json", "ramify")
+
+
+def test_a_full_request():
+    closed = {
+        "type": "object",
+        "properties": {"n": {"type": "integer"}},
+        "required": ["n"],
+        "additionalProperties": False,
+    }
+    call = ToolCall("c1", "look", '{"at": 1}')
+    asked = Request(
+        messages=(
+            Message("system", "be brief"),
+            Message("assistant", "", reasoning="hm", tool_calls=(call,)),
+            Message("tool", "seen", tool_call_id="c1"),
+        ),
+        sampling=Sampling(9, 0.5, 0.9, ("END",), 7, True, {"top_k": 3}),
+        schema=closed,
+        tools=(Tool("look", "looks", {"type": "object"}),),
+        affinity="run-1",
+    )
+    assert sent(asked).json == {
+        "model": "org/model",
+        "messages": [
+            {"role": "system", "content": "be brief"},
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [
+                    {"id": "c1", "type": "function", "function": {"name": "look", "arguments": '{"at": 1}'}}
+                ],
+            },
+            {"role": "tool", "content": "seen", "tool_call_id": "c1"},
+        ],
+        "max_tokens": 9,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "seed": 7,
+        "stop": ["END"],
+        "logprobs": True,
+        "return_token_ids": True,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": closed, "strict": True}},
+        "tools": [
+            {"type": "function", "function": {"name": "look", "description": "looks", "parameters": {"type": "object"}}}
+        ],
+        "top_k": 3,
+    }
+
+
+def test_an_open_schema_is_not_called_strict():
+    body = sent(request(schema={"type": "object", "properties": {"n": {"type": "integer"}}})).json
+    assert body["response_format"]["json_schema"]["strict"] is False
+
+
+def test_openrouter_gets_reasoning_back():
+    asked = Request((Message("assistant", "a", reasoning="hm"), Message("user", "b")))
+    assert sent(asked, "openrouter").json["messages"][0] == {"role": "assistant", "content": "a", "reasoning": "hm"}
+
+
+def test_text_that_is_not_unicode_is_repaired():
+    assert sent(request("a\udc80b")).json["messages"][0]["content"] == "a\ufffdb"
+
+
+def test_without_a_key_no_header():
+    assert "authorization" not in sent(request(), key=None).headers
+
+
+def test_a_full_reply():
+    body = choice(
+        {"content": "4", "reasoning_content": "2+2"},
+        token_ids=[5, 6],
+        logprobs={"content": [{"token": "4", "logprob": -0.5, "top_logprobs": []}, {"token": "", "logprob": -0.25}]},
+    ) | {
+        "prompt_token_ids": [1, 2, 3],
+        "usage": {
+            "prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5,
+            "prompt_tokens_details": {"cached_tokens": 1}, "completion_tokens_details": {"reasoning_tokens": 1},
+        },
+    }  # fmt: skip
+    reply = answer(body)
+    assert msgspec.structs.replace(reply, seconds=0.0) == Reply(
+        Message("assistant", "4", reasoning="2+2"),
+        Usage(3, 2, 1, 1, 1),
+        model="m-1",
+        prompt_ids=(1, 2, 3),
+        token_ids=(5, 6),
+        logprobs=(-0.5, -0.25),
+    )
+
+
+CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize(
+    ("body", "message", "finish"),
+    [
+        (choice({"content": None, "reasoning": "hm"}), Message("assistant", "", reasoning="hm"), "stop"),
+        (choice({"content": "x"}, finish_reason="length"), Message("assistant", "x"), "length"),
+        (choice({"content": "x"}, finish_reason="eos"), Message("assistant", "x"), "other"),
+        (choice({"refusal": "I will not"}), Message("assistant", "I will not"), "content_filter"),
+        (
+            choice({"content": None, "tool_calls": [CALL]}, finish_reason="tool_calls"),
+            Message("assistant", "", tool_calls=(ToolCall("c1", "f", "{}"),)),
+            "tool_calls",
+        ),
+        (
+            choice({"tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]}, finish_reason="tool_calls"),
+            Message("assistant", "", tool_calls=(ToolCall("call_0", "f", '{"a":1}'),)),
+            "tool_calls",
+        ),
+        (
+            choice({"content": [{"type": "thinking", "thinking": [{"text": "hm"}]}, {"type": "text", "text": "x"}]}),
+            Message("assistant", "x", reasoning="hm"),
+            "stop",
+        ),
+    ],
+    ids=["null content", "length", "unknown finish", "refusal", "tool call", "tool call as object", "parts"],
+)  # fmt: skip
+def test_forms_of_a_message(body, message, finish):
+    reply = answer(body)
+    assert (reply.message, reply.finish) == (message, finish)
+
+
+@pytest.mark.parametrize(
+    ("usage", "read"),
+    [
+        (None, Usage()),
+        ({"prompt_tokens": 5}, Usage()),
+        ({"prompt_tokens": 5, "completion_tokens": 2}, Usage(5, 2, calls=1)),
+        ({"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 17}, Usage(5, 12, calls=1)),
+        ({"prompt_tokens": 5, "completion_tokens": 2, "prompt_cache_hit_tokens": 4}, Usage(5, 2, 4, calls=1)),
+        ({"prompt_tokens": 5, "completion_tokens": 2, "prompt_tokens_details": None}, Usage(5, 2, calls=1)),
+    ],
+    ids=["none", "half", "plain", "thinking in the total", "deepseek's cache", "null details"],
+)
+def test_forms_of_usage(usage, read):
+    assert answer(choice({"content": "x"}) | {"usage": usage}).usage == read
+
+
+def test_a_cost_that_the_server_reports_is_kept():
+    usage = {"prompt_tokens": 1, "completion_tokens": 1, "cost": 0.25}
+    assert answer(choice({"content": "x"}) | {"usage": usage}).cost == 0.25
+
+
+BAD = {"error": {"message": f"Incorrect API key provided: {KEY}", "code": "invalid_api_key"}}
+LONG = {"error": {"message": "This model's maximum context length is 8 tokens"}}
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "error", "says"),
+    [
+        (b"<!doctype html><p>hi", 200, BadReply, "answered application/json instead of JSON; check the base URL"),
+        (b"not json", 200, BadReply, "that is not a chat completion"),
+        (b'{"choices": "no"}', 200, BadReply, "that is not a chat completion"),
+        (b"{}", 200, BadReply, "sent a reply without choices"),
+        (b"", 200, BadReply, "that is not a chat completion"),
+        ({"error": {"message": "upstream fell over", "code": 502}}, 200, ServerFailed, "502: upstream fell over"),
+        (
+            choice({"content": "x"}, token_ids=[1], logprobs={"content": []}),
+            200,
+            BadReply,
+            "1 token ids but 0 logprobs",
+        ),
+        (BAD, 401, Refused, "401: Incorrect API key provided: *** (invalid_api_key); check the key in OPENAI_API_KEY"),
+        (LONG, 400, Refused, "shorten the prompt or name a model with a larger window"),
+        ({"error": {"message": "You exceeded your current quota"}}, 429, Refused, "no quota left"),
+        ({"error": {"message": "Slow down"}}, 429, RateLimited, "429: Slow down"),
+        (b"<html>", 404, Refused, "404: a web page"),
+        ({"detail": [{"msg": "field required"}]}, 422, Refused, "422: field required"),
+        ([{"error": {"message": "bad"}}], 400, Refused, "400: bad"),
+        (b"oops", 500, ServerFailed, "500: oops"),
+        (b"", 504, ReplyLost, "504; a gateway gave up waiting"),
+    ],
+)
+def test_bad_answers(body, status, error, says):
+    got = answer(body, status)
+    assert type(got) is error
+    assert says in str(got)
+    assert "127.0.0.1" in str(got)
+    assert KEY not in str(got)
+    assert "\n" not in str(got)
+
+
+def test_a_long_prompt_is_told_apart():
+    assert (answer(LONG, 400).too_long, answer(BAD, 401).too_long) == (True, False)
+
+
+def test_a_redirect_names_where_to():
+    error = answer(b"", 301, location="https://example.org/v1")
+    assert "moved to https://example.org/v1; use that as the base URL" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("headers", "wait"), [({"retry_after": "2"}, 2.0), ({"retry_after_ms": "150"}, 0.15), ({}, None)]
+)
+def test_the_time_to_wait(headers, wait):
+    assert answer(b"{}", 429, **headers).retry_after_s == wait
+
+
+def test_a_server_that_wants_the_newer_field_gets_it():
+    def tell(exchange):
+        if "max_tokens" in msgspec.json.decode(exchange.body):
+            said = "Unsupported parameter: 'max_tokens' is not supported. Use 'max_completion_tokens' instead."
+            return 400, msgspec.json.encode({"error": {"message": said}}), {}
+        return 200, msgspec.json.encode(choice({"content": "x"})), {}
+
+    async def main():
+        async with Says(tell) as server:
+            pool = Pool(base_urls={"openai": server.root})
+            for _ in range(2):
+                await pool.ask(pool.client("openai:m"), request(), Books())
+            await pool.close()
+            return ["max_tokens" in msgspec.json.decode(each.body) for each in server.asked]
+
+    assert run(main()) == [True, False, False]
+
+
+def test_a_reply_beyond_all_bounds_is_not_read(monkeypatch):
+    async def main():
+        async with says(b'{"choices": []}' + b" " * 300_000) as server:
+            pool = Pool(base_urls={"openai": server.root})
+            pool._wire._max_body_bytes = 100_000
+            with pytest.raises(BadReply, match="longer than 100000 bytes"):
+                await pool.client("openai:m").complete(request())
+            await pool.close()
+
+    run(main())
+
+
+def test_the_key_is_in_no_repr():
+    async def main():
+        pool = Pool(keys={"openai": KEY})
+        client = pool.client("openai:m")
+        return repr(client) + repr(vars(client))
+
+    assert KEY not in run(main())
+
+
+def test_a_key_that_cannot_be_one():
+    with pytest.raises(ConfigError, match="OPENAI_API_KEY has spaces"):
+        Pool(keys={"openai": "my key"}).client("openai:m")

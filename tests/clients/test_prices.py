@@ -1,0 +1,60 @@
+import re
+
+import pytest
+
+from ramify.clients.base import Price
+from ramify.clients.pool import Pool
+from ramify.clients.prices import Entry, PriceTable
+from ramify.errors import ConfigError
+from ramify.types.message import Usage
+
+OWN = '{"openai:gpt-5": {"input": 2.0, "output": 4.0}, "vllm:m": {"window": 9, "also": ["vllm:n"]}}'
+
+
+def test_a_bill():
+    price = Price(input=3.0, output=15.0, cached=0.3, cache_write=3.75)
+    assert price.of(Usage(1_000_000, 100_000, cached_tokens=500_000, cache_write_tokens=100_000)) == pytest.approx(
+        400_000 * 3e-6 + 500_000 * 0.3e-6 + 100_000 * 3.75e-6 + 100_000 * 15e-6
+    )
+
+
+def test_every_packaged_entry_says_when_and_whence():
+    table = PriceTable.load()
+    for name, entry in table._entries.items():
+        assert entry.price is not None, name
+        assert entry.window is not None, name
+        assert re.fullmatch(r"20\d\d-\d\d", entry.taken), name
+        assert entry.source, name
+        assert entry.price.output >= entry.price.input > 0, name
+
+
+def test_names():
+    table = PriceTable({"openai:m": Entry(1.0, 2.0, window=100, also=("openrouter:openai/m",))})
+    names = ["openai:m", "openai:m-2025-08-07", "openai:m@https://proxy/v1", "openrouter:openai/m"]
+    assert [table.price(name) for name in names] == [Price(1.0, 2.0)] * 4
+    assert (table.price("openai:other"), table.window("openai:other")) == (None, None)
+    assert table.price("vllm:anything") == Price(0.0, 0.0)
+
+
+def test_a_file_of_ones_own_wins(tmp_path, monkeypatch):
+    path = tmp_path / "prices.json"
+    path.write_text(OWN)
+    monkeypatch.setenv("RAMIFY_PRICES", str(path))
+    table = PriceTable.load()
+    assert (table.price("openai:gpt-5"), table.price("vllm:m")) == (Price(2.0, 4.0), Price(0.0, 0.0))
+    assert (table.window("vllm:m"), table.window("vllm:n")) == (9, 9)
+    assert table.price("openai:gpt-5-mini") is not None
+    client = Pool(prices=table, keys={"openai": "key-123"}).client("openai:gpt-5")
+    assert client.price == Price(2.0, 4.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"), [("{", "truncated"), ('{"a:b": {"inptu": 1}}', "inptu"), (None, "No such file")]
+)
+def test_a_bad_file_is_named(tmp_path, text, says):
+    path = tmp_path / "prices.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError, match=says) as caught:
+        PriceTable.load(path)
+    assert str(path) in str(caught.value)

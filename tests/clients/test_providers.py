@@ -1,0 +1,98 @@
+"""Names, addresses, keys; and that the documentation's table is this one."""
+
+from pathlib import Path
+
+import pytest
+
+from ramify.clients.providers import PROVIDERS, resolve, split_name, table
+from ramify.errors import ConfigError
+
+ENV = {"OPENAI_API_KEY": "key", "AZURE_OPENAI_API_KEY": "key", "PORTKEY_API_KEY": "key", "PORTKEY_PROVIDER": "openai"}
+BEARER = {"Authorization": "Bearer key"}
+
+
+@pytest.mark.parametrize(
+    ("name", "environ", "url", "headers", "limit"),
+    [
+        ("openai:gpt-5", ENV, "https://api.openai.com/v1/chat/completions", BEARER, "max_completion_tokens"),
+        ("openai:m@http://h:1/v1/", {}, "http://h:1/v1/chat/completions", {}, "max_tokens"),
+        ("openai:m", {**ENV, "OPENAI_BASE_URL": "https://p/v1"}, "https://p/v1/chat/completions", BEARER, "max_tokens"),
+        (
+            "azure:mine",
+            {**ENV, "AZURE_OPENAI_ENDPOINT": "https://n.openai.azure.com/"},
+            "https://n.openai.azure.com/openai/deployments/mine/chat/completions?api-version=2024-10-21",
+            {"api-key": "key"},
+            "max_completion_tokens",
+        ),
+        (
+            "azure:mine",
+            {**ENV, "AZURE_OPENAI_ENDPOINT": "https://n.openai.azure.com", "OPENAI_API_VERSION": "2025-01-01"},
+            "https://n.openai.azure.com/openai/deployments/mine/chat/completions?api-version=2025-01-01",
+            {"api-key": "key"},
+            "max_completion_tokens",
+        ),
+        (
+            "azure:mine@https://n.openai.azure.com/openai/v1",
+            ENV,
+            "https://n.openai.azure.com/openai/v1/chat/completions",
+            {"api-key": "key"},
+            "max_completion_tokens",
+        ),
+        (
+            "portkey:@maker/model",
+            ENV,
+            "https://api.portkey.ai/v1/chat/completions",
+            {"x-portkey-provider": "openai", "x-portkey-api-key": "key"},
+            "max_tokens",
+        ),
+        ("vllm:org/m", {}, "http://127.0.0.1:8000/v1/chat/completions", {}, "max_tokens"),
+        ("vllm:m", {"VLLM_BASE_URL": "http://g", "VLLM_API_KEY": "key"}, "http://g/chat/completions", BEARER, "max_tokens"),
+        ("gemini:g", {"GOOGLE_API_KEY": "key"}, PROVIDERS["gemini"].url + "/chat/completions", BEARER, "max_tokens"),
+    ],
+)  # fmt: skip
+def test_where_a_name_leads(name, environ, url, headers, limit):
+    endpoint = resolve(name, environ=environ)
+    assert (endpoint.url, endpoint.headers, endpoint.limit_field) == (url, headers, limit)
+
+
+@pytest.mark.parametrize(
+    ("name", "environ", "says"),
+    [
+        ("gpt-5", {}, "model 'gpt-5' has no provider: write provider:model, such as openai:gpt-5"),
+        (
+            "opnai:gpt-5",
+            {},
+            "unknown provider 'opnai' in 'opnai:gpt-5': did you mean 'openai'? known: anthropic, azure",
+        ),
+        ("openai:", {}, "'openai:' names no model: write openai:MODEL"),
+        ("openai:@http://h/v1", {}, "'openai:@http://h/v1' names no model before '@': write openai:MODEL@URL"),
+        (
+            "openai:m",
+            {},
+            "openai:m: no API key: set OPENAI_API_KEY (export OPENAI_API_KEY=…), or pass it to Pool(keys=…)",
+        ),
+        ("azure:m", ENV, "azure:m: no base URL: set AZURE_OPENAI_ENDPOINT, or write azure:m@https://…"),
+        ("vllm:m", {"VLLM_BASE_URL": "gpu:8000"}, "vllm:m: 'gpu:8000' is not a base URL: write it as https://host/v1"),
+    ],
+)
+def test_names_that_lead_nowhere(name, environ, says):
+    with pytest.raises(ConfigError) as caught:
+        resolve(name, environ=environ)
+    assert str(caught.value).startswith(says)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_model_may_have_colons():
+    assert split_name("ollama:qwen3:8b") == ("ollama", "qwen3:8b")
+
+
+@pytest.mark.parametrize("name", PROVIDERS)
+def test_every_provider_resolves(name):
+    provider = PROVIDERS[name]
+    environ = dict.fromkeys(provider.key_variables, "key") | {provider.url_variable: "https://host/v1"}
+    assert resolve(f"{name}:m", environ=environ).url == "https://host/v1/chat/completions"
+
+
+def test_the_documentation_has_this_table():
+    page = Path(__file__).parents[2] / "docs" / "models.md"
+    assert table() in page.read_text(encoding="utf-8"), "write the table of providers.table() into docs/models.md"

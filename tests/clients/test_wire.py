@@ -1,0 +1,152 @@
+"""Sockets: proxies and certificate authorities from the environment, lazy imports, connections used again."""
+
+import asyncio
+import shutil
+import ssl
+import subprocess
+import sys
+
+import pytest
+
+from ramify.clients.loopback import Loopback
+from ramify.clients.pool import Pool
+from ramify.clients.scripted_server import ScriptedServer
+from ramify.clients.wire import proxy_for
+from ramify.errors import ConfigError, Unreachable
+from tests.clients.helpers import Books, Says, request, run
+
+REPLY = b'{"choices": [{"message": {"content": "hello"}}], "usage": {"prompt_tokens": 1, "completion_tokens": 1}}'
+VARIABLES = (
+    "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY",
+    "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "NODE_EXTRA_CA_CERTS",
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def bare_environment(monkeypatch):
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.lower(), raising=False)
+
+
+def test_naming_models_imports_no_http_library():
+    code = (
+        "import sys; from ramify.clients.pool import Pool; Pool(keys={'openai': 'key-123'}).client('openai:gpt-5');"
+        "print([name for name in ('aiohttp', 'anthropic', 'litellm', 'asyncio') if name in sys.modules])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "['asyncio']\n"
+
+
+@pytest.mark.parametrize(
+    ("environ", "url", "proxy"),
+    [
+        ({}, "http://host/v1", None),
+        ({"HTTP_PROXY": "http://p:1"}, "http://host/v1", "http://p:1"),
+        ({"HTTP_PROXY": "p:1"}, "http://host/v1", "http://p:1"),
+        ({"HTTP_PROXY": "http://p:1"}, "https://host/v1", None),
+        ({"ALL_PROXY": "http://p:1"}, "https://host/v1", "http://p:1"),
+        ({"HTTP_PROXY": "http://p:1", "NO_PROXY": "host,other"}, "http://host:8000/v1", None),
+    ],
+)
+def test_proxies_of_the_environment(environ, url, proxy, monkeypatch):
+    for name, value in environ.items():
+        monkeypatch.setenv(name.lower(), value)
+    assert proxy_for(url) == proxy
+
+
+def test_a_proxy_that_cannot_be_used_is_named(monkeypatch):
+    monkeypatch.setenv("all_proxy", "socks5://p:1")
+    with pytest.raises(
+        ConfigError, match="names a socks5 proxy for https://host/v1: give an http:// proxy in HTTPS_PROXY"
+    ):
+        proxy_for("https://host/v1")
+
+
+def test_a_request_goes_through_the_proxy(monkeypatch):
+    async def main():
+        async with Says(lambda _: (200, REPLY, {})) as proxy:
+            monkeypatch.setenv("http_proxy", proxy.root.replace("//", "//user:pass@"))
+            pool = Pool()
+            await pool.ask(pool.client("vllm:m@http://model.invalid/v1"), request(), Books())
+            await pool.close()
+            return proxy.asked[0].path, proxy.asked[0].headers["proxy-authorization"]
+
+    assert run(main()) == ("http://model.invalid/v1/chat/completions", "Basic dXNlcjpwYXNz")
+
+
+def test_a_proxy_that_is_down_is_named_without_its_password(monkeypatch):
+    async def main():
+        async with Says(lambda _: (200, REPLY, {})) as proxy:
+            root = proxy.root
+        monkeypatch.setenv("http_proxy", root.replace("//", "//user:pass@"))
+        pool = Pool(max_attempts=1)
+        with pytest.raises(Unreachable) as caught:
+            await pool.ask(pool.client("vllm:m@http://model.invalid/v1"), request(), Books())
+        await pool.close()
+        return f"through the proxy {root}" in str(caught.value), "pass" in str(caught.value)
+
+    assert run(main()) == (True, False)
+
+
+@pytest.fixture
+def certificate(tmp_path):
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl is not installed")
+    pem, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
+         "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost", "-keyout", str(key), "-out", str(pem)],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    return pem, key
+
+
+@pytest.mark.parametrize("variable", ["SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "NODE_EXTRA_CA_CERTS", None])
+def test_certificate_authorities_of_the_environment(variable, certificate, monkeypatch):
+    pem, key = certificate
+    if variable is not None:
+        monkeypatch.setenv(variable, str(pem))
+
+    async def main():
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(pem, key)
+        http = Loopback(lambda exchange: exchange.send(200, REPLY), tls=context)
+        await http.start()
+        pool, told = Pool(), []
+        try:
+            client = pool.client(f"vllm:m@https://localhost:{http.port}/v1")
+            return (await pool.ask(client, request(), Books(), told.append)).message.content
+        except Unreachable as error:
+            return "name your certificate authority in SSL_CERT_FILE" in str(error), told
+        finally:
+            await pool.close()
+            await http.close()
+
+    assert run(main()) == ("hello" if variable is not None else (True, []))
+
+
+def test_a_missing_bundle_is_named(monkeypatch):
+    monkeypatch.setenv("REQUESTS_CA_BUNDLE", "/no/such/bundle.pem")
+
+    async def main():
+        pool = Pool(keys={"openai": "key-123"})
+        with pytest.raises(ConfigError, match=r"certificate bundle /no/such/bundle\.pem: "):
+            await pool.ask(pool.client("openai:m@https://localhost:1/v1"), request(), Books())
+        await pool.close()
+
+    run(main())
+
+
+def test_connections_are_used_again():
+    ports = set()
+
+    async def main():
+        async with ScriptedServer(lambda messages: "x") as server:
+            pool = Pool(base_urls={"vllm": server.url})
+            for _ in range(3):
+                await asyncio.gather(*(pool.ask(pool.client("vllm:m"), request(), Books()) for _ in range(4)))
+            ports.update(connection for connection in server._http._connections)
+            await pool.close()
+
+    run(main())
+    assert len(ports) == 4
