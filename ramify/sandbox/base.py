@@ -106,8 +106,8 @@ class Session(Protocol):
         """Execute ``source`` as a module in the session and bind the names of its ``__all__`` as reserved names.
 
         In it ``call_host(name, *args, **kwargs)`` calls the host, ``HostError`` (``.kind``, ``.data``) is what it
-        raises, ``namespace`` is the notebook's dict, ``last_output()`` the whole output of the last cell, ``portable(x)`` is
-        ``x`` or, where no session could hold it, its text. An optional ``after_cell()`` returns a value for ``Ran.note``."""
+        raises, ``namespace`` is the notebook's dict, ``last_output()`` all that the last cell printed, ``portable(x)`` a
+        copy of ``x`` as the host would get it, or TypeError. ``after_cell()``, where there is one, gives ``Ran.note``."""
         ...
 
     def interrupt(self, reason: str) -> None:

@@ -784,6 +784,8 @@ class Guest:
         self._slack = bytearray(_SLACK_BYTES)
         self.module = types.ModuleType("__main__")
         self.namespace = vars(self.module)
+        self.builtins: types.ModuleType = builtins
+        """What cells see as ``builtins``; a guest that shares its process may be given another one."""
         self.namespace["__builtins__"] = builtins
         if owns_process:
             _complete_builtins()
@@ -955,7 +957,7 @@ class Guest:
         if vars(builtins) != self._builtins:
             vars(builtins).update(self._builtins)
         self.namespace["__name__"] = "__main__"
-        self.namespace["__builtins__"] = builtins
+        self.namespace["__builtins__"] = self.builtins
         if not self._slack:
             self._slack = bytearray(_SLACK_BYTES)
         if self._owns_process:
