@@ -108,7 +108,7 @@ class Ledger:
         self.outstanding = Amount()
         self.held = Amount()
         self.usage = Usage()
-        self.cost: float | None = None
+        self.cost: float | None = 0.0 if priced else None
         self._waiting: deque[tuple[Amount, asyncio.Future[None]]] = deque()
 
     def _over(self, total: Amount) -> Stop | None:

@@ -104,7 +104,15 @@ def FINAL(value: Any = _MISSING) -> None:
     """Give ``value`` as the final answer."""
     if value is _MISSING:
         raise TypeError("FINAL needs the answer: FINAL(value)")
-    _final[:] = [portable(value)]
+    _final[:] = [_carried(value)]
+
+
+def _carried(value: Any) -> Any:
+    """A copy of ``value`` as the host will get it; the text of what cannot go over."""
+    try:
+        return portable(value)
+    except TypeError:
+        return str(value)
 
 
 def FINAL_VAR(name: Any) -> None:
@@ -171,7 +179,7 @@ def after_cell() -> dict[str, Any]:
         outputs[_CONTROL["cells"]] = text
     current = namespace.get("answer")
     if isinstance(current, Mapping) and current.get("content") not in ("", None):
-        note["partial"] = portable(current["content"])
+        note["partial"] = _carried(current["content"])
         if current.get("ready"):
             _final[:] = [note["partial"]]
             current["ready"] = False  # type: ignore[index]

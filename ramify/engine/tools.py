@@ -22,6 +22,18 @@ RESERVED = frozenset({
     "outputs", "rlm_query", "rlm_query_batched",
 })  # fmt: skip
 
+_CALL = """\
+import builtins
+
+def _call(name, args, kwargs):
+    try:
+        return call_host('tool', name, *args, **kwargs)
+    except HostError as error:
+        kind = getattr(builtins, error.kind, None)
+        known = isinstance(kind, type) and issubclass(kind, Exception)
+        raise (kind(str(error)) if known else RuntimeError(f'{error.kind}: {error}')) from None
+"""
+
 
 class ToolSet:
     """Checked tools: functions that the host runs, and values that go over once."""
@@ -48,10 +60,10 @@ class ToolSet:
         """A module for the session with one function for each tool."""
         parts = [
             f"def {name}(*args, **kwargs):\n    {(f'{name}{_signature(tool)}: ' + _summary(tool))!r}\n"
-            f"    return call_host('tool', {name!r}, *args, **kwargs)\n"
+            f"    return _call({name!r}, args, kwargs)\n"
             for name, tool in self.functions.items()
         ]
-        return "\n".join([*parts, f"__all__ = {list(self.functions)!r}\n"])
+        return "\n".join([_CALL, *parts, f"__all__ = {list(self.functions)!r}\n"])
 
     async def call(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """What the tool returns. Raises HostCallError with the tool's own exception type and text."""
@@ -74,10 +86,12 @@ def _name_of(tool: Callable[..., Any]) -> str:
 
 
 def _signature(tool: Callable[..., Any]) -> str:
-    try:
-        return str(inspect.signature(tool))
-    except (TypeError, ValueError):
-        return "(…)"
+    for eval_str in (True, False):  # annotations as text are shown as what they mean, where that can be found out
+        try:
+            return str(inspect.signature(tool, eval_str=eval_str))
+        except (TypeError, ValueError, NameError, AttributeError, SyntaxError):
+            continue
+    return "(…)"
 
 
 def _summary(tool: Callable[..., Any]) -> str:

@@ -191,6 +191,8 @@ class Fold:
             case RunEnded():
                 self.trajectory.stop, self.trajectory.answer = event.stop, event.answer
                 self.trajectory.seconds = event.at_s
+                if self.trajectory.cost is None:
+                    self.trajectory.cost = event.cost  # 0 where there is a price and nothing was asked
             case _:
                 pass
 

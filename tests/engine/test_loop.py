@@ -208,7 +208,7 @@ def test_a_model_that_never_writes_code() -> None:
     with rlm(model) as r:
         result = r.completion(TEXT, "?")
     assert (result.stop, result.response, len(model.requests)) == (Stop.NO_CODE, "I believe it is six.", 2)
-    assert model.requests[1].messages[-1].content.startswith("[note] Nothing was run")
+    assert model.requests[1].messages[-1].content.startswith("Nothing was run")
 
 
 def test_a_model_that_writes_only_syntax_errors() -> None:
