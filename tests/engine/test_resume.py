@@ -1,0 +1,169 @@
+"""Runs that are killed, resumed, replayed: nothing that was journalled is paid for twice."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ramify import RLM, Limits, RamifyError, Stop, Store
+from ramify.clients.scripted_server import ScriptedServer
+from ramify.errors import ConfigError, LimitReached, ReplayDiverged
+from ramify.types.event import Attempted, Replied, Requested
+from ramify.types.message import Message
+from tests.engine.helpers import SCAFFOLD, by_role, client, code, rlm
+
+RUN = """
+import sys
+sys.path.insert(0, {root!r})
+from ramify import RLM, Store
+from tests.engine.helpers import SCAFFOLD
+with RLM({model!r}, scaffold=SCAFFOLD, store=Store({store!r})) as r:
+    r.completion("text", "?")
+"""
+ROOT = code(
+    "import random\nfirst = llm_query_batched([f'a{i}' for i in range(8)])\nlucky = random.random()",
+    "second = llm_query_batched([f'b{i}' for i in range(8)])",
+)
+
+
+def script(block: asyncio.Event) -> Any:
+    """The b calls hang until ``block`` is set, except for b0 to b3."""
+
+    async def answer(messages: tuple[Message, ...]) -> str:
+        last = messages[-1].content
+        if messages[0].role == "system":
+            return ROOT if len(messages) == 2 else code("FINAL([first, second, lucky])")
+        if last[0] == "b" and int(last[1]) >= 4:
+            await block.wait()
+        return f"re: {last}"
+
+    return answer
+
+
+def test_a_killed_run_goes_on_and_pays_for_no_reply_twice(tmp_path: Path) -> None:
+    asyncio.run(_kill_and_resume(tmp_path))
+
+
+async def _kill_and_resume(tmp_path: Path) -> None:
+    block = asyncio.Event()
+    async with ScriptedServer(script(block)) as server:
+        model = f"openai:test@{server.url}"
+        source = RUN.format(root=str(Path.cwd()), model=model, store=str(tmp_path))
+        env = {**os.environ, "OPENAI_API_KEY": "unused-in-this-test"}
+        process = await asyncio.create_subprocess_exec(sys.executable, "-c", source, env=env, stderr=subprocess.PIPE)
+        store = Store(tmp_path)
+        async with asyncio.timeout(60):
+            while not (store.runs() and _replied(store) >= 13):
+                await asyncio.sleep(0.02)
+        process.send_signal(signal.SIGKILL)
+        await process.communicate()
+        asked_before = Counter(_last_message(request) for request in server.requests)
+        assert all(count == 1 for count in asked_before.values())
+        run = store.runs()[0]
+        assert (run.stop, run.alive) == (None, False)
+
+        block.set()
+        async with RLM(model, scaffold=SCAFFOLD, store=store) as r:
+            result = await r.aresume("last")
+            again = await r.aresume("last")
+            replayed = await r.areplay("last")
+        first, second, lucky = result.answer
+        assert (first, second) == ([f"re: a{i}" for i in range(8)], [f"re: b{i}" for i in range(8)])
+        assert again.answer == result.answer
+        assert replayed.answer == result.answer, "the session draws the same random numbers again"
+        asked = Counter(_last_message(request) for request in server.requests)
+        in_flight = [f"b{i}" for i in range(4, 8)]
+        assert {text for text, count in asked.items() if count > 1} == set(in_flight)
+        assert result.usage.unknown_calls == 4
+        assert result.usage.calls == 1 + 16 + 1 + 4
+        assert result.trajectory.usage == result.usage == store.load("last").usage == replayed.usage
+        kinds = Counter(type(event).__name__ for event in store.events("last"))
+        assert (kinds["Requested"], kinds["Replied"], kinds["Attempted"], kinds["RunStarted"]) == (18, 18, 4, 1)
+
+
+def _replied(store: Store) -> int:
+    return sum(isinstance(event, Replied) for event in store.events("last"))
+
+
+def _last_message(request: Any) -> str:
+    return str(request.json["messages"][-1]["content"])
+
+
+def test_a_replay_asks_no_model_and_repeats_failures_tools_and_last_words(tmp_path: Path) -> None:
+    from ramify.clients.scripted import refused
+
+    num_calls = iter(range(100))
+
+    def tick() -> int:
+        return next(num_calls)
+
+    lines = [
+        code("try:\n  llm_query('bad')\nexcept SubcallError as e:\n  why = str(e)\nt = tick()"),
+        code("print(why, t)"),
+        "FINAL(cut off)",
+    ]
+    store = Store(tmp_path)
+    live = client(by_role(lines, lambda p: refused(400, "no")))
+    with rlm(live, store=store, tools=[tick], limits={"max_turns": 2}) as r:
+        result = r.completion("text", "?")
+    assert (result.stop, result.response) == (Stop.MAX_TURNS, "cut off")
+    silent = client([])
+    with rlm(silent, store=store, tools=[tick], limits={"max_turns": 2}) as r:
+        again = r.replay("last")
+    assert (again.stop, again.response, again.usage) == (result.stop, result.response, result.usage)
+    assert silent.requests == []
+    assert next(num_calls) == 1, "the tool was not called again"
+    assert [type(e) for e in store.events("last") if isinstance(e, Attempted | Requested)].count(Attempted) == 1
+
+
+def test_a_replay_that_asks_something_else_diverges(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    with rlm([code("FINAL(1)")], store=store) as r:
+        r.completion("text", "?")
+    other = SCAFFOLD.__class__(system="Another prompt.", direct_chars=0)
+    with rlm([], store=store, scaffold=other) as r, pytest.raises(ReplayDiverged, match=r"call 0, turn 0: the prompt has"):
+        r.replay("last")
+
+
+def test_without_a_store_nothing_is_written_and_nothing_can_be_resumed(tmp_path: Path) -> None:
+    with rlm([code("FINAL(1)")]) as r:
+        assert r.completion("text", "?").trajectory.root.answer == 1
+        with pytest.raises(ConfigError, match="resume needs the store"):
+            r.resume("last")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_call_cache_pays_once_for_the_same_request(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    model = client(by_role([code("FINAL(llm_query('a'))")] * 2))
+    with rlm(model, store=store) as r:
+        first = r.completion("text", "?", cache=True)
+        second = r.completion("text", "?", cache=True)
+    assert (first.answer, second.answer) == ("re: a", "re: a")
+    assert (first.usage.calls, second.usage.calls, len(model.requests)) == (2, 0, 2)
+
+
+def test_contexts_are_stored_once_and_long_outputs_whole(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    text = "line\n" * 50_000
+    with rlm([code("print(context)"), code("FINAL(1)")] * 2, store=store) as r:
+        for _ in range(2):
+            result = r.completion(text, "?")
+    cell = result.trajectory.root.turns[0].cells[0]
+    assert cell.stdout_digest is not None
+    assert store.blobs.get(cell.stdout_digest).decode() == text + "\n"
+    assert store.size() < 3 * len(text)
+    assert store.load("last") == result.trajectory
+
+
+def test_errors_are_ramify_errors() -> None:
+    assert issubclass(LimitReached, RamifyError)
+    assert Limits().max_depth == 1
