@@ -264,12 +264,13 @@ class Decoder:
 
 
 def portable(value: Any) -> Any:
-    """``value`` if the wire carries it, otherwise its text."""
+    """A copy of ``value`` as the other end would get it. Raises TypeError for what is not carried."""
+    encoder = Encoder()
     try:
-        Encoder().encode(value)
-    except CodecError:
-        return cut(str(value), VALUE_CHARS)
-    return value
+        data = encoder.encode(value)
+    except CodecError as error:
+        raise TypeError(str(error)) from None
+    return Decoder(encoder.blobs).decode(data)
 
 
 _to_json: Callable[[Any], str] = json.JSONEncoder(

@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 
 from ramify.errors import SandboxError
+from ramify.sandbox.context import anonymous_file
 from ramify.sandbox.guest import frame, open_frame
 from ramify.sandbox.wire import Assembler
 
@@ -49,8 +50,10 @@ START_S = 60.0
 class Link:
     """One control socket: of the fork server, or of a template."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, complaints: int | None = None) -> None:
         sock.setblocking(False)
+        self._complaints = complaints
+        """A file with what a server that did not start wrote to its standard error."""
         self._sock = sock
         self._loop = asyncio.get_running_loop()
         self._assembler = Assembler()
@@ -67,10 +70,15 @@ class Link:
         """Until the server serves. Raises SandboxError with its reason if it does not."""
         await asyncio.wait((self.ready, self.gone), timeout=START_S, return_when=asyncio.FIRST_COMPLETED)
         if not self.ready.done():
-            raise SandboxError(
-                "the fork server ended before it was ready" if self.gone.done() else "the fork server hangs"
-            )
+            why = "ended before it was ready" if self.gone.done() else f"was not ready after {START_S:g} s"
+            raise SandboxError(f"the fork server {why}: {self._last_words()}")
         self.ready.result()
+
+    def _last_words(self) -> str:
+        if self._complaints is None:
+            return "no reason given"
+        lines = os.pread(self._complaints, 1 << 16, 0).decode("utf-8", "replace").strip().splitlines()
+        return lines[-1] if lines else f"{sys.executable} said nothing"
 
     async def ask(self, header: dict[str, Any], fds: Sequence[int] = ()) -> tuple[dict[str, Any], list[int]]:
         """Send a request; the reply and its descriptors, which are the caller's. Raises SandboxError for a refusal."""
@@ -169,7 +177,10 @@ class Link:
         self.abandon()
 
     def abandon(self) -> None:
-        """Let those who wait know that nothing will come."""
+        """Let go of what nobody waits for any more."""
+        if self._complaints is not None:
+            os.close(self._complaints)
+            self._complaints = None
         futures: list[asyncio.Future[Any]] = [self.ready, *self._replies.values()]
         for future in futures:
             if future.done() and not future.cancelled():
@@ -179,13 +190,14 @@ class Link:
 def start_server(config: dict[str, Any]) -> tuple[subprocess.Popen[bytes], Link]:
     """A fork server in a process of its own, which gets no more of the host than one descriptor."""
     ours, theirs = socket.socketpair()
+    complaints = anonymous_file("ramify-errors")
     with theirs:
         files = [os.path.join(_HERE, name) for name in ("guest.py", "forkserver.py")]
         command = [sys.executable, "-s", "-S", "-P", "-c", _BOOT, *files, str(theirs.fileno())]
         process = subprocess.Popen(
             command, env=ENVIRONMENT, pass_fds=[theirs.fileno()], cwd="/", start_new_session=True,
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=complaints,
         )  # fmt: skip
-    link = Link(ours)
+    link = Link(ours, complaints)
     link.tell(config)
     return process, link
