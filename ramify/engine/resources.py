@@ -38,13 +38,13 @@ class Shared:
     """Counts who uses the resources of each loop."""
 
     def __init__(self, max_in_flight: int, spec: SandboxSpec) -> None:
-        self._make = lambda: Resources(max_in_flight, spec)
+        self._max_in_flight, self._spec = max_in_flight, spec
         self._open: dict[asyncio.AbstractEventLoop, tuple[Resources, int]] = {}
 
     def pin(self) -> Resources:
         """One user more on the running loop."""
         loop = asyncio.get_running_loop()
-        resources, count = self._open.get(loop) or (self._make(), 0)
+        resources, count = self._open.get(loop) or (Resources(self._max_in_flight, self._spec), 0)
         self._open[loop] = (resources, count + 1)
         return resources
 
