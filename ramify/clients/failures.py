@@ -11,7 +11,6 @@ import re
 import time
 from collections.abc import Iterable, Mapping
 from datetime import datetime
-from email.utils import parsedate_to_datetime
 from typing import Any
 
 import msgspec
@@ -138,6 +137,8 @@ def seconds_of(value: str | None) -> float | None:
         return number if number < 1e9 else max(0.0, (number / 1000 if number > 1e11 else number) - time.time())
     if _DURATION.fullmatch(value) or re.fullmatch(rf"({_DURATION.pattern})+", value):
         return sum(float(amount) * _UNIT_S[unit] for amount, unit in _DURATION.findall(value))
+    from email.utils import parsedate_to_datetime  # rarely needed, and slow to import
+
     for parse in (parsedate_to_datetime, datetime.fromisoformat):
         try:
             return max(0.0, parse(value).timestamp() - time.time())

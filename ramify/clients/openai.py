@@ -13,8 +13,9 @@ import msgspec
 from ramify.clients import chat
 from ramify.clients.base import Price, Request
 from ramify.clients.failures import from_status, redacted
+from ramify.clients.http1 import Answer
 from ramify.clients.providers import Endpoint
-from ramify.clients.wire import Answer, Route, Wire, proxy_for
+from ramify.clients.wire import Wire, route_to
 from ramify.errors import BadReply, ModelError, Refused
 from ramify.types.message import Reply
 
@@ -29,7 +30,7 @@ class OpenAIClient:
         self._endpoint = endpoint
         self._limit_field = endpoint.limit_field
         self._wire = wire
-        self._route = Route(endpoint.url, endpoint.headers, proxy_for(endpoint.url))
+        self._route = route_to(endpoint.url, endpoint.headers)
 
     async def complete(self, request: Request) -> Reply:
         body = chat.encode(chat.body_fields(request, self._endpoint, self._limit_field))

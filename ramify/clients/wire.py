@@ -1,9 +1,10 @@
 """One HTTP connection pool for a whole run: bytes of JSON out, status and bytes back, failures as ``ModelError``.
 
-The session is made at the first request, so that naming a model costs no import of the HTTP library. Proxies come from
-``HTTPS_PROXY``, ``HTTP_PROXY``, ``ALL_PROXY`` and ``NO_PROXY``. Certificate authorities are the system's, or those of
-``SSL_CERT_FILE`` and ``SSL_CERT_DIR``; ``REQUESTS_CA_BUNDLE``, ``CURL_CA_BUNDLE`` and ``NODE_EXTRA_CA_CERTS`` add to
-them. ``~/.netrc`` is not read: it would replace the key that the caller named.
+    http://, no proxy   ── http1.py     our own, short: local models and other services of one's own
+    everything else     ── https.py     aiohttp: TLS, proxies, compression
+
+Nothing is imported or opened before the first request, so that naming a model costs nothing. Proxies come from
+``HTTPS_PROXY``, ``HTTP_PROXY``, ``ALL_PROXY`` and ``NO_PROXY``, and are looked up once per model.
 
 What it knows of a failure is whether the request may have been acted upon: nothing was sent before a connection stood;
 after that, a reply that does not arrive may have been paid. It does not try again and does not read what the JSON says.
@@ -12,33 +13,22 @@ after that, a reply that does not arrive may have been paid. It does not try aga
 from __future__ import annotations
 
 import os
-import ssl
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal
+import sys
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
-from urllib.request import getproxies, proxy_bypass
 
 import msgspec
 
-from ramify.errors import BadReply, ConfigError, ModelError, ReplyLost, Unreachable
+from ramify.clients.http1 import Answer, Http1, Origin
+from ramify.errors import ConfigError
 
 if TYPE_CHECKING:
-    import aiohttp
+    from ramify.clients.https import Https
 
 _KEEPALIVE_S = 4.0
 """Common servers close idle connections after five seconds; a request must not meet that moment."""
 _CONNECT_S = 30.0
-_REPLACING = ("SSL_CERT_FILE", "SSL_CERT_DIR")
-_ADDING = ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "NODE_EXTRA_CA_CERTS")
-
-
-class Answer(msgspec.Struct, frozen=True):
-    """What a server sent back."""
-
-    status: int
-    headers: Mapping[str, str]
-    """Case-insensitive."""
-    body: bytes
+_HEADERS = {"User-Agent": "ramify", "Content-Type": "application/json", "Accept": "application/json"}
 
 
 class Route(msgspec.Struct, frozen=True):
@@ -48,9 +38,19 @@ class Route(msgspec.Struct, frozen=True):
     headers: dict[str, str]
     """With the key: never printed."""
     proxy: str | None
+    origin: Origin | None
+    """Set where the short way serves."""
 
     def __repr__(self) -> str:
         return f"Route({self.url!r})"
+
+
+def route_to(url: str, headers: dict[str, str]) -> Route:
+    """The way to ``url``, by the environment as it is now."""
+    proxy, headers = proxy_for(url), {**_HEADERS, **headers}
+    parts = urlsplit(url)
+    short = parts.scheme == "http" and proxy is None and parts.username is None and url.isascii()
+    return Route(url, headers, proxy, _origin(url, headers) if short else None)
 
 
 class Wire:
@@ -58,64 +58,44 @@ class Wire:
 
     def __init__(self, max_body_bytes: int = 64 << 20) -> None:
         self._max_body_bytes = max_body_bytes
-        self._session: aiohttp.ClientSession | None = None
-        self._tls: ssl.SSLContext | Literal[True] | None = None
-        """Made at the first request that needs it; True where the library's own context serves."""
+        self._http: Http1 | None = None
+        self._https: Https | None = None
 
     async def post(self, where: str, route: Route, body: bytes) -> Answer:
         """Send ``body``; the answer whatever its status. ``where`` names the model in errors."""
-        import aiohttp
+        if route.origin is not None:
+            if self._http is None:
+                self._http = Http1(_KEEPALIVE_S, _CONNECT_S, self._max_body_bytes)
+            return await self._http.post(where, route.origin, body)
+        if self._https is None:
+            from ramify.clients.https import Https
 
-        session = self._session or self._open()
-        if self._tls is None and not route.url.startswith("http://"):
-            self._tls = _tls() or True
-        try:
-            async with session.post(
-                route.url,
-                data=body,
-                headers=route.headers,
-                proxy=route.proxy,
-                ssl=self._tls or True,
-                allow_redirects=False,
-            ) as response:
-                return Answer(response.status, response.headers, await self._bounded(where, response))
-        except aiohttp.ClientError as error:
-            raise _failure(where, route, error) from error
-        except TimeoutError as error:
-            raise ReplyLost(f"{where}: no reply from {route.url} in time") from error
-        except (ConnectionError, ssl.SSLError) as error:
-            raise ReplyLost(f"{where}: the connection to {route.url} broke ({_reason(error)})") from error
+            self._https = Https(_KEEPALIVE_S, _CONNECT_S, self._max_body_bytes)
+        return await self._https.post(where, route.url, route.headers, route.proxy, body)
 
     async def close(self) -> None:
-        if self._session is not None:
-            session, self._session = self._session, None
-            await session.close()
+        http, https = self._http, self._https
+        self._http = self._https = None
+        if http is not None:
+            await http.close()
+        if https is not None:
+            await https.close()
 
-    def _open(self) -> aiohttp.ClientSession:
-        import aiohttp
 
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S, ttl_dns_cache=60)
-        self._session = aiohttp.ClientSession(
-            connector=connector,
-            trust_env=False,  # it would read ~/.netrc, and look proxies up for every request
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
-            cookie_jar=aiohttp.DummyCookieJar(),
-            headers={"User-Agent": "ramify", "Content-Type": "application/json", "Accept": "application/json"},
-        )
-        return self._session
-
-    async def _bounded(self, where: str, response: aiohttp.ClientResponse) -> bytes:
-        chunks, size = [], 0
-        async for chunk in response.content.iter_any():
-            size += len(chunk)
-            if size > self._max_body_bytes:
-                raise BadReply(f"{where}: the reply is longer than {self._max_body_bytes} bytes; lower max_tokens")
-            chunks.append(chunk)
-        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+def _origin(url: str, headers: dict[str, str]) -> Origin:
+    parts = urlsplit(url)
+    target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+    lines = [f"POST {target} HTTP/1.1", f"Host: {parts.netloc}", *(f"{name}: {headers[name]}" for name in headers)]
+    head = "\r\n".join([*lines, "Content-Length"]).encode("latin-1")
+    return Origin(parts.hostname or "", parts.port or 80, url, head)
 
 
 def proxy_for(url: str) -> str | None:
     """The proxy that the environment names for ``url``."""
+    if sys.platform not in ("darwin", "win32") and not any(name.lower().endswith("_proxy") for name in os.environ):
+        return None  # and nothing needs to be imported
+    from urllib.request import getproxies, proxy_bypass
+
     parts = urlsplit(url)
     proxies = getproxies()
     proxy = proxies.get(parts.scheme) or proxies.get("all")
@@ -130,54 +110,3 @@ def proxy_for(url: str) -> str | None:
             )
         proxy = f"http://{proxy}"
     return proxy
-
-
-def _tls() -> ssl.SSLContext | None:
-    """A context with the environment's certificate authorities; None where the library's own serves."""
-    if not any(os.environ.get(name) for name in (*_REPLACING, *_ADDING)):
-        return None
-    context = ssl.create_default_context()  # OpenSSL itself reads SSL_CERT_FILE and SSL_CERT_DIR
-    replaced = {os.environ.get(name) for name in _REPLACING}
-    for bundle in {os.environ.get(name) for name in _ADDING} - replaced:
-        if not bundle:
-            continue
-        try:
-            context.load_verify_locations(**{"capath" if os.path.isdir(bundle) else "cafile": bundle})
-        except (OSError, ssl.SSLError) as error:
-            raise ConfigError(f"certificate bundle {bundle}: {error}; fix or unset its variable") from None
-    return context
-
-
-def _failure(where: str, route: Route, error: Exception) -> ModelError:
-    import aiohttp
-
-    through = f" through the proxy {_host(route.proxy)}" if route.proxy else ""
-    match error:
-        case aiohttp.ClientConnectorCertificateError() | aiohttp.ClientConnectorSSLError():
-            failure = Unreachable(
-                f"{where}: no trusted connection to {route.url}{through} ({_reason(error)}); "
-                "name your certificate authority in SSL_CERT_FILE"
-            )
-            failure.transient = False
-            return failure
-        case aiohttp.ClientConnectorError() | aiohttp.ClientHttpProxyError() | aiohttp.ConnectionTimeoutError():
-            return Unreachable(f"{where}: cannot reach {route.url}{through} ({_reason(error)})")
-        case aiohttp.InvalidURL():
-            failure = Unreachable(f"{where}: {route.url} is not a URL")
-            failure.transient = False
-            return failure
-        case _:
-            return ReplyLost(
-                f"{where}: the connection to {route.url} broke before the reply was whole ({_reason(error)})"
-            )
-
-
-def _host(proxy: str | None) -> str:
-    parts = urlsplit(proxy or "")
-    return f"{parts.scheme}://{parts.hostname}:{parts.port}" if parts.port else f"{parts.scheme}://{parts.hostname}"
-
-
-def _reason(error: Exception) -> str:
-    cause = getattr(error, "os_error", None) or getattr(error, "certificate_error", None) or error
-    text = getattr(cause, "strerror", None) or str(cause) or type(cause).__name__
-    return " ".join(str(text).split())[:200]

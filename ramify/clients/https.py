@@ -1,0 +1,114 @@
+"""HTTP through aiohttp, for what goes over a network: TLS, proxies, compressed answers.
+
+Certificate authorities are the system's, or those of ``SSL_CERT_FILE`` and ``SSL_CERT_DIR``; ``REQUESTS_CA_BUNDLE``,
+``CURL_CA_BUNDLE`` and ``NODE_EXTRA_CA_CERTS`` add to them. ``~/.netrc`` is not read: it would replace the key that the
+caller named. Imported at the first request that needs it, since the import takes a tenth of a second.
+"""
+
+from __future__ import annotations
+
+import os
+import ssl
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from ramify.clients.http1 import Answer
+from ramify.errors import BadReply, ConfigError, ModelError, ReplyLost, Unreachable
+
+_REPLACING = ("SSL_CERT_FILE", "SSL_CERT_DIR")
+_ADDING = ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "NODE_EXTRA_CA_CERTS")
+
+
+class Https:
+    """A session of the library, opened at the first request. Belongs to one event loop."""
+
+    def __init__(self, keepalive_s: float, connect_s: float, max_body_bytes: int) -> None:
+        self._keepalive_s = keepalive_s
+        self._connect_s = connect_s
+        self._max_body_bytes = max_body_bytes
+        self._session: aiohttp.ClientSession | None = None
+
+    async def post(self, where: str, url: str, headers: dict[str, str], proxy: str | None, body: bytes) -> Answer:
+        """The answer whatever its status; ``where`` names the model in errors."""
+        session = self._session or self._open()
+        try:
+            async with session.post(url, data=body, headers=headers, proxy=proxy, allow_redirects=False) as response:
+                return Answer(response.status, response.headers, await self._bounded(where, response))
+        except aiohttp.ClientError as error:
+            raise _failure(where, url, proxy, error) from error
+        except (ConnectionError, ssl.SSLError, TimeoutError) as error:
+            raise ReplyLost(f"{where}: the connection to {url} broke ({_reason(error)})") from error
+
+    async def close(self) -> None:
+        if self._session is not None:
+            session, self._session = self._session, None
+            await session.close()
+
+    def _open(self) -> aiohttp.ClientSession:
+        connector = aiohttp.TCPConnector(
+            limit=0, keepalive_timeout=self._keepalive_s, ttl_dns_cache=60, ssl=_tls() or True
+        )
+        self._session = aiohttp.ClientSession(
+            connector=connector,
+            trust_env=False,  # it would read ~/.netrc, and look proxies up for every request
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._connect_s),
+            cookie_jar=aiohttp.DummyCookieJar(),
+        )
+        return self._session
+
+    async def _bounded(self, where: str, response: aiohttp.ClientResponse) -> bytes:
+        chunks, size = [], 0
+        async for chunk in response.content.iter_any():
+            size += len(chunk)
+            if size > self._max_body_bytes:
+                raise BadReply(f"{where}: the reply is longer than {self._max_body_bytes} bytes; lower max_tokens")
+            chunks.append(chunk)
+        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+
+def _tls() -> ssl.SSLContext | None:
+    """A context with the environment's certificate authorities; None where the library's own serves."""
+    if not any(os.environ.get(name) for name in (*_REPLACING, *_ADDING)):
+        return None
+    context = ssl.create_default_context()  # OpenSSL itself reads SSL_CERT_FILE and SSL_CERT_DIR
+    replaced = {os.environ.get(name) for name in _REPLACING}
+    for bundle in {os.environ.get(name) for name in _ADDING} - replaced:
+        if not bundle:
+            continue
+        try:
+            context.load_verify_locations(**{"capath" if os.path.isdir(bundle) else "cafile": bundle})
+        except (OSError, ssl.SSLError) as error:
+            raise ConfigError(f"certificate bundle {bundle}: {error}; fix or unset its variable") from None
+    return context
+
+
+def _failure(where: str, url: str, proxy: str | None, error: Exception) -> ModelError:
+    through = f" through the proxy {_host(proxy)}" if proxy else ""
+    match error:
+        case aiohttp.ClientConnectorCertificateError() | aiohttp.ClientConnectorSSLError():
+            failure = Unreachable(
+                f"{where}: no trusted connection to {url}{through} ({_reason(error)}); "
+                "name your certificate authority in SSL_CERT_FILE"
+            )
+            failure.transient = False
+            return failure
+        case aiohttp.ClientConnectorError() | aiohttp.ClientHttpProxyError() | aiohttp.ConnectionTimeoutError():
+            return Unreachable(f"{where}: cannot reach {url}{through} ({_reason(error)})")
+        case aiohttp.InvalidURL():
+            failure = Unreachable(f"{where}: {url} is not a URL")
+            failure.transient = False
+            return failure
+        case _:
+            return ReplyLost(f"{where}: the connection to {url} broke before the reply was whole ({_reason(error)})")
+
+
+def _host(proxy: str | None) -> str:
+    parts = urlsplit(proxy or "")
+    return f"{parts.scheme}://{parts.hostname}:{parts.port}" if parts.port else f"{parts.scheme}://{parts.hostname}"
+
+
+def _reason(error: Exception) -> str:
+    cause = getattr(error, "os_error", None) or getattr(error, "certificate_error", None) or error
+    text = getattr(cause, "strerror", None) or str(cause) or type(cause).__name__
+    return " ".join(str(text).split())[:200]
