@@ -1,7 +1,7 @@
 """``ramify ask``: its options, and how they become an ``RLM`` and a question. ``asking.py`` runs it.
 
-The parameters of ``ask`` are the one list of settings: the configuration file and the ``RAMIFY_*`` variables take the
-same names and types (``settings.py``).
+``SETTINGS`` is the one list of settings: the command line, the configuration file and the ``RAMIFY_*`` variables take
+their names and types from it.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import os
 import stat
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-import typer
 
 from ramify.cli.exits import Exit, epilog
 from ramify.cli.notes import Notes, write
+from ramify.cli.parser import Command, Option, UsageError
 from ramify.cli.settings import fill, unknown_variables
 from ramify.errors import ConfigError
 
@@ -30,100 +30,76 @@ ramify: no model is set. With a provider's key: export OPENAI_API_KEY=…; ramif
   With a local server: --model ollama:llama3.2, vllm:NAME, or any other by its address: openai:NAME@http://host:port/v1
   Without either: scripts/demo shows a run with a scripted model, which you can also name: --model scripted:FILE"""
 
-EPILOG = epilog()
+SETTINGS = (
+    Option("model", str, "provider:model that drives the session", "MODEL", "-m"),
+    Option("sub_model", list, "model below the root (default: the model); repeat it to offer more by name", "MODEL"),
+    Option("max_cost", float, "dollars (default: 5, where prices are known)"),
+    Option("max_seconds", float, "from question to answer (default: 1800)"),
+    Option("max_calls", int, "requests to models (default: 1000)"),
+    Option("max_depth", int, "how deep sessions may nest (default: 1)"),
+    Option("max_turns", int, "turns of each session (default: 30)"),
+    Option("max_tokens", int, "in and out, in all (default: 20000000)"),
+    Option("max_reply_tokens", int, "of one reply (default: 8192)"),
+    Option("max_concurrency", int, "requests at once (default: 64)"),
+    Option("cite", bool, "ask for citations and check them"),
+    Option("scaffold", str, "prompts: default, minimal, or a .toml or .json file", "NAME|FILE"),
+    Option("sandbox", str, "where code runs (default: process)"),
+    Option("allow_weaker", bool, "accept a sandbox that isolates less, without a warning"),
+    Option("temperature", float, "of sampling (default: the provider's)"),
+    Option("direct", bool, "answer by one plain call what fits easily (default: yes)"),
+    Option("cache", bool, "use stored replies to the same requests"),
+    Option("store", bool, "keep the run (default: yes)"),
+    Option("json", bool, "print one JSON object"),
+    Option("quiet", bool, "nothing on stderr but errors", short="-q"),
+    Option("verbose", bool, "a line on stderr for each step", short="-v"),
+)
+OF_ONE_QUESTION = (
+    Option("answer_schema", str, "JSON schema that the answer must meet", "FILE|JSON"),
+    Option("resume", str, "go on with a run that was cut off, as it began", "RUN"),
+)
+KINDS: dict[str, Any] = {option.name: list[str] if option.kind is list else option.kind for option in SETTINGS}
+"""Setting -> its type."""
 
-NOT_SETTINGS = {"question", "paths", "answer_schema", "resume", "return"}
-"""Parameters that belong to one question, and so to no file."""
 
-
-def ask(
-    question: Annotated[str, typer.Argument(help="What you want to know.")] = "",
-    paths: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="PATH…", help="Files, folders, globs, archives, databases; - is standard input."),
-    ] = None,
-    model: Annotated[str | None, typer.Option("--model", "-m", help="PROVIDER:MODEL that drives the session.")] = None,
-    sub_model: Annotated[
-        list[str] | None,
-        typer.Option(help="Model below the root; repeat it to offer more by name. [default: the model]"),
-    ] = None,
-    max_cost: Annotated[float | None, typer.Option(help="Dollars. [default: 5, where prices are known]")] = None,
-    max_seconds: Annotated[float | None, typer.Option(help="From question to answer. [default: 1800]")] = None,
-    max_calls: Annotated[int | None, typer.Option(help="Requests to models. [default: 1000]")] = None,
-    max_depth: Annotated[int | None, typer.Option(help="How deep sessions may nest. [default: 1]")] = None,
-    max_turns: Annotated[int | None, typer.Option(help="Turns of each session. [default: 30]")] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="In and out, in all. [default: 20000000]")] = None,
-    max_reply_tokens: Annotated[int | None, typer.Option(help="Of one reply. [default: 8192]")] = None,
-    max_concurrency: Annotated[int | None, typer.Option(help="Requests at once. [default: 64]")] = None,
-    answer_schema: Annotated[
-        str | None, typer.Option(metavar="FILE|JSON", help="JSON schema that the answer must meet.")
-    ] = None,
-    cite: Annotated[bool | None, typer.Option("--cite/--no-cite", help="Ask for citations and check them.")] = None,
-    scaffold: Annotated[
-        str | None, typer.Option(metavar="NAME|FILE", help="Prompts: default, minimal, or a .toml or .json file.")
-    ] = None,
-    sandbox: Annotated[str | None, typer.Option(metavar="PROVIDER", help="Where code runs. [default: process]")] = None,
-    allow_weaker: Annotated[
-        bool | None,
-        typer.Option("--allow-weaker/--no-allow-weaker", help="Accept a sandbox that isolates less, unwarned."),
-    ] = None,
-    temperature: Annotated[float | None, typer.Option(help="Of sampling. [default: the provider's]")] = None,
-    direct: Annotated[
-        bool | None,
-        typer.Option("--direct/--no-direct", help="One plain call for what fits easily. [default: direct]"),
-    ] = None,
-    cache: Annotated[
-        bool | None, typer.Option("--cache/--no-cache", help="Use stored replies to the same requests.")
-    ] = None,
-    store: Annotated[bool | None, typer.Option("--store/--no-store", help="Keep the run. [default: store]")] = None,
-    resume: Annotated[
-        str | None, typer.Option(metavar="RUN", help="Go on with a run that was cut off, as it began.")
-    ] = None,
-    json: Annotated[bool | None, typer.Option("--json/--no-json", help="Print one JSON object.")] = None,
-    quiet: Annotated[
-        bool | None, typer.Option("--quiet/--no-quiet", "-q", help="Nothing on stderr but errors.")
-    ] = None,
-    verbose: Annotated[bool | None, typer.Option("--verbose/--no-verbose", "-v", help="A line for each step.")] = None,
-) -> int:
-    """Answer QUESTION over everything that the PATHs name.
-
-    Without a PATH, piped input is read; without either, the question is answered as it is. The answer goes to stdout,
-    all else to stderr. Ctrl-C once asks for the answer with what there is; twice stops.
-
-    Every option but --answer-schema and --resume may also be set as a key of the configuration file or as a variable:
-    max-cost = 2, RAMIFY_MAX_COST=2.
-    """
-    from ramify.cli import asking
-
-    given = dict(locals())
-    given.pop("asking")
+def ask(words: list[str], answer_schema: str | None = None, resume: str | None = None, **given: Any) -> int:
     if resume is not None:
-        _refuse_settings(given)
-    kinds = setting_kinds()
-    settings = fill({name: given[name] for name in kinds}, kinds)
+        _refuse_settings(words, answer_schema, given)
+    settings = fill(given, KINDS)
     notes = Notes(bool(settings.get("quiet")), bool(settings.get("verbose")))
     notes.take_warnings()
-    for line in unknown_variables(kinds):
+    for line in unknown_variables(KINDS):
         notes.say(f"ramify: warning: {line}")
     if resume is not None:
-        return asking.run_again(resume, notes, as_json=bool(settings.get("json")))
-    if not question.strip():
-        raise typer.BadParameter("say what you want to know: ramify ask QUESTION PATH…", param_hint="'QUESTION'")
+        from ramify.cli.asking import run_again
+
+        return run_again(resume, notes, as_json=bool(settings.get("json")))
+    if not words or not words[0].strip():
+        raise UsageError("say what you want to know: ramify ask QUESTION PATH…")
     if not settings.get("model"):
         write(NO_MODEL)
         return Exit.ERROR
-    asking.warm_up(settings["model"])
+    return _ask(words[0], words[1:], answer_schema, settings, notes)
+
+
+def _ask(question: str, paths: list[str], answer_schema: str | None, settings: dict[str, Any], notes: Notes) -> int:
+    _warm_up(settings["model"])
+    from ramify.cli import asking
+
     schema = read_schema(answer_schema)
-    kept = open_store(settings)
-    rlm = make_rlm(settings, kept)
-    loaded = load_sources(paths or [], notes)
-    asked = asking.Asked(question, loaded, paths or [], schema, bool(settings.get("cite")), bool(settings.get("cache")))
+    rlm = make_rlm(settings, open_store(settings))
+    loaded = load_sources(paths, notes)
+    asked = asking.Asked(question, loaded, paths, schema, bool(settings.get("cite")), bool(settings.get("cache")))
     return asking.run(rlm, asked, notes, as_json=bool(settings.get("json")))
 
 
-def setting_kinds() -> dict[str, Any]:
-    """Setting -> its type."""
-    return {name: kind for name, kind in get_type_hints(ask).items() if name not in NOT_SETTINGS}
+def _warm_up(model: str) -> None:
+    """Begin to import what the model's client needs, while files are read and the rest is imported.
+
+    A good part of it is the system's certificates, which are read without Python's lock."""
+    if not model.startswith("scripted:"):
+        import threading
+
+        threading.Thread(target=__import__, args=("aiohttp",), daemon=True).start()
 
 
 def make_rlm(settings: dict[str, Any], store: Store | None) -> RLM:
@@ -218,10 +194,29 @@ def _is_piped() -> bool:
     return bool(sys.stdin.buffer.peek(1))  # type: ignore[union-attr]
 
 
-def _refuse_settings(given: dict[str, Any]) -> None:
+def _refuse_settings(words: list[str], answer_schema: str | None, given: dict[str, Any]) -> None:
     """A resumed run goes on as it began: only what concerns the output may be said again."""
-    named = {name for name, value in given.items() if value not in (None, [], "")}
-    other = sorted(named - {"resume", "json", "quiet", "verbose"})
-    if other:
-        options = ", ".join(name if name in ("question", "paths") else f"--{name.replace('_', '-')}" for name in other)
-        raise typer.BadParameter(f"the run goes on as it began: leave out {options}", param_hint="'--resume'")
+    named = [option.long for option in SETTINGS if given[option.name] is not None]
+    other = [name for name in named if name not in ("--json", "--quiet", "--verbose")]
+    other += ["--answer-schema"] if answer_schema else []
+    if words or other:
+        raise UsageError(
+            f"--resume: the run goes on as it began; leave out {', '.join(['QUESTION'] * bool(words) + other)}"
+        )
+
+
+COMMAND = Command(
+    "ask",
+    """\
+Answer QUESTION over everything that the PATHs name: files, folders, globs, archives, databases; - is
+standard input. Without a PATH, piped input is read; without either, the question is answered as it is.
+
+The answer goes to stdout, all else to stderr. Ctrl-C once asks for the answer with what there is; twice
+stops. Every option but --answer-schema and --resume may also be set as a key of the configuration file
+or as a variable: max-cost = 2, RAMIFY_MAX_COST=2.""",
+    ask,
+    "QUESTION PATH…",
+    max_words=None,
+    options=(*SETTINGS, *OF_ONE_QUESTION),
+    epilog=epilog(),
+)

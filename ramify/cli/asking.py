@@ -13,7 +13,6 @@ import gc
 import os
 import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -56,14 +55,6 @@ class Asked(msgspec.Struct, frozen=True):
             *given, answer_type=self.schema, cite=self.cite, cache=self.cache, on_event=on_event,
             metadata=source_record(self.loaded, self.paths),
         )  # fmt: skip
-
-
-def warm_up(model: str) -> None:
-    """Begin to import what the model's client needs, while files are read and the rest is imported.
-
-    A good part of it is the system's certificates, which are read without Python's lock."""
-    if not model.startswith("scripted:"):
-        threading.Thread(target=__import__, args=("aiohttp",), daemon=True).start()
 
 
 def run(rlm: RLM, asked: Asked, notes: Notes, *, as_json: bool) -> Exit:

@@ -13,8 +13,9 @@ from typing import Any
 import msgspec
 
 from ramify import __version__
-from ramify.cli.ask import setting_kinds
+from ramify.cli.ask import KINDS
 from ramify.cli.exits import Exit
+from ramify.cli.parser import Command
 from ramify.cli.settings import config_path, fill, unknown_variables
 from ramify.cli.text import clean, size
 from ramify.clients.prices import PriceTable
@@ -27,10 +28,7 @@ EXTRAS = {"anthropic": "anthropic", "litellm": "litellm", "pdf": "pypdf", "train
 _KEYS_OF_OTHERS = {"anthropic": ("ANTHROPIC_API_KEY",)}
 
 
-def doctor() -> int:
-    """Show keys found, the sandbox and its strength, extras, store and configuration.
-
-    Exit code 1 if something is wrong."""
+def doctor(words: list[str]) -> int:
     is_well = True
     for name, part in _PARTS.items():
         try:
@@ -49,8 +47,8 @@ def _version() -> Iterator[str]:
 def _config() -> Iterator[str]:
     path = config_path()
     yield f"{path}{'' if path.exists() else ' (not there)'}"
-    yield from unknown_variables(setting_kinds())
-    settings = fill({}, setting_kinds())
+    yield from unknown_variables(KINDS)
+    settings = fill({}, KINDS)
     yield from (f"{name.replace('_', '-')} = {value!r}" for name, value in settings.items())
     if not settings.get("model"):
         yield "no model is set: ramify ask needs --model"
@@ -80,7 +78,7 @@ def _prices() -> Iterator[str]:
 
 
 def _sandbox() -> Iterator[str]:
-    given = fill({}, setting_kinds()).get("sandbox")
+    given = fill({}, KINDS).get("sandbox")
     spec = SandboxSpec(provider=given) if given else SandboxSpec()
     sandbox = open_sandbox(spec)
     can: dict[str, Any] = msgspec.to_builtins(sandbox.caps)
@@ -110,3 +108,9 @@ _PARTS = {
     "ramify": _version, "config": _config, "keys": _keys, "prices": _prices, "sandbox": _sandbox,
     "extras": _extras, "store": _store,
 }  # fmt: skip
+
+COMMAND = Command(
+    "doctor",
+    "Show keys found, the sandbox and its strength, extras, store and configuration. Exit code 1 if something\nis wrong.",
+    doctor,
+)

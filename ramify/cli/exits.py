@@ -42,4 +42,4 @@ def exit_of(stop: Stop, answer: Any) -> Exit:
 
 def epilog() -> str:
     """The codes for ``--help``."""
-    return "Exit codes: " + "; ".join(f"{code.value} {meaning}" for code, meaning in MEANINGS.items()) + "."
+    return "\n".join(["exit codes:", *(f"  {code.value:<4}{meaning}" for code, meaning in MEANINGS.items())])

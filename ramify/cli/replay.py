@@ -6,27 +6,22 @@ No model is asked and nothing is paid or written. What differs is named by call,
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Any
 
-import typer
+import msgspec
 
 from ramify.cli.exits import Exit
 from ramify.cli.notes import Notes
+from ramify.cli.parser import Command, Option
 from ramify.cli.text import clean, one_line
 from ramify.types.trajectory import Call, Trajectory
 
 _SHOWN = 10
 
 
-def replay(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="Its id, the beginning of one, or: last.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-) -> int:
-    """Run a stored run's code again against its recorded replies, and compare.
-
-    Exit code 0 if everything came out the same, 1 if not."""
+def replay(words: list[str], json: bool | None) -> int:
+    run = words[0]
     from ramify.cli import again
 
     Notes().take_warnings()
@@ -39,8 +34,8 @@ def replay(
 
     new, old = asyncio.run(repeat()), store.load(run)
     found = list(differences(old, new))
-    if as_json:
-        print(json.dumps({"run": old.id, "same": not found, "differences": found}))
+    if json:
+        print(msgspec.json.encode({"run": old.id, "same": not found, "differences": found}).decode())
     else:
         print(_verdict(old, found))
     return Exit.ERROR if found else Exit.ANSWERED
@@ -83,3 +78,15 @@ def _verdict(old: Trajectory, found: list[str]) -> str:
 
 def _shown(value: Any) -> str:
     return one_line(repr(value), 100)
+
+
+COMMAND = Command(
+    "replay",
+    "Run a stored run's code again against its recorded replies, and compare. No model is asked. Exit code 0\n"
+    "if everything came out the same, 1 if not.",
+    replay,
+    "RUN",
+    1,
+    1,
+    (Option("json", bool, "print one JSON object", has_no=False),),
+)

@@ -3,33 +3,24 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
 
 import msgspec
-import typer
 
 from ramify.cli.exits import Exit
 from ramify.cli.measures import parse_age, parse_size
+from ramify.cli.parser import Command, Option
 from ramify.cli.text import clean, count, dollars, moment, one_line, seconds, size
 from ramify.errors import ConfigError
 from ramify.store.index import RunSummary
 from ramify.store.store import Store
 
-app = typer.Typer(invoke_without_command=True, rich_markup_mode=None)
 _COLUMNS = ("run", "when", "question", "model", "stop", "calls", "tokens", "cost", "seconds")
 
 
-@app.callback()
-def runs(
-    context: typer.Context,
-    limit: Annotated[int, typer.Option(help="How many, newest first; 0 is all.")] = 20,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")] = False,
-) -> int:
-    """List stored runs, newest first. Piped, the columns are separated by tabs."""
-    if context.invoked_subcommand:
-        return Exit.ANSWERED
+def runs(words: list[str], limit: int | None, json: bool | None) -> int:
+    limit = 20 if limit is None else limit
     found = Store().runs(limit or None)
-    if as_json:
+    if json:
         for summary in found:
             print(msgspec.json.encode(_as_dict(summary)).decode())
     elif sys.stdout.isatty():
@@ -41,28 +32,16 @@ def runs(
     return Exit.ANSWERED
 
 
-@app.command()
-def rm(
-    run: Annotated[list[str], typer.Argument(metavar="RUN…", help="Ids, or unique beginnings of ids.")],
-) -> int:
-    """Delete runs, and what only they hold."""
+def rm(words: list[str]) -> int:
     store = Store()
-    paths = [store.path(each) for each in run]  # all are found before any is deleted
+    paths = [store.path(each) for each in words]  # all are found before any is deleted
     for path in dict.fromkeys(paths):
         freed = store.remove(path.stem)
         print(f"deleted {path.stem} ({size(freed)})")
     return Exit.ANSWERED
 
 
-@app.command()
-def prune(
-    older_than: Annotated[str, typer.Option(metavar="AGE", help="Delete runs that ended longer ago: 30d, 12h.")] = "",
-    keep: Annotated[int | None, typer.Option(help="Keep this many newest runs in any case.")] = None,
-    max_size: Annotated[str, typer.Option(metavar="SIZE", help="Delete the oldest until it fits: 2GB, 500MB.")] = "",
-) -> int:
-    """Delete old runs, and what only they hold. Runs that are being written stay.
-
-    With --keep alone, all but the newest go. Without options, only what no run needs any more."""
+def prune(words: list[str], older_than: str | None, keep: int | None, max_size: str | None) -> int:
     if keep is not None and keep < 0:
         raise ConfigError(f"--keep {keep}: give 0 or more")
     store = Store()
@@ -109,3 +88,29 @@ def _draw(found: list[RunSummary]) -> None:
     for summary in found:
         table.add_row(*(Text(cell) for cell in _cells(summary, 200)))
     Console(highlight=False).print(table)
+
+
+COMMANDS = (
+    Command(
+        "runs",
+        "List stored runs, newest first. Piped, the columns are separated by tabs.",
+        runs,
+        options=(
+            Option("limit", int, "how many (default: 20; 0 is all)"),
+            Option("json", bool, "one JSON object a line", has_no=False),
+        ),
+    ),
+    Command("runs rm", "Delete runs, and what only they hold.", rm, "RUN…", 1, None),
+    Command(
+        "runs prune",
+        """\
+Delete old runs, and what only they hold. Runs that are being written stay. With --keep alone all but the
+newest go; without options, only what no run needs any more.""",
+        prune,
+        options=(
+            Option("older_than", str, "delete runs that ended longer ago: 30d, 12h", "AGE"),
+            Option("keep", int, "keep this many newest runs in any case"),
+            Option("max_size", str, "delete the oldest until the store fits: 2GB, 500MB", "SIZE"),
+        ),
+    ),
+)

@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
-import typer
 
 from ramify.cli.exits import Exit
+from ramify.cli.parser import Command, Option
 from ramify.cli.text import clean, dollars, moment, one_line, seconds
 from ramify.errors import ConfigError, nearest
 from ramify.store.store import Store
@@ -31,24 +31,18 @@ _PLAIN_SHOWN = 3
 """Plain sub-calls of a cell that are shown one by one; more are counted."""
 
 
-def show(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="Its id, the beginning of one, a journal, or: last.")],
-    call: Annotated[str, typer.Option(metavar="ID", help="Only this call and its prompts, whole: 0.3.")] = "",
-    full: Annotated[bool, typer.Option("--full", help="Outputs and answers whole.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="The trajectory as one JSON object.")] = False,
-    events: Annotated[bool, typer.Option("--events", help="The journal's events, one JSON object a line.")] = False,
-) -> int:
-    """Show what happened in a run: turns, code, output, sub-calls, answer."""
+def show(words: list[str], call: str | None, full: bool | None, json: bool | None, events: bool | None) -> int:
+    run = words[0]
     store = Store()
     if events:
         for event in store.events(run):
             _write(msgspec.json.encode(event))
         return Exit.ANSWERED
     trajectory = store.load(run)
-    if as_json:
+    if json:
         _write(msgspec.json.encode(_call_of(trajectory, call) if call else trajectory))
         return Exit.ANSWERED
-    lines = _conversation(trajectory, _call_of(trajectory, call)) if call else _run_lines(trajectory, full)
+    lines = _conversation(trajectory, _call_of(trajectory, call)) if call else _run_lines(trajectory, bool(full))
     for line in lines:
         print(clean(line))
     return Exit.ANSWERED
@@ -152,3 +146,20 @@ def _as_text(answer: Any) -> str:
 
 def _write(line: bytes) -> None:
     sys.stdout.buffer.write(line + b"\n")
+
+
+COMMAND = Command(
+    "show",
+    "Show what happened in a run: turns, code, output, sub-calls, answer. RUN is an id, the beginning of one,\n"
+    "a journal's path, or: last.",
+    show,
+    "RUN",
+    1,
+    1,
+    (
+        Option("call", str, "only this call (such as 0.3), with its whole prompts", "ID"),
+        Option("full", bool, "outputs and answers whole", has_no=False),
+        Option("json", bool, "the trajectory as one JSON object", has_no=False),
+        Option("events", bool, "the journal's events, one JSON object a line", has_no=False),
+    ),
+)
