@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Awaitable, Mapping, Sequence
+import inspect
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ramify.clients.base import Client
@@ -44,22 +45,23 @@ class Host:
 
     async def answer(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The ``sandbox.base.Answer`` of this cell."""
+        functions: dict[str, Callable[..., Awaitable[Any]]] = {
+            "llm_query_batched": self._llm_query_batched,
+            "rlm_query_batched": self._rlm_query_batched,
+            "history": self._history,
+            "tool": self._tool,
+        }
+        if name not in functions:
+            raise HostCallError("NameError", f"the host has no function '{name}'")
         try:
-            match name:
-                case "llm_query_batched":
-                    return await self._llm_query_batched(*args, **kwargs)
-                case "rlm_query_batched":
-                    return await self._rlm_query_batched(*args, **kwargs)
-                case "history":
-                    return self._history(*args, **kwargs)
-                case "tool":
-                    return await self._tool(*args, **kwargs)
-        except TypeError as error:  # a session may forge any arguments
+            inspect.signature(functions[name]).bind(*args, **kwargs)  # a session may forge any arguments
+        except TypeError as error:
             raise HostCallError("TypeError", f"{name}: {error}") from error
+        try:
+            return await functions[name](*args, **kwargs)
         except ReplayDiverged as error:
             self.fatal = error
             raise HostCallError("RuntimeError", str(error)) from error
-        raise HostCallError("NameError", f"the host has no function '{name}'")
 
     # --- plain calls -------------------------------------------------------------------------------------------
 
@@ -91,6 +93,9 @@ class Host:
         pairs = [self._question_and_context(prompt, value) for prompt, value in zip(prompts, given, strict=True)]
         kind = "rlm" if deep else "lm"
         calls = [self._sub_call(kind, client, question, context) for question, context in pairs]
+        for context in {id(context): context for _, context in pairs if context is not None}.values():
+            if context is not self._call.context:
+                await self._run.keep_context(context)
         room = asyncio.Semaphore(self._run.limits.max_children)
         return await self._all([self._child(call, room) for call in calls])
 
@@ -124,7 +129,7 @@ class Host:
 
     # --- the rest ----------------------------------------------------------------------------------------------
 
-    def _history(self, seen: int) -> list[dict[str, str]]:
+    async def _history(self, seen: int) -> list[dict[str, str]]:
         return [{"role": message.role, "content": message.content} for message in self._call.messages[seen:]]
 
     async def _tool(self, name: str, *args: Any, **kwargs: Any) -> Any:

@@ -38,7 +38,7 @@ async def run_child(run: Run, call: LiveCall) -> Outcome:
     try:
         loop = RlmLoop(run, call)
         try:
-            outcome = await loop.answer(observe.first_message(call.question, _value(call)))
+            outcome = await loop.answer(observe.first_message(call.question, run.description(call.context)))
         finally:
             await loop.close()
     except (ModelError, SandboxError, LimitReached) as error:
@@ -49,10 +49,6 @@ async def run_child(run: Run, call: LiveCall) -> Outcome:
     if outcome.answer is None and outcome.error is None:
         return Outcome(outcome.stop, error=f"the child ended without an answer ({outcome.stop})")
     return outcome if outcome.answer is None else Outcome(outcome.stop, outcome.answer)
-
-
-def _value(call: LiveCall) -> Any:
-    return "" if call.context is None else call.context.value
 
 
 class RlmLoop:
@@ -113,38 +109,40 @@ class RlmLoop:
         """Do what the model asked for: an outcome, or the messages that it is shown next."""
         notes = list(action.ignored)
         turn = self.call.turn - 1
+        deferred, self._deferred = self._deferred, _NOTHING
         reports, final = await self._run_cells(action, turn, notes)
         if final is _NOTHING and action.final is not None:
             final = await self._text_final(action.final, notes)
         if final is _NOTHING and not action.codes:
-            return self._idle(action, notes)
+            return self._idle(action, deferred, notes)
         self._num_idle = 0
         if final is not _NOTHING:
-            outcome = self._conclude(final, reports, notes)
+            outcome = self._conclude(final, reports, notes, confirmed=deferred is not _NOTHING)
             if outcome is not None:
                 return outcome, []
+        elif deferred is not _NOTHING:
+            self._partial = deferred
         return None, self._observation(action, reports, notes)
 
-    def _idle(self, action: Action, notes: list[str]) -> tuple[Outcome | None, list[Message]]:
+    def _idle(self, action: Action, deferred: Any, notes: list[str]) -> tuple[Outcome | None, list[Message]]:
         """A message without code or answer: a deferred answer stands; otherwise a nudge, and then it is the answer."""
-        if self._deferred is not _NOTHING:
-            outcome = self._conclude(self._deferred, [], notes)
+        if deferred is not _NOTHING:
+            outcome = self._conclude(deferred, [], notes, confirmed=True)
             return outcome, [] if outcome else self._observation(action, [], notes)
         self._num_idle += 1
         if self._num_idle >= self.run.scaffold.max_idle:
             return Outcome(Stop.NO_CODE, self._best()), []
         return None, self._observation(action, [observe.NUDGE], notes)
 
-    def _conclude(self, final: Any, reports: list[str], notes: list[str]) -> Outcome | None:
+    def _conclude(self, final: Any, reports: list[str], notes: list[str], *, confirmed: bool) -> Outcome | None:
         """The answer, if it fits its type and nothing is unseen; otherwise None, with a note for the model."""
         try:
             value = self._kind.convert(final) if self._kind else final
         except Mismatch as mismatch:
-            self._deferred = _NOTHING
             notes.append(f"The answer does not fit its type: {mismatch}. Correct it and give it again with FINAL(…).")
             return None
         unseen = any(report != "(no output)" for report in reports)
-        if unseen and self.run.scaffold.defer_final and self._deferred is _NOTHING:
+        if unseen and self.run.scaffold.defer_final and not confirmed:
             self._deferred = final
             notes.append(
                 "Your answer is noted, and put off by one turn: you had not seen the output above when you gave it. If it "
@@ -160,7 +158,7 @@ class RlmLoop:
         reports: list[str] = []
         final = _NOTHING
         for index, code in enumerate(action.codes):
-            cell, note = await self._run_cell(code, turn, index)
+            cell, note = await self._run_cell(code, turn, index, notes)
             reports.append(observe.cell_report(cell))
             final = note.get("final", final)
             self._partial = note.get("partial", self._partial)
@@ -171,7 +169,7 @@ class RlmLoop:
                 break
         return reports, final
 
-    async def _run_cell(self, code: str, turn: int, index: int) -> tuple[Cell, dict[str, Any]]:
+    async def _run_cell(self, code: str, turn: int, index: int, notes: list[str]) -> tuple[Cell, dict[str, Any]]:
         host = Host(self.run, self.call, turn, index, run_child)
         session = await self._open()
         try:
@@ -180,6 +178,8 @@ class RlmLoop:
             ran = await self._bury(code, died)
         if host.fatal is not None:
             raise host.fatal
+        if ran.interrupted == "time":
+            notes.append(f"the cell was stopped after {self.run.cell_s:g} s of work; what it had bound is there")
         note = ran.note.get("prelude") if isinstance(ran.note, dict) else None
         note = note if isinstance(note, dict) else {}
         cell = self._kept(ran, note)
@@ -328,8 +328,9 @@ class RlmLoop:
     async def _compact_if_long(self) -> None:
         """Summarise a history that nears the window; the next turn begins a new branch from the first messages."""
         run, call = self.run, self.call
-        request_chars = sum(len(message.content) for message in (*call.messages, *self._pending))
-        tokens = max(call.known_tokens() + sum(len(m.content) for m in self._pending) // 3, request_chars // 6)
+        known = call.known_tokens()
+        unknown = self._pending if known else [*call.messages, *self._pending]
+        tokens = known + sum(len(message.content) for message in unknown) // 3
         if tokens + run.sampling.max_tokens <= run.scaffold.compact_at * call.client.window or len(call.messages) <= 3:
             return
         run.note(call, f"the history has about {tokens:,} tokens of a window of {call.client.window:,}: summarising it")

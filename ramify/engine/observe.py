@@ -81,9 +81,9 @@ def _amount(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.3g}"
 
 
-def first_message(question: str, value: Any, about: str = "") -> str:
+def first_message(question: str, description: str, about: str = "") -> str:
     """The question and what the context looks like from outside."""
-    parts = [f"Question: {question}", "", f"`context` is {describe(value)}"]
+    parts = [f"Question: {question}", "", f"`context` is {description}"]
     return "\n".join([*parts, *(["", about] if about else [])])
 
 

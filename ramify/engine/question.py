@@ -57,10 +57,6 @@ class Question(msgspec.Struct, frozen=True):
         fits = observe.chars_of(self.context) <= min(scaffold.direct_chars, 2 * window)
         return fits and not has_tools and not self.tools
 
-    def first_message(self) -> str:
-        context = "" if self.context is None else self.context
-        return observe.first_message(self.text, context, self.about)
-
 
 def question(prompt: Any, query: str | None, kind: Any, cite: bool) -> Question:
     """The question that ``completion(prompt, query)`` asks. Raises ConfigError for an empty one."""

@@ -21,6 +21,7 @@ import msgspec
 
 from ramify.clients.base import Client, Request, Sampling, Tool
 from ramify.clients.pool import Pool
+from ramify.engine import observe
 from ramify.engine.action import CODE_TOOL, FINAL_TOOL
 from ramify.engine.limits import Amount, Ledger, Limits, bound
 from ramify.engine.models import Models
@@ -168,6 +169,7 @@ class Run:
         self.closing: Stop | None = None
         self._scopes: set[asyncio.Timeout] = set()
         self._sessions: set[Session] = set()
+        self._descriptions: dict[str, str] = {}
         self._loop = asyncio.get_running_loop()
         self._deadline = self._loop.time() + limits.max_seconds
         self._alarm = self._loop.call_at(self._deadline - limits.last_word_s, self.close_in, Stop.DEADLINE)
@@ -209,6 +211,23 @@ class Run:
 
     def note(self, call: LiveCall, text: str) -> None:
         self.recorder.emit(Noted(at_s=self.recorder.now(), call=call.id, text=text))
+
+    def description(self, context: SharedContext | None) -> str:
+        """What a model is told of ``context``; worked out once, since children share large ones."""
+        if context is None:
+            return observe.describe("")
+        if context.digest not in self._descriptions:
+            self._descriptions[context.digest] = observe.describe(context.value)
+        return self._descriptions[context.digest]
+
+    async def keep_context(self, context: SharedContext) -> None:
+        """Put a child's context where the run is stored, before anything is done with it."""
+        if self.blobs is None:
+            return
+        if context.nbytes > 1 << 20:
+            await asyncio.to_thread(self.blobs.put, context.buffer(), context.digest)
+        else:
+            self.blobs.put(context.buffer(), context.digest)
 
     def tools_at(self, depth: int) -> ToolSet:
         return self._tools if depth == 0 else self._child_tools

@@ -263,7 +263,7 @@ class Running:
         if before is not None and before.call.messages:
             call.go_on_from(before.call)
             fork = Fork(before.call.id, before.call.turn - 1)
-        message = f"The next question: {self._question.text}" if before else self._question.first_message()
+        message = f"The next question: {self._question.text}" if before else self._first_message(run, context)
         if thread is not None:
             thread.loop, thread.num_questions = loop, thread.num_questions + 1
         run.begin(call, fork)
@@ -277,6 +277,9 @@ class Running:
                 await loop.close()
             run.end(call, outcome)
         return outcome
+
+    def _first_message(self, run: Run, context: SharedContext | None) -> str:
+        return observe.first_message(self._question.text, run.description(context), self._question.about)
 
     def _ended(self, outcome: Outcome, run: Run | None) -> None:
         try:

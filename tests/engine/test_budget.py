@@ -159,7 +159,7 @@ def test_events_come_as_a_stream_and_to_callbacks() -> None:
             seen = [event async for event in r.stream("text", "?")]
         async with rlm([code("FINAL(1)")]) as r:
             await r.acompletion("text", "?", on_event=heard.append)
-        names = "RunStarted CallStarted Requested Replied CellRan CallEnded RunEnded".split()
+        names = ["RunStarted", "CallStarted", "Requested", "Replied", "CellRan", "CallEnded", "RunEnded"]
         assert [type(event).__name__ for event in seen] == names
         assert [type(event).__name__ for event in heard] == names
         assert isinstance(seen[0], RunStarted)

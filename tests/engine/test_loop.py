@@ -56,7 +56,7 @@ def test_an_error_shows_its_own_line_and_keeps_what_was_bound() -> None:
     with rlm(model) as r:
         assert r.completion(TEXT, "?").answer == 7
     shown = model.requests[1].messages[-1].content
-    assert 'line 2, in <module>\n    y = 1/0' in shown
+    assert "line 2, in <module>\n    y = 1/0" in shown
     assert "ZeroDivisionError: division by zero" in shown
 
 
@@ -97,10 +97,7 @@ def test_long_output_is_cut_and_kept_whole_in_a_variable() -> None:
     with rlm(model, scaffold=msgspec.structs.replace(SCAFFOLD, max_output_chars=100)) as r:
         assert r.completion(TEXT, "?").answer == 1001
     assert model.requests[1].messages[-1].content == (
-        "x" * 50
-        + "\n[… 901 of 1,001 characters cut; the whole is in outputs[1] …]\n"
-        + "y" * 49
-        + "\n[turn 1 of 30]"
+        "x" * 50 + "\n[… 901 of 1,001 characters cut; the whole is in outputs[1] …]\n" + "y" * 49 + "\n[turn 1 of 30]"
     )
 
 

@@ -75,7 +75,7 @@ async def _kill_and_resume(tmp_path: Path) -> None:
             result = await r.aresume("last")
             again = await r.aresume("last")
             replayed = await r.areplay("last")
-        first, second, lucky = result.answer
+        first, second, _ = result.answer
         assert (first, second) == ([f"re: a{i}" for i in range(8)], [f"re: b{i}" for i in range(8)])
         assert again.answer == result.answer
         assert replayed.answer == result.answer, "the session draws the same random numbers again"
@@ -129,7 +129,10 @@ def test_a_replay_that_asks_something_else_diverges(tmp_path: Path) -> None:
     with rlm([code("FINAL(1)")], store=store) as r:
         r.completion("text", "?")
     other = SCAFFOLD.__class__(system="Another prompt.", direct_chars=0)
-    with rlm([], store=store, scaffold=other) as r, pytest.raises(ReplayDiverged, match=r"call 0, turn 0: the prompt has"):
+    with (
+        rlm([], store=store, scaffold=other) as r,
+        pytest.raises(ReplayDiverged, match=r"call 0, turn 0: the prompt has"),
+    ):
         r.replay("last")
 
 

@@ -42,7 +42,9 @@ except SubcallError as error:
 
 
 def test_an_uncaught_failure_is_a_traceback_not_a_string() -> None:
-    model = client(by_role([code("x = llm_query('bad')"), code("FINAL('x' in globals())")], lambda p: refused(400, "no")))
+    model = client(
+        by_role([code("x = llm_query('bad')"), code("FINAL('x' in globals())")], lambda p: refused(400, "no"))
+    )
     with rlm(model) as r:
         assert r.completion("text", "?").answer is False
     shown = next(q for q in model.requests if len(q.messages) == 4).messages[-1].content
@@ -71,7 +73,11 @@ def test_children_have_their_own_context_and_answer_with_values() -> None:
     with rlm(model) as r:
         result = r.completion("text", "?")
     assert result.answer == [{"sum": 3}, {"sum": 7}]
-    assert [(c.id, c.kind, c.depth) for c in result.trajectory.walk()] == [("0", "rlm", 0), ("0.0", "rlm", 1), ("0.1", "rlm", 1)]
+    assert [(c.id, c.kind, c.depth) for c in result.trajectory.walk()] == [
+        ("0", "rlm", 0),
+        ("0.0", "rlm", 1),
+        ("0.1", "rlm", 1),
+    ]
     assert result.trajectory.depth == 1
     assert "a list of 2 items" in model.requests[1].messages[1].content
 
@@ -106,7 +112,9 @@ def test_at_the_depth_limit_what_does_not_fit_a_plain_call_is_a_subcall_error() 
     cell = "try:\n  rlm_query('what?', 'z' * 900_000)\nexcept SubcallError as e: FINAL(str(e))"
     with rlm(by_role([code(cell)]), limits={"max_depth": 0}) as r:
         text = r.completion("text", "?").answer
-    assert text.startswith("the depth limit of 0 is reached, so this rlm_query is one plain call, and 900,017 characters")
+    assert text.startswith(
+        "the depth limit of 0 is reached, so this rlm_query is one plain call, and 900,017 characters"
+    )
 
 
 def test_any_depth_makes_progress_with_one_request_at_a_time() -> None:
@@ -158,12 +166,19 @@ def test_who_answers_where() -> None:
     with RLM(main, sub_model=[sub, other], scaffold=SCAFFOLD) as r:
         result = r.completion("text", "?")
     assert result.answer == ["sub", "other", "child"]
-    assert [c.model for c in result.trajectory.calls] == ["scripted:main", "scripted:sub", "scripted:other", "scripted:sub"]
+    assert [c.model for c in result.trajectory.calls] == [
+        "scripted:main",
+        "scripted:sub",
+        "scripted:other",
+        "scripted:sub",
+    ]
 
 
 def test_a_model_for_each_depth() -> None:
     clients = [
-        client(lambda m, i=i: code(f"FINAL(['m{i}', rlm_query('?')])" if i < 2 else "FINAL('m2')"), name=f"scripted:m{i}")
+        client(
+            lambda m, i=i: code(f"FINAL(['m{i}', rlm_query('?')])" if i < 2 else "FINAL('m2')"), name=f"scripted:m{i}"
+        )
         for i in range(3)
     ]
     with RLM(clients, scaffold=SCAFFOLD, limits=Limits(max_depth=2)) as r:
@@ -250,7 +265,40 @@ def test_a_long_history_is_summarised_and_goes_on_in_a_new_branch() -> None:
     assert result.stop is Stop.FINAL
     last = result.trajectory.root.turns[-1]
     assert last.reused == 2
-    assert last.prompt[0].content.startswith("Summary of the work so far (the session and its variables are as you left")
+    assert last.prompt[0].content.startswith(
+        "Summary of the work so far (the session and its variables are as you left"
+    )
     assert "Found: 3." in last.prompt[0].content
     assert result.trajectory.conversation(result.trajectory.root)[:-1] == list(model.requests[-1].messages)
     assert all(request.messages[:2] == model.requests[0].messages[:2] for request in model.requests)
+
+
+def test_the_names_that_a_tool_cannot_have_are_those_of_the_session() -> None:
+    from ramify.engine import prelude
+    from ramify.engine.tools import RESERVED
+
+    assert {*prelude.__all__, "context"} == RESERVED
+
+
+def test_forged_calls_get_an_error_and_the_run_goes_on() -> None:
+    cell = """
+import sys
+call = sys.modules['prelude'].call_host
+said = []
+for name, args, kwargs in [('nothing', (), {}), ('llm_query_batched', (), {'x': 1}), ('llm_query_batched', ('text',), {}),
+                           ('rlm_query_batched', (['a'], [1, 2]), {}), ('tool', ('no',), {}), ('history', (), {})]:
+    try:
+        call(name, *args, **kwargs)
+    except Exception as error:
+        said.append(f'{error.kind}: {error}')
+FINAL(said)
+"""
+    with rlm([code(cell)]) as r:
+        assert r.completion("text", "?").answer == [
+            "NameError: the host has no function 'nothing'",
+            "TypeError: llm_query_batched: missing a required argument: 'prompts'",
+            "TypeError: prompts must be a list of str",
+            "ValueError: 1 prompts but 2 contexts",
+            "NameError: there is no tool 'no'",
+            "TypeError: history: missing a required argument: 'seen'",
+        ]
