@@ -7,6 +7,7 @@ caller named. Imported at the first request that needs it, since the import take
 
 from __future__ import annotations
 
+import io
 import os
 import ssl
 from urllib.parse import urlsplit
@@ -16,6 +17,7 @@ import aiohttp
 from ramify.clients.http1 import Answer
 from ramify.errors import BadReply, ConfigError, ModelError, ReplyLost, Unreachable
 
+_LARGE_BYTES = 1 << 20
 _REPLACING = ("SSL_CERT_FILE", "SSL_CERT_DIR")
 _ADDING = ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "NODE_EXTRA_CA_CERTS")
 
@@ -32,8 +34,9 @@ class Https:
     async def post(self, where: str, url: str, headers: dict[str, str], proxy: str | None, body: bytes) -> Answer:
         """The answer whatever its status; ``where`` names the model in errors."""
         session = self._session or self._open()
+        data = body if len(body) <= _LARGE_BYTES else io.BytesIO(body)  # sent in pieces, so as not to hold the loop
         try:
-            async with session.post(url, data=body, headers=headers, proxy=proxy, allow_redirects=False) as response:
+            async with session.post(url, data=data, headers=headers, proxy=proxy, allow_redirects=False) as response:
                 return Answer(response.status, response.headers, await self._bounded(where, response))
         except aiohttp.ClientError as error:
             raise _failure(where, url, proxy, error) from error

@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Mapping
 from typing import Literal
+from urllib.parse import quote
 
 import msgspec
 
@@ -220,7 +221,7 @@ def resolve(
     url = (base_url or environ.get(provider.url_variable) or provider.url).rstrip("/")
     if not url:
         raise ConfigError(f"{name}: no base URL: set {provider.url_variable}, or write {name}@https://…")
-    if not re.match(r"https?://[^/\s]", url):
+    if not re.fullmatch(r"https?://[^/\s]\S*", url):
         raise ConfigError(f"{name}: '{url}' is not a base URL: write it as https://host/v1 in {provider.url_variable}")
     at_home = url == provider.url or provider_name == "azure"
     secret = _key(name, provider, key, environ, needed=at_home and not provider.local)
@@ -248,7 +249,12 @@ def _key(name: str, provider: Provider, key: str | None, environ: Mapping[str, s
 
 
 def _headers(provider: Provider, secret: str, environ: Mapping[str, str]) -> dict[str, str]:
-    headers = {header: environ[name] for header, name in provider.header_variables.items() if environ.get(name)}
+    headers = {header: environ[name].strip() for header, name in provider.header_variables.items() if environ.get(name)}
+    for header, value in headers.items():
+        if not (value.isascii() and value.isprintable()):
+            raise ConfigError(
+                f"{provider.header_variables[header]} has signs that no HTTP header may have; copy it again"
+            )
     if secret:
         headers[provider.key_header] = f"Bearer {secret}" if provider.key_header == "Authorization" else secret
     return headers
@@ -263,7 +269,7 @@ def _azure_url(base: str, deployment: str, environ: Mapping[str, str]) -> str:
         return _chat_url(base)
     version = environ.get("OPENAI_API_VERSION") or _AZURE_API_VERSION
     root = base if base.endswith("/openai") else f"{base}/openai"
-    return f"{root}/deployments/{deployment}/chat/completions?api-version={version}"
+    return f"{root}/deployments/{quote(deployment, safe='')}/chat/completions?api-version={version}"
 
 
 def table() -> str:

@@ -1,6 +1,5 @@
 """Sockets: proxies and certificate authorities from the environment, lazy imports, connections used again."""
 
-import asyncio
 import shutil
 import ssl
 import subprocess
@@ -10,7 +9,6 @@ import pytest
 
 from ramify.clients.loopback import Loopback
 from ramify.clients.pool import Pool
-from ramify.clients.scripted_server import ScriptedServer
 from ramify.clients.wire import proxy_for
 from ramify.errors import ConfigError, Unreachable
 from tests.clients.helpers import Books, Says, request, run
@@ -135,18 +133,3 @@ def test_a_missing_bundle_is_named(monkeypatch):
         await pool.close()
 
     run(main())
-
-
-def test_connections_are_used_again():
-    ports = set()
-
-    async def main():
-        async with ScriptedServer(lambda messages: "x") as server:
-            pool = Pool(base_urls={"vllm": server.url})
-            for _ in range(3):
-                await asyncio.gather(*(pool.ask(pool.client("vllm:m"), request(), Books()) for _ in range(4)))
-            ports.update(connection for connection in server._http._connections)
-            await pool.close()
-
-    run(main())
-    assert len(ports) == 4

@@ -1,0 +1,217 @@
+"""Both ways over the network give the same answers and call failures by the same names; and HTTP's framings, byte by byte."""
+
+import asyncio
+
+import pytest
+
+from ramify.clients.http1 import Http1
+from ramify.clients.https import Https
+from ramify.clients.wire import route_to
+from ramify.errors import BadReply, ReplyLost, Unreachable
+from tests.clients.helpers import run
+
+LIMITS = (4.0, 5.0, 1000)
+"""Seconds to keep, seconds to connect, bytes of a body."""
+
+
+class Raw:
+    """A server that sends given bytes for each request, in pieces, and then closes or waits for another."""
+
+    def __init__(self, *answers, piece=None, close=False):
+        self.connections = 0
+        self.heads = []
+        self._answers, self._piece, self._close = list(answers), piece, close
+
+    async def __aenter__(self):
+        self._server = await asyncio.start_server(self._talk, "127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}/v1/chat/completions"
+        return self
+
+    async def __aexit__(self, *exc):
+        self._server.close()
+        await self._server.wait_closed()
+
+    async def _talk(self, reader, writer):
+        self.connections += 1
+        try:
+            while self._answers:
+                head = await reader.readuntil(b"\r\n\r\n")
+                self.heads.append(head)
+                length = next(line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length"))
+                await reader.readexactly(int(length.split(b":")[1]))
+                answer = self._answers.pop(0)
+                for at in range(0, len(answer), self._piece or len(answer) or 1):
+                    writer.write(answer[at : at + (self._piece or len(answer))])
+                    await writer.drain()
+                    await asyncio.sleep(0)
+                if self._close:
+                    return
+            await reader.read()
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            writer.close()
+
+
+class Way:
+    """``Http1`` or ``Https`` behind one face."""
+
+    def __init__(self, kind):
+        self._http = kind(*LIMITS)
+
+    async def post(self, url, body=b"{}"):
+        route = route_to(url, {"Authorization": "Bearer key"})
+        if isinstance(self._http, Http1):
+            return await self._http.post("m", route.origin, body)
+        return await self._http.post("m", route.url, route.headers, None, body)
+
+    async def close(self):
+        await self._http.close()
+
+
+@pytest.fixture(params=[Http1, Https])
+def way(request, monkeypatch):
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    return lambda: Way(request.param)
+
+
+OK = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nX-Thing: Value\r\n\r\nhello"
+CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nhel\r\n2;x=y\r\nlo\r\n0\r\n\r\n"
+TRAILERS = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\nX-Sum: 1\r\n\r\n"
+UNTIL_CLOSE = b"HTTP/1.1 200 OK\r\n\r\nhello"
+OLD = b"HTTP/1.0 200 OK\r\nContent-Length: 5\r\n\r\nhello"
+INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n" + OK
+
+
+def asked(way, *answers, times=1, url=None, **options):
+    async def main():
+        async with Raw(*answers, **options) as server:
+            network = way()
+            try:
+                got = [await network.post(url or server.url) for _ in range(times)]
+            finally:
+                await network.close()
+            return got, server
+
+    return run(main())
+
+
+@pytest.mark.parametrize("piece", [None, 1, 7])
+@pytest.mark.parametrize("answer", [OK, CHUNKED, TRAILERS, UNTIL_CLOSE, OLD, INTERIM],
+                         ids=["length", "chunks", "trailers", "until close", "1.0", "interim"])  # fmt: skip
+def test_framings(way, answer, piece):
+    (got,), _ = asked(way, answer, piece=piece, close=answer is UNTIL_CLOSE)
+    assert (got.status, got.body) == (200, b"hello")
+
+
+def test_headers_go_out_and_come_back(way):
+    (got,), server = asked(way, OK)
+    assert got.headers["x-thing"] == "Value"
+    lines = server.heads[0].decode().split("\r\n")
+    assert lines[0] == "POST /v1/chat/completions HTTP/1.1"
+    assert {
+        "Authorization: Bearer key",
+        "User-Agent: ramify",
+        "Content-Type: application/json",
+        "Content-Length: 2",
+    } <= set(lines)
+
+
+@pytest.mark.parametrize(
+    ("answer", "connections"),
+    [(OK, 1), (CHUNKED, 1), (OLD, 3), (OK.replace(b"X-Thing: Value", b"Connection: close"), 3)],
+    ids=["length", "chunks", "1.0", "close"],
+)
+def test_connections_are_kept_where_they_may_be(way, answer, connections):
+    closes = connections > 1
+    got, server = asked(way, *[answer] * 3, times=3, close=closes)
+    assert ([each.body for each in got], server.connections) == ([b"hello"] * 3, connections)
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        (b"", ReplyLost),
+        (b"HTTP/1.1 200", ReplyLost),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nhel", ReplyLost),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n9\r\nhel", ReplyLost),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 2000\r\n\r\n" + b"x" * 2000, BadReply),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n7d0\r\n" + b"x" * 2000 + b"\r\n0\r\n\r\n", BadReply),
+        (b"HTTP/1.1 200 OK\r\n\r\n" + b"x" * 2000, BadReply),
+    ],
+    ids=["nothing", "half a head", "half a body", "half a chunk", "long", "long in chunks", "long until close"],
+)
+def test_answers_that_break_or_never_end(way, answer, error):
+    with pytest.raises(error) as caught:
+        asked(way, answer, close=True)
+    assert str(caught.value).startswith("m: ")
+    assert caught.value.may_be_paid
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [b"SSH-2.0-OpenSSH\r\n\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: five\r\n\r\nhello",
+     b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n"],
+)  # fmt: skip
+def test_what_is_not_http_is_said(answer):
+    with pytest.raises(BadReply, match="m: the reply is not HTTP: "):
+        asked(lambda: Way(Http1), answer)
+
+
+def test_compression_that_was_not_asked_for_is_said():
+    with pytest.raises(BadReply, match="m: the reply is compressed"):
+        asked(lambda: Way(Http1), OK.replace(b"X-Thing: Value", b"Content-Encoding: br"))
+
+
+def test_nobody_listens(way):
+    async def main():
+        async with Raw() as server:
+            url = server.url
+        network = way()
+        with pytest.raises(Unreachable, match="m: cannot reach "):
+            await network.post(url)
+        await network.close()
+
+    run(main())
+
+
+def test_a_server_that_closed_an_idle_connection_is_connected_to_again(way):
+    async def main():
+        async with Raw(OK, OK, close=True) as server:
+            network = way()
+            for _ in range(2):
+                await network.post(server.url)
+                await asyncio.sleep(0.02)
+            await network.close()
+            return server.connections
+
+    assert run(main()) == 2
+
+
+def test_a_cancelled_request_takes_its_connection_along(way):
+    """The answer to a request that was given up must not be taken for the next one's."""
+
+    async def main():
+        async with Raw(b"", OK.replace(b"hello", b"HELLO"), close=False) as server:
+            network = way()
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(network.post(server.url), 0.05)
+            answer = await network.post(server.url)
+            await network.close()
+            return answer.body, server.connections
+
+    assert run(main()) == (b"HELLO", 2)
+
+
+def test_a_large_prompt_arrives_whole(way):
+    body = b"x" * 5_000_000
+
+    async def main():
+        async with Raw(OK) as server:
+            network = way()
+            answer = await network.post(server.url, body)
+            await network.close()
+            return answer.body
+
+    assert run(main()) == b"hello"
