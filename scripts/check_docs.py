@@ -1,21 +1,31 @@
-"""Checks the Markdown pages: links lead somewhere, code parses, CONTRIBUTING stays short.
+"""Checks the Markdown pages: links lead somewhere, code parses, commands have the options shown, CONTRIBUTING is short.
 
 Decides nothing about what the pages say. Blocks marked ``python`` are compiled, ``json`` and ``toml`` are parsed, and
-``bash`` or ``sh`` blocks are given to ``bash -n``; nothing is run, and links to the web are not followed.
+``bash`` or ``sh`` blocks are given to ``bash -n``; each line of code that calls ``ramify`` is read by the command's own
+parser. Nothing is run, and links to the web are not followed.
 """
 
 from __future__ import annotations
 
+import ast
 import json
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
+from itertools import takewhile
 from pathlib import Path
+
+from ramify.cli import main as cli
+from ramify.cli.parser import UsageError
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+CALL = re.compile(r"^ *(?:\$ )?(?:[A-Z_]+=\S+ )*(?:\.venv/bin/)?ramify (.+)$", re.MULTILINE)
+INDENTED = re.compile(r"(?:^ {4}.*\n)+", re.MULTILINE)
+OPERATORS = {"|", "<", ">", ">>", ";", "&&", "||", "&", "2>"}
 MAX_LINES = {"CONTRIBUTING.md": 79}
 
 
@@ -37,9 +47,13 @@ def check_page(page: Path) -> list[str]:
     ]
     for block in BLOCK.finditer(text):
         line = text.count("\n", 0, block.start()) + 1
-        code = re.sub(rf"^{block[1]}", "", block[3], flags=re.MULTILINE)
-        if error := parse_error(block[2], code):
+        source = re.sub(rf"^{block[1]}", "", block[3], flags=re.MULTILINE)
+        if error := parse_error(block[2], source):
             faults.append(f"{name}:{line}: {block[2]} block does not parse: {error}")
+    code = [block[3] for block in BLOCK.finditer(text)] + INDENTED.findall(BLOCK.sub("", text))
+    for call in CALL.findall("\n".join(code)):
+        if error := call_error(call):
+            faults.append(f"{name}: `ramify {call}`: {error}")
     num_lines = len(text.splitlines())
     if num_lines > MAX_LINES.get(name, num_lines):
         faults.append(f"{name}: {num_lines} lines; keep it to {MAX_LINES[name]}")
@@ -51,7 +65,7 @@ def parse_error(language: str, code: str) -> str:
     try:
         match language:
             case "python" | "py":
-                compile(code, "block", "exec")
+                compile(code, "block", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
             case "json":
                 json.loads(code)
             case "toml":
@@ -61,6 +75,23 @@ def parse_error(language: str, code: str) -> str:
     except subprocess.CalledProcessError as error:
         return str(error.stderr).strip()
     except (SyntaxError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+def call_error(call: str) -> str:
+    """Why the command line would refuse ``call``, whose words are not looked at; empty where it would not."""
+    try:
+        lexer = shlex.shlex(call, posix=True, punctuation_chars=True)
+        lexer.whitespace_split = True
+        words = [word for word in takewhile(lambda word: word not in OPERATORS, lexer) if word not in ("--help", "-h")]
+        name, rest = cli.split(words)
+        if name in cli.COMMANDS:
+            command = cli.command(name)
+            command.parser().read(rest, {option.long for option in command.options})
+        elif name not in ("", "--version", "COMMAND"):
+            return f"there is no command '{name}'"
+    except (UsageError, ValueError) as error:
         return str(error)
     return ""
 
