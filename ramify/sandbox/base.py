@@ -10,13 +10,14 @@ that every provider passes before it is documented.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol, cast
 
 import msgspec
 
-from ramify.errors import ConfigError, nearest
+from ramify.errors import ConfigError, RamifyError, nearest
 from ramify.types.trajectory import Cell
 
 Answer = Callable[[str, Sequence[Any], Mapping[str, Any]], Awaitable[Any]]
@@ -150,6 +151,16 @@ PROVIDERS = {
     "process": "ramify.sandbox.process",
 }
 """Provider -> the module whose ``open_provider(spec)`` makes it; loaded when it is asked for."""
+
+
+def launch(spec: SandboxSpec) -> None:
+    """Begin to start what the next sandbox of ``spec`` needs, where its provider can: for a caller that has other things
+    to do meanwhile. Says nothing of what is wrong with ``spec``; ``open_sandbox`` does."""
+    module = PROVIDERS.get(spec.provider)
+    begin = getattr(importlib.import_module(module), "launch", None) if module else None
+    if begin is not None:
+        with contextlib.suppress(RamifyError, OSError):
+            begin(spec)
 
 
 def open_sandbox(spec: SandboxSpec) -> Sandbox:

@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -45,6 +45,15 @@ ENVIRONMENT = {
 """All that a session sees of an environment. Sets have one order in every session; large heaps fork fast (huge pages);
 threads do not each reserve address space; and no library starts threads before the fork."""
 START_S = 60.0
+
+
+class Server(NamedTuple):
+    """A fork server that was started, and what its ``Link`` is made of."""
+
+    process: subprocess.Popen[bytes]
+    control: socket.socket
+    complaints: int
+    folder: str
 
 
 class Link:
@@ -187,8 +196,8 @@ class Link:
                 future.exception()  # seen
 
 
-def start_server(config: dict[str, Any]) -> tuple[subprocess.Popen[bytes], Link]:
-    """A fork server in a process of its own, which gets no more of the host than one descriptor."""
+def start_server(config: dict[str, Any]) -> Server:
+    """A fork server in a process of its own, which gets no more of the host than one descriptor. Needs no event loop."""
     ours, theirs = socket.socketpair()
     complaints = anonymous_file("ramify-errors")
     with theirs:
@@ -198,6 +207,5 @@ def start_server(config: dict[str, Any]) -> tuple[subprocess.Popen[bytes], Link]
             command, env=ENVIRONMENT, pass_fds=[theirs.fileno()], cwd="/", start_new_session=True,
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=complaints,
         )  # fmt: skip
-    link = Link(ours, complaints)
-    link.tell(config)
-    return process, link
+    ours.sendall(b"".join(frame(msgspec.json.encode(config))))
+    return Server(process, ours, complaints, config["folder"])

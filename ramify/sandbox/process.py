@@ -27,7 +27,7 @@ from ramify.errors import ConfigError, SandboxError
 from ramify.sandbox.base import Caps, Context, SandboxSpec
 from ramify.sandbox.context import SharedContext, anonymous_file
 from ramify.sandbox.door import SCRATCH_BYTES, SocketStream
-from ramify.sandbox.link import Link, start_server
+from ramify.sandbox.link import Link, Server, start_server
 from ramify.sandbox.packages import locate
 from ramify.sandbox.session import GuestSession
 
@@ -86,12 +86,9 @@ class ProcessSandbox:
         return await asyncio.shield(self._server)
 
     async def _start(self) -> Link:
-        self._folder = tempfile.mkdtemp(prefix="ramify-")
-        config = {
-            "paths": self._paths, "packages": list(self._spec.packages), "folder": self._folder,
-            "memory_bytes": self._spec.memory_bytes, "max_output_bytes": self._spec.max_output_bytes,
-        }  # fmt: skip
-        self._process, link = start_server(config)
+        server = _launched.pop(self._spec, None) or _start(self._spec, self._paths)
+        self._process, self._folder = server.process, server.folder
+        link = Link(server.control, server.complaints)
         try:
             await link.wait_ready()
         except SandboxError:
@@ -205,6 +202,25 @@ class ProcessSandbox:
             await asyncio.sleep(0.01)
         process.kill()
         await asyncio.to_thread(process.wait)
+
+
+_launched: dict[SandboxSpec, Server] = {}
+
+
+def launch(spec: SandboxSpec) -> None:
+    """Start the fork server that the next sandbox of ``spec`` will take, while the caller does other things.
+
+    For a command that knows early what it needs: no event loop need run yet. A server that nobody takes ends with the
+    process."""
+    if spec not in _launched:
+        _launched[spec] = _start(spec, locate(spec.packages))
+
+
+def _start(spec: SandboxSpec, paths: list[str]) -> Server:
+    return start_server({
+        "paths": paths, "packages": list(spec.packages), "folder": tempfile.mkdtemp(prefix="ramify-"),
+        "memory_bytes": spec.memory_bytes, "max_output_bytes": spec.max_output_bytes,
+    })  # fmt: skip
 
 
 class ProcessDoor:
