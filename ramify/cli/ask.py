@@ -22,6 +22,7 @@ from ramify.errors import ConfigError
 
 if TYPE_CHECKING:
     from ramify.engine.rlm import RLM
+    from ramify.sandbox.base import SandboxSpec
     from ramify.sources.base import Loaded
     from ramify.store.store import Store
 
@@ -29,6 +30,9 @@ NO_MODEL = """\
 ramify: no model is set. With a provider's key: export OPENAI_API_KEY=…; ramify ask --model openai:gpt-5-mini …
   With a local server: --model ollama:llama3.2, vllm:NAME, or any other by its address: openai:NAME@http://host:port/v1
   Without either: scripts/demo shows a run with a scripted model, which you can also name: --model scripted:FILE"""
+
+_SMALL_BYTES = 32_000
+"""Of a file that is likely to be answered by one direct call."""
 
 SETTINGS = (
     Option("model", str, "provider:model that drives the session", "MODEL", "-m"),
@@ -82,36 +86,55 @@ def ask(words: list[str], answer_schema: str | None = None, resume: str | None =
 
 
 def _ask(question: str, paths: list[str], answer_schema: str | None, settings: dict[str, Any], notes: Notes) -> int:
-    _warm_up(settings["model"])
+    spec = sandbox_spec(settings)
+    _warm_up(settings["model"], spec if _needs_session(paths, settings) else None)
     from ramify.cli import asking
 
     schema = read_schema(answer_schema)
-    rlm = make_rlm(settings, open_store(settings))
+    rlm = make_rlm(settings, spec, open_store(settings))
     loaded = load_sources(paths, notes)
     asked = asking.Asked(question, loaded, paths, schema, bool(settings.get("cite")), bool(settings.get("cache")))
     return asking.run(rlm, asked, notes, as_json=bool(settings.get("json")))
 
 
-def _warm_up(model: str) -> None:
-    """Begin to import what the model's client needs, while files are read and the rest is imported.
+def _warm_up(model: str, spec: SandboxSpec | None) -> None:
+    """Begin to start the sandbox's server, in its own process, and to import what a model's client needs for TLS (much
+    of that is reading certificates, without Python's lock), while this thread imports the rest and reads files."""
+    from ramify.clients.providers import PROVIDERS, resolve, split_name
+    from ramify.sandbox.base import launch
 
-    A good part of it is the system's certificates, which are read without Python's lock."""
-    if not model.startswith("scripted:"):
+    if spec is not None:
+        launch(spec)
+    provider = split_name(model)[0]
+    is_plain = provider in PROVIDERS and resolve(model).url.startswith("http:")
+    if provider != "scripted" and not is_plain:
         import threading
 
-        threading.Thread(target=__import__, args=("aiohttp",), daemon=True).start()
+        threading.Thread(target=__import__, args=("ramify.clients.https",), daemon=True).start()
 
 
-def make_rlm(settings: dict[str, Any], store: Store | None) -> RLM:
+def sandbox_spec(settings: dict[str, Any]) -> SandboxSpec:
+    from ramify.sandbox.base import SandboxSpec
+
+    spec = SandboxSpec(allow_weaker=bool(settings.get("allow_weaker")))
+    return msgspec.structs.replace(spec, provider=settings["sandbox"]) if settings.get("sandbox") else spec
+
+
+def _needs_session(paths: list[str], settings: dict[str, Any]) -> bool:
+    """Whether the question will hardly be answered by one direct call."""
+    if settings.get("direct") is False:
+        return True
+    if len(paths) == 1 and os.path.isfile(paths[0]):
+        return os.path.getsize(paths[0]) > _SMALL_BYTES
+    return bool(paths)
+
+
+def make_rlm(settings: dict[str, Any], spec: SandboxSpec, store: Store | None) -> RLM:
     from ramify.clients.base import Sampling
     from ramify.engine.limits import Limits
     from ramify.engine.rlm import RLM
-    from ramify.sandbox.base import SandboxSpec
 
     limits = Limits(**{name: value for name, value in settings.items() if name in Limits.__struct_fields__})
-    spec = SandboxSpec(allow_weaker=bool(settings.get("allow_weaker")))
-    if settings.get("sandbox"):
-        spec = msgspec.structs.replace(spec, provider=settings["sandbox"])
     scaffold = read_scaffold(settings.get("scaffold"))
     if settings.get("direct") is False:
         scaffold = msgspec.structs.replace(scaffold, direct_chars=0)
