@@ -135,8 +135,8 @@ class Pool:
         try:
             reply = await self._send(client, request)
         except ModelError as error:
-            if isinstance(error, RateLimited):
-                gate.slow_down(entered, min(self._wait_s(error, failed + 1), self.max_wait_s))
+            if isinstance(error, RateLimited) and _asked_s(error) <= self.max_wait_s:
+                gate.slow_down(entered, self._wait_s(error, failed + 1))
             (account.forfeit if error.may_be_paid else account.release)(str(error))
             raise
         except BaseException as error:
@@ -173,12 +173,12 @@ class Pool:
 
     def _connect(self, name: str) -> Client:
         provider, model = split_name(name)
+        prices = self._prices = self._prices or PriceTable.load()
+        price, window = prices.price(name), prices.window(name)
         if provider == "scripted":
             from ramify.clients.scripted import ScriptedClient
 
-            return ScriptedClient.load(model)
-        prices = self._prices = self._prices or PriceTable.load()
-        price, window = prices.price(name), prices.window(name)
+            return ScriptedClient.load(model, window=window or _WINDOW, price=price)
         key, base_url = self._keys.get(provider), self._base_urls.get(provider)
         if provider == "litellm":
             from ramify.clients.litellm import LiteLLMClient

@@ -69,9 +69,9 @@ class ScriptedClient:
         self._latency_s = latency_s
 
     @classmethod
-    def load(cls, path: str | Path) -> ScriptedClient:
+    def load(cls, path: str | Path, *, window: int = 128_000, price: Price | None = None) -> ScriptedClient:
         """The client named ``scripted:PATH``."""
-        return cls(Script.load(path), name=f"scripted:{path}")
+        return cls(Script.load(path), name=f"scripted:{path}", window=window, price=price)
 
     async def complete(self, request: Request) -> Reply:
         self.requests.append(request)

@@ -280,6 +280,17 @@ def test_nobody_listens():
     assert run(main()) == (True, ["release", "release"])
 
 
+def test_one_refusal_for_an_hour_does_not_hold_up_the_others():
+    async def main():
+        client = ScriptedClient([rate_limited(3600.0), *["hello"] * 3])
+        asking = pool()
+        with pytest.raises(RateLimited):
+            await asking.ask(client, request(), Books())
+        return (await asyncio.wait_for(asking.ask(client, request(), Books()), 5)).message.content
+
+    assert run(main()) == "hello"
+
+
 def test_an_adopted_client_is_found_by_its_name():
     async def main():
         asking = pool()
