@@ -529,17 +529,18 @@ class FileSpool:
 class MemorySpool:
     """For a guest that shares its process with others: what Python code prints, and no more."""
 
-    at = 0
-
     def __init__(self) -> None:
         self._parts: collections.deque[bytes] = collections.deque()
+        self.at = 0
 
     def write(self, data: bytes) -> None:
         self._parts.append(data)
 
     def take(self) -> Iterator[bytes]:
         while self._parts:
-            yield self._parts.popleft()
+            data = self._parts.popleft()
+            self.at += len(data)
+            yield data
 
     def attach(self) -> None:
         pass
@@ -687,7 +688,7 @@ HostError.__module__ = "builtins"  # so that a traceback shows the bare name
 
 _FLUSH_BYTES = 1 << 16
 _FLUSH_S = 0.05
-_SLACK_BYTES = 1 << 20
+_SLACK_BYTES = 4 << 20
 """Given up when memory runs out, so that the error can be told."""
 _MISSING = object()
 
@@ -960,7 +961,8 @@ class Guest:
         self.namespace["__name__"] = "__main__"
         self.namespace["__builtins__"] = self.builtins
         if not self._slack:
-            self._slack = bytearray(_SLACK_BYTES)
+            with contextlib.suppress(MemoryError):  # the cell's values still fill it; so the room stays free
+                self._slack = bytearray(_SLACK_BYTES)
         if self._owns_process:
             self._mend_process()
 

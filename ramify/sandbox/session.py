@@ -33,8 +33,8 @@ class _Running:
     """One cell under way."""
 
     __slots__ = (
-        "answer", "bug", "bytes", "chars", "clock_from", "code", "done", "id", "last_call", "limit_s", "output",
-        "stopped", "tasks", "timer", "worked_s",
+        "answer", "bug", "bytes", "changed", "chars", "clock_from", "code", "end", "id", "last_call", "limit_s", "loop",
+        "output", "stopped", "tasks", "timer", "worked_s",
     )  # fmt: skip
 
     def __init__(self, id: int, code: str, answer: Answer, limit_s: float, max_output_bytes: int, now: float) -> None:
@@ -42,7 +42,10 @@ class _Running:
         self.code = code
         self.answer = answer
         self.limit_s = limit_s
-        self.done: asyncio.Future[tuple[wire.Done, Any]] = asyncio.get_running_loop().create_future()
+        self.loop = asyncio.get_running_loop()
+        self.changed: asyncio.Future[None] = self.loop.create_future()
+        """Wakes whoever waits for the end. Cancelling them cancels it, so it does not hold the end itself."""
+        self.end: tuple[wire.Done, Any] | SessionDied | None = None
         self.output = HeadTail(max_output_bytes)
         self.chars = 0
         self.tasks: dict[int, asyncio.Task[None]] = {}
@@ -62,6 +65,17 @@ class _Running:
 
     def text(self) -> str:
         return self.output.text(self.chars)
+
+    def ends(self, end: tuple[wire.Done, Any] | SessionDied) -> None:
+        self.end = end
+        if not self.changed.done():
+            self.changed.set_result(None)
+
+    async def wait(self, timeout_s: float | None = None) -> None:
+        """Until it ended, again after a cancellation."""
+        if self.end is None:
+            self.changed = self.loop.create_future()
+            await asyncio.wait((self.changed,), timeout=timeout_s)
 
 
 class GuestSession:
@@ -144,24 +158,24 @@ class GuestSession:
         return Ran(shown, note, cell.stopped)
 
     async def _until_done(self, cell: _Running) -> tuple[wire.Done, Any]:
-        try:
-            return await cell.done
-        except SessionDied as error:
-            why = await self._why()
-            left = self._door.leftover(self._upto)
-            cell.output.add(left)
-            cell.chars += len(left.decode("utf-8", "replace"))
-            raise SessionDied(f"the session ended in the middle of a cell: {why}", cell.text()) from error.__cause__
+        await cell.changed
+        end = cell.end
+        if isinstance(end, tuple):
+            return end
+        why = await self._why()
+        left = self._door.leftover(self._upto)
+        cell.output.add(left)
+        cell.chars += len(left.decode("utf-8", "replace"))
+        raise SessionDied(f"the session ended in the middle of a cell: {why}", cell.text())
 
     async def _give_up(self, cell: _Running) -> None:
         """The caller of ``run`` was cancelled: stop the cell, so that the session can go on or is known to be dead."""
         self._stop(cell, "cancelled")
         try:
-            await asyncio.wait((cell.done,), timeout=self._grace_s + 1.0)
+            await cell.wait(self._grace_s + 1.0)
         except asyncio.CancelledError:
             self._fail("its cell was cancelled twice")
-        if cell.done.done():
-            cell.done.exception()  # seen
+            raise
 
     async def _end_answers(self, cell: _Running) -> None:
         tasks = list(cell.tasks.values())
@@ -250,7 +264,7 @@ class GuestSession:
             cell.timer = self._loop.call_later(left, self._time_up, cell)
 
     def _stop(self, cell: _Running, reason: str) -> None:
-        if cell.stopped is not None or cell.done.done():
+        if cell.stopped is not None or cell.end is not None:
             return
         cell.stopped = reason
         for task in cell.tasks.values():
@@ -260,7 +274,7 @@ class GuestSession:
         self._interrupt_again(cell, _INTERRUPTS)
 
     def _interrupt_again(self, cell: _Running, times: int) -> None:
-        if cell.done.done():
+        if cell.end is not None:
             return
         if times:
             self._door.interrupt()
@@ -280,12 +294,12 @@ class GuestSession:
         if not self._ended.done():
             self._ended.set_result(None)
         died = SessionDied("")
-        if self._cell is not None and not self._cell.done.done():
+        if self._cell is not None and self._cell.end is None:
             now = self._loop.time()
             self._cell.clock_stops(now)
             for task in self._cell.tasks.values():
                 task.cancel()
-            self._cell.done.set_exception(died)
+            self._cell.ends(died)
         if self._waiting is not None and not self._waiting[1].done():
             self._waiting[1].set_exception(died)
 
@@ -316,7 +330,7 @@ class GuestSession:
 
     def _take(self, message: wire.FromGuest, blobs: list[memoryview]) -> None:
         cell = self._cell
-        if cell is not None and not cell.done.done():
+        if cell is not None and cell.end is None:
             if type(message) is wire.Done:
                 self._finish(cell, message, blobs)
                 return
@@ -349,7 +363,7 @@ class GuestSession:
         note = wire.value_of(message, message.note, blobs)
         cell.clock_stops(self._loop.time())
         cell.chars = message.chars
-        cell.done.set_result((message, note))
+        cell.ends((message, note))
 
     def _replied(self, message: wire.FromGuest, blobs: list[memoryview], id: int, future: asyncio.Future[Any]) -> bool:
         if not isinstance(message, wire.Agreed | wire.Got | wire.Failed) or message.id != id or future.done():
@@ -401,7 +415,7 @@ class GuestSession:
         self._settle(cell, id)
         if failure is not None:
             self._refuse(id, failure)
-        elif not cell.done.done():
+        elif cell.end is None:
             self._send({"op": "ret", "id": id, "value": data}, encoder)
         if cell.bug is not None:
             self._stop(cell, "error")
@@ -417,7 +431,7 @@ class GuestSession:
     def _settle(self, cell: _Running, id: int) -> None:
         cell.tasks.pop(id, None)
         cell.bytes.pop(id, None)
-        if not cell.tasks and not cell.done.done():
+        if not cell.tasks and cell.end is None:
             cell.clock_from = self._loop.time()
         if self._is_paused:
             self._is_paused = False

@@ -1,0 +1,206 @@
+"""The provider ``inprocess``: the same guest in a thread of the host. For debugging, where a breakpoint must be reached.
+
+Decides how a guest shares its process: what its cells print goes to their session, and an interrupt is an exception
+set in its thread. Leaves out nearly everything else that a session promises: a cell cannot be killed, code blocked in C
+(``time.sleep``) cannot be interrupted, memory is not limited, ``random`` is the host's, output of other processes and
+of C code goes to the host's terminal, and ``sys.modules["__main__"]`` stays the host's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import builtins
+import contextlib
+import ctypes
+import functools
+import io
+import os
+import socket
+import sys
+import threading
+import types
+from typing import Any, TextIO
+
+from ramify.errors import ConfigError, SandboxError
+from ramify.sandbox.base import Caps, Context, SandboxSpec
+from ramify.sandbox.context import SharedContext
+from ramify.sandbox.door import SCRATCH_BYTES, SocketStream
+from ramify.sandbox.guest import Guest, MemorySpool
+from ramify.sandbox.packages import locate
+from ramify.sandbox.session import GuestSession
+
+WARNING = (
+    "sandbox 'inprocess': code runs inside this very process, with all that it holds, and cannot be stopped for sure. "
+    "It is for debugging; do not run code in it that you would not run yourself."
+)
+
+
+class InprocessSandbox:
+    """Implements ``base.Sandbox``."""
+
+    warning: str | None = WARNING
+
+    def __init__(self, spec: SandboxSpec) -> None:
+        self.caps = Caps(interrupt=True)
+        self._spec = spec
+        self._sessions: set[GuestSession] = set()
+        self._scratch = bytearray(SCRATCH_BYTES)
+        self._is_closed = False
+        locate(spec.packages)
+
+    async def open(self, *, context: Context | None = None, seed: str = "") -> GuestSession:
+        if self._is_closed:
+            raise SandboxError("the sandbox is closed: it opens no more sessions")
+        if context is not None and not isinstance(context, SharedContext):
+            raise ConfigError(f"a context must be a SharedContext, not {type(context).__name__}")
+        door = ThreadDoor(self.caps, self._scratch, self._spec.max_output_bytes)
+        session = GuestSession(
+            door, cell_s=self._spec.cell_s, grace_s=self._spec.grace_s, max_output_bytes=self._spec.max_output_bytes,
+            on_close=self._sessions.discard,
+        )  # fmt: skip
+        self._sessions.add(session)
+        await session.ready()
+        if context is not None:
+            await session.set_context(context.buffer())
+        return session
+
+    async def close(self) -> None:
+        self._is_closed = True
+        await asyncio.gather(*(session.close() for session in [*self._sessions]))
+
+
+class ThreadDoor:
+    """The way to a guest in a thread."""
+
+    def __init__(self, caps: Caps, scratch: bytearray, max_output_bytes: int) -> None:
+        self.caps = caps
+        self._ours, theirs = socket.socketpair()
+        self._stream = SocketStream(self._ours, scratch)
+        self.attach, self.write = self._stream.attach, self._stream.write
+        self.pause, self.resume = self._stream.pause, self._stream.resume
+        self._loop = asyncio.get_running_loop()
+        self._ended: asyncio.Future[None] = self._loop.create_future()
+        self._guest: Guest | None = None
+        self._thread = threading.Thread(
+            target=self._live, args=(theirs.detach(), max_output_bytes), name="ramify session", daemon=True
+        )
+        self._thread.start()
+
+    def _live(self, fd: int, max_output_bytes: int) -> None:
+        guest = Guest(fd, fd, MemorySpool(), max_output_bytes=max_output_bytes, owns_process=False)
+        guest.builtins = _builtins_for(guest)
+        self._guest = guest
+        try:
+            with _Routed(guest), contextlib.suppress(OSError):
+                guest.serve()
+        finally:
+            os.close(fd)
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+                self._loop.call_soon_threadsafe(self._note_end)
+
+    def _note_end(self) -> None:
+        if not self._ended.done():
+            self._ended.set_result(None)
+
+    def interrupt(self) -> None:
+        if self._guest is not None and self._thread.ident is not None and self._guest.takes_interrupt():
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                ctypes.c_ulong(self._thread.ident), ctypes.py_object(KeyboardInterrupt)
+            )
+
+    def kill(self) -> None:
+        """A thread cannot be killed; it ends when it next asks for its host."""
+        with contextlib.suppress(OSError):
+            self._ours.shutdown(socket.SHUT_RDWR)
+
+    def leftover(self, start: int) -> bytes:
+        return b""
+
+    async def obituary(self) -> str:
+        return "its thread ended" if self._ended.done() else "its thread cannot be stopped and was left running"
+
+    async def close(self) -> None:
+        self.kill()
+        self._stream.close()
+        await asyncio.wait((self._ended,), timeout=2.0)
+
+
+# ------------------------------------------------------------------------------------------------ printing
+
+
+class _Router(io.TextIOBase):
+    """``sys.stdout`` while sessions live in this process: to the session whose thread writes, or to the host's own."""
+
+    def __init__(self, host: TextIO, name: str) -> None:
+        self.host = host
+        self._name = name
+
+    def _target(self) -> Any:
+        guest = _guests.get(threading.get_ident())
+        return self.host if guest is None else getattr(guest, self._name)
+
+    @property
+    def buffer(self) -> Any:
+        return self._target().buffer
+
+    def write(self, text: str) -> int:
+        return int(self._target().write(text))
+
+    def flush(self) -> None:
+        self._target().flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.host, name)
+
+    def close(self) -> None:
+        """The host's stream is not ours to close."""
+
+
+_guests: dict[int, Guest] = {}
+_lock = threading.Lock()
+
+
+class _Routed:
+    """Within it, this thread's prints go to ``guest``. The first one in puts the routers up, the last takes them down."""
+
+    def __init__(self, guest: Guest) -> None:
+        self._guest = guest
+
+    def __enter__(self) -> None:
+        with _lock:
+            if not _guests:
+                sys.stdout, sys.stderr = _Router(sys.stdout, "stdout"), _Router(sys.stderr, "stderr")
+            _guests[threading.get_ident()] = self._guest
+
+    def __exit__(self, *_: object) -> None:
+        with _lock:
+            _guests.pop(threading.get_ident(), None)
+            if not _guests:
+                if isinstance(sys.stdout, _Router):
+                    sys.stdout = sys.stdout.host
+                if isinstance(sys.stderr, _Router):
+                    sys.stderr = sys.stderr.host
+
+
+def _builtins_for(guest: Guest) -> types.ModuleType:
+    """The builtins of one session: ``print`` reaches it from every thread that runs its code."""
+    own = types.ModuleType("builtins")
+    own.__dict__.update(vars(builtins))
+
+    @functools.wraps(print)
+    def session_print(*values: Any, file: Any = None, **options: Any) -> None:
+        is_host = file is None and not isinstance(sys.stdout, _Router)  # the cell itself put another stream there
+        print(*values, file=file if file is not None or is_host else guest.stdout, **options)
+
+    own.__dict__.update(print=session_print, exit=_exit, quit=_exit)
+    return own
+
+
+def _exit(code: Any = None) -> None:
+    """End the cell."""
+    raise SystemExit(code)
+
+
+def open_provider(spec: SandboxSpec) -> InprocessSandbox:
+    """What ``base.open_sandbox`` calls."""
+    return InprocessSandbox(spec)
