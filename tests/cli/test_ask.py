@@ -1,0 +1,154 @@
+"""``ramify ask``: what goes to stdout, what to stderr, and the exit code."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.cli.helpers import SESSION_SCRIPT, Done, Shell, code
+
+SESSION = ("--no-direct", "how long?", "log.txt")
+
+
+def test_the_answer_alone_is_on_stdout(shell: Shell) -> None:
+    shell.write("log.txt", "x" * 50_000)
+    done = shell.ask(SESSION_SCRIPT, "how long?", "log.txt")
+    loaded, warning, summary = done.err.splitlines()
+    assert (done.code, done.out, loaded) == (0, "50000\n", "log.txt: text, 50,000 characters")
+    assert warning.startswith("ramify: warning: sandbox 'process': ")
+    assert summary.startswith("final · 2 turns, 2 calls · ")
+    assert " · run 2" in summary
+
+
+def test_quiet_says_nothing_and_a_weaker_sandbox_may_be_accepted(shell: Shell) -> None:
+    shell.write("log.txt", "abc")
+    assert shell.ask(SESSION_SCRIPT, *SESSION, "--quiet") == Done(0, "3\n", "")
+    assert "warning" not in shell.ask(SESSION_SCRIPT, *SESSION, "--allow-weaker").err
+
+
+def test_one_json_object(shell: Shell) -> None:
+    shell.write("log.txt", "abc")
+    done = shell.ask(SESSION_SCRIPT, *SESSION, "--json")
+    answer = json.loads(done.out)
+    seconds, run, usage = answer.pop("seconds"), answer.pop("run"), answer.pop("usage")
+    assert answer == {"answer": 3, "stop": "final", "error": None, "citations": [], "cost": None}
+    assert (usage["calls"], usage["unknown_calls"], 0 < seconds < 30, run[:2]) == (2, 0, True, "20")
+    assert set(usage) == {
+        "input_tokens", "output_tokens", "cached_tokens", "reasoning_tokens", "calls", "unknown_calls",
+        "cache_write_tokens",
+    }  # fmt: skip
+
+
+def test_what_fits_is_answered_by_one_call(shell: Shell) -> None:
+    shell.write("log.txt", "the answer is 7")
+    done = shell.ask(["seven"], "what is it?", "log.txt")
+    assert (done.code, done.out, "sandbox" in done.err) == (0, "seven\n", False)
+
+
+@pytest.mark.parametrize("paths", [[], ["-"]])
+def test_standard_input(shell: Shell, paths: list[str]) -> None:
+    done = shell.ask(SESSION_SCRIPT, "--no-direct", "how long?", *paths, stdin="12345")
+    assert (done.code, done.out, done.err.splitlines()[0]) == (0, "5\n", "stdin: text, 5 characters")
+
+
+@pytest.mark.parametrize("stdin", [None, ""])
+def test_a_question_without_a_context(shell: Shell, stdin: str | None) -> None:
+    done = shell.ask(["31"], "How many days has May?", stdin=stdin)
+    assert (done.code, done.out) == (0, "31\n")
+
+
+def test_options_may_stand_anywhere(shell: Shell) -> None:
+    shell.write("a.txt", "aa")
+    shell.write("b.txt", "bbb")
+    model = shell.model([code("FINAL(sorted((name, len(text)) for name, text in context.items()))")])
+    done = shell.run("ask", "which?", "-q", "a.txt", f"--model={model}", "b.txt", "--no-direct")
+    assert done == Done(0, '[["a.txt",2],["b.txt",3]]\n', "")
+    assert shell.run("ask", "-m", shell.model(["yes"]), "-q", "--", "--is this a question?") == Done(0, "yes\n", "")
+
+
+def test_a_schema_inline_and_in_a_file(shell: Shell) -> None:
+    schema = '{"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}'
+    shell.write("log.txt", "abc")
+    script = [code("FINAL({'n': 'three'})"), code("FINAL({'n': 3})")]
+    for given in (schema, shell.write("schema.json", schema)):
+        assert shell.ask(script, *SESSION, "-q", "--answer-schema", given) == Done(0, '{"n":3}\n', "")
+
+
+def test_citations_follow_the_answer(shell: Shell) -> None:
+    shell.write("log.txt", "one\ntwo\n")
+    cited = {
+        "answer": "two",
+        "citations": [{"source": "context", "first_line": 2, "last_line": 2, "quote": "two"}],
+    }
+    done = shell.ask([code(f"FINAL({cited!r})")], *SESSION, "-q", "--cite")
+    assert done == Done(0, "two\n\n[1] context:2-2 'two'\n", "")
+    as_json = shell.ask([code(f"FINAL({cited!r})")], *SESSION, "-q", "--cite", "--json")
+    assert json.loads(as_json.out)["citations"] == cited["citations"]
+
+
+def test_a_limit_gives_the_best_answer_and_says_so(shell: Shell) -> None:
+    shell.write("log.txt", "abc")
+    script = [code("x = 1"), code("x = 2"), "FINAL(about three)"]
+    done = shell.ask(script, *SESSION, "--max-turns", "2")
+    assert (done.code, done.out) == (3, "about three\n")
+    assert done.err.splitlines()[-1].startswith("max_turns · ")
+
+
+def test_no_answer(shell: Shell) -> None:
+    shell.write("log.txt", "abc")
+    done = shell.ask([{"match": "", "reply": ""}], *SESSION, "-q")
+    assert (done.code, done.out) == (4, "")
+    assert done.err.startswith("ramify: no answer")
+
+
+def test_a_model_that_refuses(shell: Shell) -> None:
+    done = shell.ask([{"fail": "refused", "status": 401, "text": "invalid key"}], "hm?", "-q")
+    assert (done.code, done.out, done.err.count("\n")) == (1, "", 1)
+    assert done.err.startswith("ramify: scripted:script.json: 401, invalid key")
+    as_json = shell.ask([{"fail": "refused", "status": 401, "text": "invalid key"}], "hm?", "-q", "--json")
+    assert (as_json.code, json.loads(as_json.out)["stop"]) == (1, "error")
+
+
+def test_without_a_store_nothing_is_kept(shell: Shell) -> None:
+    done = shell.ask(["yes"], "hm?", "--no-store", "--json")
+    assert (json.loads(done.out)["run"], (shell.folder / "store").exists()) == (None, False)
+
+
+def test_the_call_cache(shell: Shell) -> None:
+    shell.ask(["first"], "hm?", "--cache")
+    done = shell.ask(["second"], "hm?", "--cache", "--json")
+    assert (json.loads(done.out)["answer"], json.loads(done.out)["usage"]["calls"]) == ("first", 0)
+
+
+def test_verbose_has_a_line_for_each_step(shell: Shell) -> None:
+    shell.write("log.txt", "abc")
+    lines = [line.partition(" s  ")[2] for line in shell.ask(SESSION_SCRIPT, *SESSION, "-v").err.splitlines()]
+    shown = [line for line in lines if line]
+    assert shown[0].startswith("call 0 (rlm, scripted:script.json): how long?")
+    assert shown[2].startswith("call 0, turn 1: ran ")
+    assert shown[-1] == "call 0 ended: final"
+
+
+def test_a_sub_model_answers_below_the_root(shell: Shell) -> None:
+    sub = shell.model(["from below"], "sub.json")
+    shell.write("log.txt", "abc")
+    done = shell.ask([code("FINAL(llm_query('hm?'))")], *SESSION, "-q", "--sub-model", sub)
+    assert done == Done(0, "from below\n", "")
+
+
+def test_a_scaffold_from_a_file(shell: Shell) -> None:
+    shell.write("mine.toml", 'name = "mine"\nsystem = "Say the magic word."\ndirect_chars = 0\n')
+    shell.write("log.txt", "abc")
+    shell.ask(SESSION_SCRIPT, "how long?", "log.txt", "--scaffold", "mine.toml")
+    assert "Say the magic word." in shell.run("show", "last", "--call", "0").out
+
+
+def test_an_answer_to_a_closed_pipe_is_no_error(shell: Shell) -> None:
+    process = shell.start("ask", "-m", shell.model(["x" * 200_000]), "hm?", "-q", "--max-reply-tokens", "100000")
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    with process:
+        assert process.stderr.read() == b""
+    assert process.returncode == 141
