@@ -47,6 +47,8 @@ PRELOAD = (
 MAX_FILE_BYTES = 256 << 20
 """Largest file that a session may write, its raw output included."""
 MAX_FILES = 256
+GUEST_BYTES = 32 << 20
+"""Address space that the guest keeps for itself when a cell has used up its own."""
 _TEMPLATE = ""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
@@ -210,11 +212,12 @@ class Server:
         wire, spool = _keep_only(wire, spool)
         os.chdir(folder)
         os.environ.update(HOME=folder, TMPDIR=folder)
-        set_limits(self._config["memory_bytes"])
+        memory = set_limits(self._config["memory_bytes"])
         random.seed(seed)
         session = guest.Guest(
-            wire, wire, guest.FileSpool(spool), max_output_bytes=self._config["max_output_bytes"], owns_process=True
-        )
+            wire, wire, guest.FileSpool(spool), max_output_bytes=self._config["max_output_bytes"], owns_process=True,
+            memory_limits=memory,
+        )  # fmt: skip
         if self._has_context:
             session.bind("context", self._context, True)
         gc.enable()
@@ -329,16 +332,19 @@ def _keep_only(wire: int, spool: int) -> tuple[int, int]:
     return wire, spool
 
 
-def set_limits(memory_bytes: int) -> None:
-    """What one session may take. Memory is counted on top of what it was forked with."""
-    for name, limit in (
-        ("CORE", 0), ("FSIZE", MAX_FILE_BYTES), ("NOFILE", MAX_FILES), ("AS", _mapped_bytes() + memory_bytes),
-    ):  # fmt: skip
+def set_limits(memory_bytes: int) -> tuple[int, int]:
+    """What one session may take. Returns the address space for a cell, on top of what it was forked with, and for
+    the guest."""
+    memory = _mapped_bytes() + memory_bytes
+    limits = {"CORE": 0, "FSIZE": MAX_FILE_BYTES, "NOFILE": MAX_FILES, "AS": memory + GUEST_BYTES}
+    for name, limit in limits.items():
         number = getattr(resource, f"RLIMIT_{name}")
         hard = resource.getrlimit(number)[1]
         limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(number, (limit, limit))
+    most = resource.getrlimit(resource.RLIMIT_AS)[1]
+    return (memory, memory + GUEST_BYTES) if most == resource.RLIM_INFINITY else (min(memory, most), most)
 
 
 def _mapped_bytes() -> int:

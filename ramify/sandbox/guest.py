@@ -40,6 +40,9 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+with contextlib.suppress(ImportError):
+    import resource
+
 Buffer = Any
 """bytes, bytearray or memoryview of bytes."""
 
@@ -183,7 +186,7 @@ class Encoder:
         if kind is complex:
             return self._tag("complex", [self.encode(value.real), self.encode(value.imag)])
         if kind in (datetime.datetime, datetime.date, datetime.time):
-            return self._tag(kind.__name__, value.isoformat())
+            return self._tag(kind.__name__, [value.isoformat(), getattr(value, "fold", 0)])
         if kind is datetime.timedelta:
             return self._tag("timedelta", [value.days, value.seconds, value.microseconds])
         raise CodecError(f"a value of type {_type_name(kind)}")
@@ -251,7 +254,9 @@ class Decoder:
             real, imaginary = map(self._decode, data)
             return complex(real, imaginary)
         if tag in ("datetime", "date", "time"):
-            return getattr(datetime, tag).fromisoformat(data)
+            text, fold = data
+            moment = getattr(datetime, tag).fromisoformat(text)
+            return moment.replace(fold=fold) if fold else moment
         if tag == "timedelta":
             days, seconds, microseconds = data
             return datetime.timedelta(days, seconds, microseconds)
@@ -688,8 +693,6 @@ HostError.__module__ = "builtins"  # so that a traceback shows the bare name
 
 _FLUSH_BYTES = 1 << 16
 _FLUSH_S = 0.05
-_SLACK_BYTES = 4 << 20
-"""Given up when memory runs out, so that the error can be told."""
 _MISSING = object()
 
 
@@ -755,8 +758,17 @@ class Guest:
     """A namespace and the wire to its host. Create and ``serve`` it in the same thread."""
 
     def __init__(
-        self, read_fd: int, write_fd: int, spool: FileSpool | MemorySpool, *, max_output_bytes: int, owns_process: bool
+        self,
+        read_fd: int,
+        write_fd: int,
+        spool: FileSpool | MemorySpool,
+        *,
+        max_output_bytes: int,
+        owns_process: bool,
+        memory_limits: tuple[int, int] | None = None,
     ) -> None:
+        """``memory_limits``: bytes of address space in a cell, and the little more that the guest has for itself, so
+        that it can still speak when a cell has used up all it may have."""
         self._reader = Reader(read_fd)
         self._write_fd = write_fd
         self._poll = select.poll()
@@ -783,7 +795,7 @@ class Guest:
         self._hidden = {_HERE}
         self._reserved: dict[str, Any] = {}
         self._modules: dict[str, types.ModuleType] = {}
-        self._slack = bytearray(_SLACK_BYTES)
+        self._memory = memory_limits
         self.module = types.ModuleType("__main__")
         self.namespace = vars(self.module)
         self.builtins: types.ModuleType = builtins
@@ -804,10 +816,12 @@ class Guest:
             try:
                 header, blobs = self._next_command()
             except (EOFError, OSError):
-                return
+                break
             except KeyboardInterrupt:
                 continue  # it came too late for its cell
             self._obey(header, blobs)
+        if self._loop is not None:
+            self._loop.close()
 
     def _obey(self, header: dict[str, Any], blobs: list[memoryview]) -> None:
         op, id = header["op"], header["id"]
@@ -876,11 +890,13 @@ class Guest:
         self._critical.reset()
         self._is_open = True
         value = error = None
+        self._allow_memory(0)
         try:
             value, error = self._execute(code, f"<cell {self._cells}>")
         except BaseException as late:  # noqa: BLE001  (an interrupt that hit between the cell and its report)
             error = type(late).__name__
         self._live = False
+        self._allow_memory(1)
         self._critical.reset()
         if _getpid() != self._pid:
             self._leave_fork(error)
@@ -928,8 +944,9 @@ class Guest:
     def _describe(self, error: BaseException) -> str | None:
         if isinstance(error, SystemExit):
             return None if error.code in (None, 0) else cut(f"SystemExit: {error.code}", VALUE_CHARS)
+        self._allow_memory(1)
         if isinstance(error, MemoryError):
-            self._slack = bytearray()  # room to say so
+            error.__context__ = None  # the interpreter keeps few of them, and uses them again
         try:
             text: str | None = show_error(error, self._hidden)
         except Exception:  # noqa: BLE001  (an exception whose text cannot be made, or no memory for it)
@@ -938,6 +955,10 @@ class Guest:
             error.__traceback__ = None
             gc.collect()
         return text
+
+    def _allow_memory(self, which: int) -> None:
+        if self._memory is not None:
+            resource.setrlimit(resource.RLIMIT_AS, (self._memory[which], self._memory[1]))
 
     def _end_cell(self, id: int, value: str | None, error: str | None) -> None:
         self._mend()
@@ -960,9 +981,6 @@ class Guest:
             vars(builtins).update(self._builtins)
         self.namespace["__name__"] = "__main__"
         self.namespace["__builtins__"] = self.builtins
-        if not self._slack:
-            with contextlib.suppress(MemoryError):  # the cell's values still fill it; so the room stays free
-                self._slack = bytearray(_SLACK_BYTES)
         if self._owns_process:
             self._mend_process()
 

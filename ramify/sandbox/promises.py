@@ -295,7 +295,7 @@ VALUES: list[Any] = [
     None, True, False, 0, -1, 2**63 - 1, -(2**63), 2**64, -(3**500), 1.5, -0.0, 1e308, math.inf, -math.inf, 1j,
     complex(-0.0, 2),
     "", "é\x00\n\"\\", "\ud800 alone", "\U0001f600", "x" * 5000, "é\udfff" * 5000, b"", b"\x00\xff" * 3000,
-    [], [1, [2, [3]]], (), (1,), ((), []), set(), {1, "a", (2, 3)}, frozenset({frozenset({1})}),
+    [], [1, [2, [3]]], (), (1,), ((), []), set(), {(2, "a")}, {1}, frozenset({frozenset({1})}),
     {}, {"a": {"b": 1}}, {1: "int", (1, 2): "tuple", None: "none", b"k": 1.0}, {"$": "tag", "v": 1}, {"\ud800": 1},
     datetime.date(2024, 2, 29), datetime.time(1, 2, 3, 4), datetime.datetime(1, 1, 1), datetime.timedelta(-1, 2, 3),
     datetime.datetime(2024, 1, 2, 3, 4, 5, 6, tzinfo=ZONE), datetime.time(1, tzinfo=datetime.UTC),

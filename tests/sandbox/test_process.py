@@ -1,0 +1,262 @@
+"""What only the provider of processes can break: what a session inherits, what outlives it, and where it comes from."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from ramify.errors import ConfigError, SandboxError, SessionDied
+from ramify.sandbox.base import SandboxSpec, open_sandbox
+from ramify.sandbox.context import SharedContext
+from ramify.sandbox.process import ProcessSandbox
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+
+
+async def answer(name: str, args: Any, kwargs: Any) -> Any:
+    return args
+
+
+def with_sandbox(test: Callable[[ProcessSandbox], Awaitable[None]], **spec: Any) -> None:
+    async def main() -> None:
+        sandbox = ProcessSandbox(SandboxSpec(**spec))
+        try:
+            await test(sandbox)
+        finally:
+            await sandbox.close()
+
+    asyncio.run(main())
+
+
+async def value(session: Any, code: str) -> Any:
+    cell = (await session.run(code, answer=answer)).cell
+    assert cell.error is None, cell.error
+    return cell.value
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
+
+
+async def until(fact: Callable[[], bool], timeout_s: float = 10.0) -> bool:
+    end = time.monotonic() + timeout_s
+    while not fact() and time.monotonic() < end:
+        await asyncio.sleep(0.01)
+    return fact()
+
+
+def test_no_key_no_descriptor_no_argument_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
+    opened = os.open("/dev/null", os.O_RDONLY)
+    os.set_inheritable(opened, True)
+
+    async def test(sandbox: ProcessSandbox) -> None:
+        session = await sandbox.open()
+        code = """
+import os, sys
+seen = open('/proc/self/environ').read() + open(f'/proc/{os.getppid()}/environ').read() + repr(dict(os.environ))
+'sk-secret' in seen, sorted(n for n in os.listdir('/proc/self/fd') if int(n) < 256), os.getpid() == os.getsid(0)
+"""
+        # 3 is the folder's own descriptor while it is listed
+        assert await value(session, code) == "(False, ['0', '1', '2', '3'], True)"
+        with pytest.raises(AssertionError, match="No module named 'ramify'"):
+            await value(session, "import ramify")
+
+    try:
+        with_sandbox(test)
+    finally:
+        os.close(opened)
+
+
+def test_close_leaves_no_process_and_no_file() -> None:
+    pids: list[int] = []
+    folders: list[str] = []
+
+    async def test(sandbox: ProcessSandbox) -> None:
+        session, other = await sandbox.open(), await sandbox.open()
+        code = """
+import os, subprocess, time
+open('file', 'w').write('x')
+inside = subprocess.Popen(['sleep', '60']).pid
+outside = subprocess.Popen(['sleep', '60'], start_new_session=True).pid
+r, w = os.pipe()
+if os.fork() == 0:          # a daemon: its own session, its parent gone
+    os.setsid()
+    pid = os.fork()
+    if pid: os.write(w, str(pid).encode()); os._exit(0)
+    time.sleep(60); os._exit(0)
+daemon = int(os.read(r, 20)); os.wait()
+os.getpid(), inside, outside, daemon, os.getcwd()
+"""
+        *found, folder = msgspec.json.decode(
+            (await value(session, code)).replace("(", "[").replace(")", "]").replace("'", '"')
+        )
+        assert all(is_alive(pid) for pid in found)
+        assert os.listdir(folder) == ["file"]
+        await session.close()
+        assert await until(lambda: not any(is_alive(pid) for pid in found))
+        assert await until(lambda: not os.path.exists(folder))
+        pids.append(int(await value(other, "import os; os.getpid()")))
+        folders.append(await value(other, "os.getcwd()"))
+
+    with_sandbox(test)
+    assert not is_alive(pids[0])
+    assert not os.path.exists(os.path.dirname(folders[0].strip("'")))
+
+
+def test_everything_dies_with_a_killed_host(tmp_path: Path) -> None:
+    script = tmp_path / "host.py"
+    script.write_text(
+        textwrap.dedent("""
+        import asyncio
+        from ramify.sandbox.base import SandboxSpec, open_sandbox
+        from ramify.sandbox.context import SharedContext
+        async def answer(*a): print(*a[1], flush=True)
+        async def main():
+            sandbox = open_sandbox(SandboxSpec(cell_s=60))
+            sessions = [await sandbox.open(), await sandbox.open(context=SharedContext("x" * 2_000_000))]
+            for session in sessions:
+                await session.install("m", "__all__ = ['tell']\\ndef tell(*a): call_host('t', *a)")
+            code = "import os, subprocess\\np = subprocess.Popen(['sleep', '60'], start_new_session=True)\\n"
+            code += "tell(os.getpid(), os.getppid(), p.pid, os.path.dirname(os.getcwd()))\\nwhile True: pass"
+            await asyncio.gather(*(session.run(code, answer=answer) for session in sessions))
+        asyncio.run(main())
+    """)
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True, env=environment) as host:
+        assert host.stdout is not None
+        told = [host.stdout.readline().split() for _ in range(2)]
+        host.kill()
+    pids = [int(pid) for line in told for pid in line[:3]]
+    assert asyncio.run(until(lambda: not any(is_alive(pid) for pid in pids)))
+    assert asyncio.run(until(lambda: not os.path.exists(told[0][3])))
+
+
+def test_a_killed_fork_server_is_told() -> None:
+    async def test(sandbox: ProcessSandbox) -> None:
+        session = await sandbox.open()
+        os.kill(int(await value(session, "import os; os.getppid()")), signal.SIGKILL)
+        with pytest.raises(SessionDied):
+            await value(session, "import time; time.sleep(60)")
+        with pytest.raises(SandboxError):
+            await sandbox.open()
+
+    with_sandbox(test)
+
+
+def test_a_session_dies_with_one_cell_and_not_its_siblings() -> None:
+    async def test(sandbox: ProcessSandbox) -> None:
+        context = SharedContext(["shared"] * 400_000)
+        first, second = await sandbox.open(context=context), await sandbox.open(context=context)
+        with pytest.raises(SessionDied, match="SIGKILL"):
+            await value(first, "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)")
+        assert await value(second, "len(context)") == "400000"
+        third = await sandbox.open(context=context)
+        assert await value(third, "context[-1]") == "'shared'"
+
+    with_sandbox(test)
+
+
+def test_templates_are_retired_and_their_sessions_live_on() -> None:
+    async def test(sandbox: ProcessSandbox) -> None:
+        sessions = []
+        for number in range(10):
+            context = SharedContext(f"{number}" * 2_000_000)
+            sessions.append(await sandbox.open(context=context))
+            del context
+        template = int(await value(sessions[0], "import os; os.getppid()"))
+        assert [await value(session, "context[:2]") for session in sessions] == [repr(str(n) * 2) for n in range(10)]
+        assert is_alive(template)
+        await sessions[0].close()
+        assert await until(lambda: not is_alive(template))
+
+    with_sandbox(test)
+
+
+def test_packages_of_the_host_are_importable_on_request() -> None:
+    async def test(sandbox: ProcessSandbox) -> None:
+        session = await sandbox.open()
+        assert await value(session, "import sys; 'msgspec' in sys.modules") == "True"
+        assert await value(session, "import msgspec; msgspec.json.decode(b'[1]')") == "[1]"
+
+    with_sandbox(test, packages=("msgspec",))
+
+
+def test_a_package_that_fails_to_import_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "fragile.py").write_text("raise ValueError('not here')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(SandboxError, match="'fragile' cannot be imported: ValueError: not here"):
+        with_sandbox(lambda sandbox: sandbox.open(), packages=("fragile",))  # type: ignore[arg-type, return-value]
+
+
+def test_many_sessions_open_at_once() -> None:
+    async def test(sandbox: ProcessSandbox) -> None:
+        sessions = await asyncio.gather(*(sandbox.open(seed=str(n)) for n in range(40)))
+        codes = [value(session, f"x = {n}\nx") for n, session in enumerate(sessions)]
+        assert await asyncio.gather(*codes) == [str(n) for n in range(40)]
+        assert len({session.pid for session in sessions}) == 40
+
+    with_sandbox(test)
+
+
+def test_a_cancelled_open_leaves_nothing() -> None:
+    async def test(sandbox: ProcessSandbox) -> None:
+        await (await sandbox.open()).close()
+        before = set(os.listdir("/proc/self/fd"))
+        for wait in (0, 0.001, 0.002, 0.004):
+            task = asyncio.ensure_future(sandbox.open())
+            await asyncio.sleep(wait)
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await (await task).close()
+        assert await until(lambda: set(os.listdir("/proc/self/fd")) == before)
+        assert await value(await sandbox.open(), "1") == "1"
+
+    with_sandbox(test)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: open_sandbox(SandboxSpec(provider="proces")), ConfigError, "did you mean 'process'"),
+        (lambda: SandboxSpec(cell_s=0), ConfigError, "cell_s is 0: give a positive number"),
+        (lambda: SandboxSpec(grace_s=-1), ConfigError, "grace_s is -1"),
+        (lambda: SandboxSpec(max_output_bytes=0), ConfigError, "max_output_bytes is 0"),
+        (lambda: SandboxSpec(memory_bytes=1 << 20), ConfigError, "in which no Python session runs"),
+        (
+            lambda: open_sandbox(SandboxSpec(packages=("nothere",))),
+            ConfigError,
+            "no package 'nothere'; pip install nothere",
+        ),
+        (lambda: open_sandbox(SandboxSpec(packages=("PyYAML_x",))), ConfigError, "no package"),
+        (lambda: SharedContext(object()), SandboxError, "a value of type object at value"),
+    ],
+)
+def test_wrong_input_is_named(make: Callable[[], Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error) as caught:
+        make()
+    assert message in str(caught.value)
+
+
+def test_a_closed_sandbox_opens_nothing() -> None:
+    async def test(sandbox: ProcessSandbox) -> None:
+        await sandbox.close()
+        with pytest.raises(SandboxError, match="closed"):
+            await sandbox.open()
+
+    with_sandbox(test)
