@@ -158,14 +158,15 @@ class RlmLoop:
         reports: list[str] = []
         final = _NOTHING
         for index, code in enumerate(action.codes):
+            await self._open()
+            if self.run.closing is not None:  # it began to close meanwhile, and interrupted only what was open
+                break
             cell, note = await self._run_cell(code, turn, index, notes)
             reports.append(observe.cell_report(cell))
             final = note.get("final", final)
             self._partial = note.get("partial", self._partial)
             if cell.error is not None and index + 1 < len(action.codes):
                 notes.append(f"cells {index + 2} to {len(action.codes)} were not run, since cell {index + 1} failed")
-                break
-            if self.run.closing is not None:
                 break
         return reports, final
 
