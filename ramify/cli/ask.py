@@ -18,7 +18,7 @@ from ramify.cli.exits import Exit, epilog
 from ramify.cli.notes import Notes, write
 from ramify.cli.parser import Command, Option, UsageError
 from ramify.cli.settings import fill, unknown_variables
-from ramify.errors import ConfigError
+from ramify.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
     from ramify.engine.rlm import RLM
@@ -114,10 +114,12 @@ def _warm_up(model: str, spec: SandboxSpec | None) -> None:
 
 
 def sandbox_spec(settings: dict[str, Any]) -> SandboxSpec:
-    from ramify.sandbox.base import SandboxSpec
+    from ramify.sandbox.base import PROVIDERS, SandboxSpec
 
-    spec = SandboxSpec(allow_weaker=bool(settings.get("allow_weaker")))
-    return msgspec.structs.replace(spec, provider=settings["sandbox"]) if settings.get("sandbox") else spec
+    given = settings.get("sandbox") or SandboxSpec().provider
+    if given not in PROVIDERS:
+        raise ConfigError(f"unknown sandbox '{given}': {nearest(given, PROVIDERS)}")
+    return SandboxSpec(provider=given, allow_weaker=bool(settings.get("allow_weaker")))
 
 
 def _needs_session(paths: list[str], settings: dict[str, Any]) -> bool:

@@ -158,10 +158,17 @@ def _print(result: Result, notes: Notes, as_json: bool, has_schema: bool, *, is_
         _print_json(result, run_id)
     elif result.answer is not None:
         _print_answer(result, notes, has_schema)
-    if result.answer is None:
-        error_line(result.error or f"no answer: the run ended with {result.stop}")
+    if result.answer is None or code is Exit.ERROR:
+        error_line(_why(result))
     notes.say(summary(result.trajectory, run_id))
     return code
+
+
+def _why(result: Result) -> str:
+    """Why there is no answer, with what went wrong last where a limit ended the trying."""
+    why = result.error or f"no answer: the run ended with {result.stop}"
+    errors = [error for error in result.trajectory.errors if why not in error]
+    return f"{why}; before that: {errors[-1]}" if errors and result.stop.is_truncated() else why
 
 
 def _print_json(result: Result, run_id: str | None) -> None:

@@ -11,7 +11,7 @@ that was mistyped must not go unnoticed.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +42,13 @@ def config_path(environ: Mapping[str, str] = os.environ) -> Path:
     return user_config_path("ramify") / "config.toml"
 
 
-def fill(given: Mapping[str, Any], kinds: Mapping[str, Any]) -> dict[str, Any]:
+def fill(
+    given: Mapping[str, Any], kinds: Mapping[str, Any], environ: MutableMapping[str, str] = os.environ
+) -> dict[str, Any]:
     """``given`` options, and what variables and the file say about those that were not given (None or empty).
 
     ``kinds`` has the type of each setting that may come from there. Variables for other rooms are set from the file."""
-    settings = {**_from_file(config_path(), kinds), **_from_variables(os.environ, kinds)}
+    settings = {**_from_file(config_path(environ), kinds, environ), **_from_variables(environ, kinds)}
     settings.update({name: value for name, value in given.items() if value is not None and value != []})
     return settings
 
@@ -73,7 +75,7 @@ def _from_variables(environ: Mapping[str, str], kinds: Mapping[str, Any]) -> dic
     return found
 
 
-def _from_file(path: Path, kinds: Mapping[str, Any]) -> dict[str, Any]:
+def _from_file(path: Path, kinds: Mapping[str, Any], environ: MutableMapping[str, str]) -> dict[str, Any]:
     try:
         data = path.read_bytes()
     except FileNotFoundError:
@@ -90,7 +92,7 @@ def _from_file(path: Path, kinds: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in content.items():
         name = key.replace("-", "_")
         if key in TABLES:
-            _apply_table(path, key, value)
+            _apply_table(path, key, value, environ)
         elif name in kinds and "_" not in key:
             value = [value] if _is_list(kinds[name]) and isinstance(value, str) else value
             found[name] = _convert(value, kinds[name], f"{path}: {key}")
@@ -100,15 +102,17 @@ def _from_file(path: Path, kinds: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _apply_table(path: Path, table: str, content: Any) -> None:
+def _apply_table(path: Path, table: str, content: Any, environ: MutableMapping[str, str]) -> None:
     """What other rooms read from the environment. It is set for this process and those that it starts."""
     keys = TABLES[table]
-    for key, value in content.items() if isinstance(content, dict) else [("", content)]:
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: {table} is a table: write [{table}] and below it {' and '.join(keys)} = …")
+    for key, value in content.items():
         if key not in keys:
             raise ConfigError(f"{path}: unknown key '{key}' in [{table}]: {nearest(key, keys)}")
         if key == "path":
             value = str(path.parent / Path(_convert(value, str, f"{path}: [{table}] {key}")).expanduser())
-        os.environ.setdefault(keys[key], str(value))
+        environ.setdefault(keys[key], str(value))
 
 
 def _convert(value: Any, kind: Any, where: str, lax: bool = False) -> Any:

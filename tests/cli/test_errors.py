@@ -1,0 +1,116 @@
+"""Bad input gets one line that names the thing and the remedy."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cli.helpers import Shell
+
+MODEL = ("-m", "scripted:script.json")
+CASES = {
+    "unknown provider": (["-m", "opnai:gpt-5", "q"], 1, r"unknown provider 'opnai' .*did you mean 'openai'\?"),
+    "a model without a provider": (["-m", "gpt-5", "q"], 1, r"'gpt-5' has no provider: write provider:model"),
+    "missing key": (["-m", "openai:gpt-5", "q"], 1, r"no API key: set OPENAI_API_KEY"),
+    "missing script": (["-m", "scripted:nowhere.json", "q"], 1, r"script nowhere.json: No such file"),
+    "nothing listens": (["-m", "openai:m@http://127.0.0.1:9/v1", "q", "--max-seconds", "1"], 4, r"127\.0\.0\.1:9"),
+    "unreadable path": ([*MODEL, "q", "nowhere.txt"], 1, r"nowhere.txt does not exist"),
+    "nearest path": ([*MODEL, "q", "log.tx"], 1, r"did you mean log.txt\?"),
+    "empty file": ([*MODEL, "q", "empty.txt"], 1, r"empty.txt is empty"),
+    "binary file": ([*MODEL, "q", "binary.bin"], 1, r"binary.bin .*binary"),
+    "invalid schema": ([*MODEL, "q", "log.txt", "--answer-schema", '{"type": "integr"}'], 1, r"schema is not valid"),
+    "schema that does not parse": ([*MODEL, "q", "--answer-schema", "{oops"], 1, r"\{oops does not parse"),
+    "schema that is no object": ([*MODEL, "q", "--answer-schema", "list.json"], 1, r"list.json is a list"),
+    "missing schema file": ([*MODEL, "q", "--answer-schema", "no.json"], 1, r"schema no.json cannot be read"),
+    "limit of zero": ([*MODEL, "q", "--max-calls", "0"], 1, r"max_calls=0 allows nothing"),
+    "negative cost": ([*MODEL, "q", "--max-cost", "-1"], 1, r"max_cost=-1.0 allows nothing"),
+    "a limit that cannot be kept": ([*MODEL, "q", "--max-cost", "1"], 1, r"no known price"),
+    "unknown sandbox": ([*MODEL, "q", "log.txt", "--no-direct", "--sandbox", "proces"], 1, r"did you mean 'process'\?"),
+    "unknown scaffold": ([*MODEL, "q", "--scaffold", "minimum"], 1, r"did you mean 'minimal'\?"),
+    "citing nothing": ([*MODEL, "q", "--cite"], 1, r"citations need a context"),
+    "a cache without a store": ([*MODEL, "q", "--cache", "--no-store"], 1, r"leave out --no-store"),
+    "unknown option": ([*MODEL, "q", "--max-csot", "1"], 2, r"unknown option --max-csot: did you mean --max-cost\?"),
+    "not a number": ([*MODEL, "q", "--max-calls", "many"], 2, r"--max-calls: invalid int value: 'many'"),
+    "no question": ([*MODEL], 2, r"say what you want to know"),
+    "resume with settings": (["--resume", "last", "--max-cost", "3"], 2, r"leave out --max-cost"),
+    "resume of nothing": (["--resume", "last"], 1, r"there is no run in"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bad_input(shell: Shell, case: str) -> None:
+    arguments, code, pattern = CASES[case]
+    shell.model(["unused"])
+    shell.write("log.txt", "abc")
+    shell.write("empty.txt", "")
+    shell.write("list.json", "[]")
+    (shell.folder / "binary.bin").write_bytes(bytes(range(256)) * 100)
+    done = shell.run("ask", *arguments)
+    said = [line for line in done.err.splitlines() if line.startswith("ramify: ") and "warning" not in line]
+    assert (done.code, done.out, len(said)) == (code, "", 1), done.err
+    assert re.search(pattern, said[0]), said[0]
+    assert "Traceback" not in done.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "pattern"),
+    [
+        (["sho"], r"there is no command 'sho': did you mean 'show'\?"),
+        (["how many?"], r"to ask a question: ramify ask 'how many\?'"),
+        (["--versio"], r"unknown option --versio: did you mean --version\?"),
+        (["show"], r"give RUN; see ramify show --help"),
+        (["show", "a", "b"], r"'b' is one word too many"),
+        (["runs", "prune", "--keep-last", "3"], r"unknown option --keep-last: did you mean --keep\?"),
+    ],
+)
+def test_wrong_usage(shell: Shell, arguments: list[str], pattern: str) -> None:
+    done = shell.run(*arguments)
+    assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
+    assert re.search(pattern, done.err), done.err
+
+
+def test_no_model_names_three_ways(shell: Shell) -> None:
+    done = shell.run("ask", "how many?")
+    assert (done.code, done.out) == (1, "")
+    key, local, none = done.err.splitlines()
+    assert "OPENAI_API_KEY" in key
+    assert "ollama:" in local
+    assert "scripts/demo" in none
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[str]:
+    """A server whose first reply is a web page, and whose second has no choices."""
+    (tmp_path / "served.json").write_text('[{"fail": "html"}, {"fail": "no_choices"}]')
+    command = [sys.executable, "-m", "ramify.clients.scripted_server", "served.json"]
+    env = Shell(tmp_path).env
+    with subprocess.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        yield process.stdout.readline().strip()
+        process.terminate()
+
+
+def test_servers_that_are_not_the_api(shell: Shell, server: str) -> None:
+    pages = shell.run("ask", "-q", "-m", f"openai:m@{server}", "hm?")
+    assert (pages.code, pages.out, pages.err.count("\n")) == (1, "", 1)
+    assert "text/html" in pages.err
+    empty = shell.run("ask", "-q", "-m", f"openai:m@{server}", "hm?")
+    assert (empty.code, empty.out, empty.err.count("\n")) == (1, "", 1)
+    assert "choices" in empty.err
+
+
+def test_a_bug_is_one_line_and_a_traceback_where_asked_for(shell: Shell) -> None:
+    prices = shell.write("prices.json", '{"a": {"input": 1, "output": 2, "window": 0}}')
+    broken = shell.write("sitecustomize.py", "import ramify.cli.settings as s; s.config_path = None")
+    env = {"PYTHONPATH": f"{shell.folder}:{shell.env['PYTHONPATH']}", "RAMIFY_PRICES": prices}
+    assert broken
+    done = shell.run("ask", "q", **env)
+    assert (done.code, done.err.count("\n")) == (1, 1)
+    assert done.err.startswith("ramify: internal error: TypeError: ")
+    assert "RAMIFY_DEBUG=1" in done.err
+    assert "Traceback" in shell.run("ask", "q", **env, RAMIFY_DEBUG="1").err

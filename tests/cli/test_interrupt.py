@@ -1,0 +1,60 @@
+"""Ctrl-C: once answers with what there is, twice stops; so does SIGTERM."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+
+import pytest
+
+from tests.cli.helpers import Shell, code
+
+SLEEP = code("import time\nfound = 3\nprint('so far', found)\ntime.sleep(60)")
+ASK = ("--no-direct", "how many?", "log.txt", "-v")
+
+
+def started(shell: Shell, script: list[object], until: bytes) -> subprocess.Popen[bytes]:
+    """``ask -v`` over ``script``, once its stderr has said ``until``."""
+    shell.write("log.txt", "abc")
+    process = shell.start("ask", "-m", shell.model(script), *ASK)
+    assert process.stderr is not None
+    for line in process.stderr:
+        if until in line:
+            return process
+    raise AssertionError(f"{until!r} was not said")
+
+
+def test_once_answers_with_what_there_is(shell: Shell) -> None:
+    process = started(shell, [SLEEP, "FINAL(at least 3)"], b"turn 1: reply")
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=20)
+    assert (process.returncode, out) == (3, b"at least 3\n")
+    assert b"answering with what there is; Ctrl-C again to stop" in err
+    assert err.decode().splitlines()[-1].startswith("cancelled · ")
+
+
+def test_once_while_the_model_is_silent(shell: Shell) -> None:
+    process = started(shell, [{"fail": "stalled"}, "FINAL(nothing yet)"], b"call 0 (rlm")
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=20)
+    assert (process.returncode, out) == (3, b"nothing yet\n")
+
+
+def test_twice_stops(shell: Shell) -> None:
+    process = started(shell, [{"fail": "stalled"}] * 2, b"call 0 (rlm")
+    process.send_signal(signal.SIGINT)
+    assert process.stderr is not None
+    while b"Ctrl-C again" not in process.stderr.readline():
+        pass
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=20)
+    assert (process.returncode, out, err.splitlines()[-1]) == (130, b"", b"ramify: stopped")
+    assert "cancelled" in shell.run("runs").out
+
+
+@pytest.mark.parametrize("script", [[{"fail": "stalled"}], [SLEEP]])
+def test_terminated(shell: Shell, script: list[object]) -> None:
+    process = started(shell, script, b"call 0 (rlm")
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=20)
+    assert (process.returncode, out) == (143, b"")

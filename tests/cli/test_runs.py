@@ -1,0 +1,152 @@
+"""Stored runs: listed, shown, replayed, resumed, deleted."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import subprocess
+import time
+
+import pytest
+
+from tests.cli.helpers import SESSION_SCRIPT, Shell, code
+
+COLUMNS = ["run", "when", "question", "model", "stop", "calls", "tokens", "cost", "seconds"]
+
+
+@pytest.fixture
+def stored(shell: Shell) -> Shell:
+    """Two runs: a session with sub-calls, then a plain question."""
+    shell.write("log.txt", "one\ntwo\n")
+    sub = shell.model([{"match": "", "reply": "\x1b[31mred"}], "sub.json")
+    script = [
+        code("replies = llm_query_batched(['a', 'b', 'c', 'd', 'e'])\nprint('[bold]', replies[0])"),
+        code("FINAL(2)"),
+    ]
+    assert shell.ask(script, "--no-direct", "how many?", "log.txt", "--sub-model", sub).code == 0
+    assert shell.ask(["31"], "How many days has May?").code == 0
+    return shell
+
+
+def test_runs_lists_the_newest_first(stored: Shell) -> None:
+    header, *rows = [line.split("\t") for line in stored.run("runs").out.splitlines()]
+    assert header == COLUMNS
+    assert [row[2:6] for row in rows] == [
+        ["How many days has May?", "scripted:script.json", "final", "1"],
+        ["how many?", "scripted:script.json", "final", "7"],
+    ]
+    (one,) = [json.loads(line) for line in stored.run("runs", "--json", "--limit", "1").out.splitlines()]
+    assert (one["question"], one["stop"], one["cost"], one["usage"]["calls"]) == (
+        "How many days has May?",
+        "final",
+        None,
+        1,
+    )
+
+
+def test_show(stored: Shell) -> None:
+    run = json.loads(stored.run("runs", "--json").out.splitlines()[1])["run"]
+    shown = stored.run("show", run).out.splitlines()
+    assert shown[0].startswith(f"run {run}  20")
+    assert shown[1].startswith("final · 2 turns, 7 calls · ")
+    body = [line for line in shown[2:] if "  turn " not in line]
+    assert body == [
+        "context: str, 8 characters",
+        "",
+        "0 scripted:script.json (rlm): how many?",
+        "    | replies = llm_query_batched(['a', 'b', 'c', 'd', 'e'])",
+        "    | print('[bold]', replies[0])",
+        "    > [bold] red",
+        "    0.0 … 0.4: llm_query × 5",
+        "    | FINAL(2)",
+        "  answer: 2",
+    ]
+
+
+def test_show_one_call_and_for_machines(stored: Shell) -> None:
+    run = json.loads(stored.run("runs", "--json").out.splitlines()[1])["run"]
+    assert stored.run("show", run, "--call", "0.3").out.splitlines() == [
+        "0.3 scripted:sub.json (lm)", "--- user ---", "d", "--- assistant ---", "red", "--- answer: red",
+    ]  # fmt: skip
+    trajectory = json.loads(stored.run("show", run, "--json").out)
+    assert ([call["id"] for call in trajectory["calls"]], trajectory["answer"]) == (
+        ["0", *(f"0.{n}" for n in range(5))],
+        2,
+    )
+    events = [json.loads(line)["type"] for line in stored.run("show", run, "--events").out.splitlines()]
+    assert (events[0], events[-1], events.count("Replied")) == ("RunStarted", "RunEnded", 7)
+    missing = stored.run("show", run, "--call", "0.9")
+    assert (missing.code, missing.err.startswith(f"ramify: run {run} has no call 0.9: ")) == (1, True)
+
+
+def test_replay_says_same(stored: Shell) -> None:
+    run = json.loads(stored.run("runs", "--json").out.splitlines()[1])["run"]
+    (stored.folder / "script.json").unlink()  # no model is asked
+    assert stored.run("replay", run) == (0, "same: 6 calls, 2 cells, and the answer\n", "")
+
+
+def test_replay_says_different(shell: Shell) -> None:
+    shell.write("log.txt", "abc")
+    clock = code("import time\nFINAL(time.time())")
+    shell.ask([clock], "--no-direct", "what time?", "log.txt")
+    done = shell.run("replay", "last", "--json")
+    assert done.code == 1
+    found = json.loads(done.out)
+    assert found["same"] is False
+    assert any(line.startswith("the answer was ") for line in found["differences"])
+    assert "different in" in shell.run("replay", "last").out
+
+
+def kill_at_second_request(shell: Shell, process: subprocess.Popen[bytes]) -> None:
+    for _ in range(2000):
+        journals = list((shell.folder / "store/runs").glob("*.jsonl"))
+        if journals and journals[0].read_text().count('"type":"Requested"') == 2:
+            break
+        time.sleep(0.01)
+    process.kill()
+    process.communicate()
+
+
+def test_resume_goes_on_where_a_killed_run_was(shell: Shell) -> None:
+    shell.write("log.txt", "abc")
+    first = code("n = len(context)\nprint(n)")
+    process = shell.start(
+        "ask", "-v", "--no-direct", "-m", shell.model([first, {"fail": "stalled"}]), "how?", "log.txt"
+    )
+    kill_at_second_request(shell, process)
+    assert "cut off" in shell.run("runs").out
+    shell.model([code("FINAL(n + 1)")])  # what is recorded is not asked again
+    done = shell.run("ask", "--resume", "last", "--json")
+    answer = json.loads(done.out)
+    assert (done.code, answer["answer"], answer["stop"]) == (0, 4, "final")
+    assert answer["usage"]["unknown_calls"] == 1  # what was in flight may have been paid
+    again = shell.run("ask", "--resume", "last")
+    assert (again.code, again.out, "had ended" in again.err) == (0, "4\n", True)
+
+
+def test_resume_opens_a_database_again(shell: Shell) -> None:
+    database = sqlite3.connect(shell.folder / "shop.db")
+    database.executescript("CREATE TABLE sales (n INTEGER); INSERT INTO sales VALUES (4), (5);")
+    database.close()
+    process = shell.start("ask", "-v", "-m", shell.model([code("x = 1"), {"fail": "stalled"}]), "sum?", "shop.db")
+    kill_at_second_request(shell, process)
+    shell.model([code("FINAL(sql('SELECT sum(n) AS s FROM sales'))")])
+    done = shell.run("ask", "--resume", "last", "-q")
+    assert (done.code, "9" in done.out) == (0, True), done
+
+
+def test_rm_and_prune(stored: Shell) -> None:
+    newest, oldest = [line.split("\t")[0] for line in stored.run("runs").out.splitlines()[1:]]
+    wrong = stored.run("runs", "rm", newest, "nothing-like-it")
+    assert (wrong.code, len(stored.run("runs").out.splitlines())) == (1, 3)  # nothing goes unless all are found
+    assert stored.run("runs", "rm", oldest).out.startswith(f"deleted {oldest} (")
+    assert stored.run("runs", "prune", "--older-than", "1d").out.startswith("0 runs deleted, ")
+    gone = stored.run("runs", "prune", "--keep", "0").out.splitlines()
+    assert (gone[0], gone[1].startswith("1 runs deleted, ")) == (f"deleted {newest}", True)
+    assert stored.run("runs").out.splitlines() == ["\t".join(COLUMNS)]
+
+
+def test_a_session_script_needs_no_store(shell: Shell) -> None:
+    shell.write("log.txt", "abc")
+    shell.ask(SESSION_SCRIPT, "--no-direct", "--no-store", "how long?", "log.txt")
+    assert shell.run("runs").out.splitlines() == ["\t".join(COLUMNS)]

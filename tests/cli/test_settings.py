@@ -1,0 +1,96 @@
+"""Options, variables and the configuration file: who wins, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ramify.cli.ask import KINDS
+from ramify.cli.settings import fill, unknown_variables
+from ramify.errors import ConfigError
+from tests.cli.helpers import Shell
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    """The configuration file."""
+    path = tmp_path / "config.toml"
+    path.write_text("")
+    return path
+
+
+def filled(config: Path, given: dict[str, Any] | None = None, **environ: str) -> dict[str, Any]:
+    return fill(given or {}, KINDS, {"RAMIFY_CONFIG": str(config), **environ})
+
+
+def test_option_over_variable_over_file(config: Path) -> None:
+    config.write_text('model = "a:file"\nsub-model = "b:file"\nmax-cost = 2\nmax-calls = 7\ncite = true\n')
+    variables = {"RAMIFY_MODEL": "a:variable", "RAMIFY_MAX_COST": "1.5", "RAMIFY_QUIET": "1"}
+    assert filled(config, {"model": "a:option", "max_calls": None}, **variables) == {
+        "model": "a:option", "sub_model": ["b:file"], "max_cost": 1.5, "max_calls": 7, "cite": True, "quiet": True,
+    }  # fmt: skip
+
+
+def test_lists(config: Path) -> None:
+    config.write_text('sub-model = ["a:x", "b:y"]\n')
+    assert filled(config) == {"sub_model": ["a:x", "b:y"]}
+    assert filled(config, RAMIFY_SUB_MODEL="c:z, d:w") == {"sub_model": ["c:z", "d:w"]}
+
+
+def test_tables_speak_to_other_rooms(config: Path) -> None:
+    config.write_text('[prices]\npath = "prices.json"\n[runs]\npath = "/elsewhere"\nmax-bytes = 5\n')
+    environ = {"RAMIFY_CONFIG": str(config), "RAMIFY_HOME": "/given"}
+    assert fill({}, KINDS, environ) == {}
+    assert environ == {
+        "RAMIFY_CONFIG": str(config),
+        "RAMIFY_PRICES": str(config.parent / "prices.json"), "RAMIFY_HOME": "/given", "RAMIFY_STORE_MAX_BYTES": "5",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("max-csot = 2", "unknown key 'max-csot': did you mean 'max-cost'?"),
+        ("max_cost = 2", "unknown key 'max_cost': did you mean 'max-cost'?"),
+        ('max-cost = "two"', "max-cost = 'two' does not fit: expected `float`, got `str`"),
+        ("max-calls = true", "max-calls = True does not fit: expected `int`, got `bool`"),
+        ("resume = 'last'", "unknown key 'resume'"),
+        ("[prices]\nfile = 'x'", "unknown key 'file' in [prices]: did you mean"),
+        ("prices = 'x'", "prices is a table: write [prices]"),
+        ("[prices]\npath = 3", "[prices] path = 3 does not fit"),
+        ("model = ", "is not TOML"),
+    ],
+)
+def test_what_does_not_fit_is_named(config: Path, text: str, message: str) -> None:
+    config.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        filled(config)
+    assert str(config) in str(caught.value)
+    assert message.removesuffix("did you mean") in str(caught.value)
+
+
+def test_a_variable_that_does_not_fit(config: Path) -> None:
+    with pytest.raises(ConfigError, match="RAMIFY_MAX_CALLS = 'lots' does not fit: expected `int`"):
+        filled(config, RAMIFY_MAX_CALLS="lots")
+
+
+def test_a_named_file_must_exist(config: Path) -> None:
+    config.unlink()
+    with pytest.raises(ConfigError, match=r"RAMIFY_CONFIG names .*config\.toml, which is not a file"):
+        filled(config)
+
+
+def test_unknown_variables_are_named() -> None:
+    (line,) = unknown_variables(KINDS, {"RAMIFY_MAX_COSTS": "1", "RAMIFY_HOME": "/x", "OTHER": ""})
+    assert line.startswith("RAMIFY_MAX_COSTS is not a variable that ramify reads: did you mean 'RAMIFY_MAX_COST'?")
+
+
+def test_the_command_reads_them(shell: Shell) -> None:
+    shell.write("config/ramify/config.toml", f'model = "{shell.model(["from the file"])}"\nquiet = true\n')
+    assert shell.run("ask", "hm?") == (0, "from the file\n", "")
+    other = shell.model(["from the variable"], "other.json")
+    assert shell.run("ask", "hm?", RAMIFY_MODEL=other) == (0, "from the variable\n", "")
+    done = shell.run("ask", "hm?", "--no-quiet", RAMIFY_MAX_COSTS="1")
+    assert done.err.startswith("ramify: warning: RAMIFY_MAX_COSTS is not a variable")

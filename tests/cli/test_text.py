@@ -1,0 +1,51 @@
+"""What a terminal would obey is taken out; numbers read well."""
+
+from __future__ import annotations
+
+import pytest
+
+from ramify.cli import text
+from ramify.cli.measures import parse_age, parse_size
+from ramify.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ("plain [bold]text[/]", "plain [bold]text[/]"),
+        ("tab\tand\nline\r\n", "tab\tand\nline\n"),
+        ("\x1b[31mred\x1b[0m", "red"),
+        ("\x1b[2J\x1b[Hcleared\x1b[?25l", "cleared"),
+        ("a\x1b]0;a title\x07b", "ab"),
+        ("a\x1b]8;;http://x\x1b\\link\x1b]8;;\x1b\\b", "alinkb"),
+        ("a\x1b]52;c;aGk=", "a"),
+        ("a\x9b31mb\x9d0;title\x9cc", "abc"),
+        ("a\x1bPq#0\x1b\\b\x1b7c\x1b(Bd", "abcd"),
+        ("beep\x07 back\x08 over\rwrite\x00", "beep back overwrite"),
+        ("left\u202eright\u2066x", "leftrightx"),
+        ("half \ud800 smile 😀 é", "half  smile 😀 é"),
+    ],
+)
+def test_clean(given: str, shown: str) -> None:
+    assert text.clean(given) == shown
+
+
+def test_one_line() -> None:
+    assert text.one_line("a\n  b\x1b[1m c", 80) == "a b c"
+    assert text.one_line("x" * 100, 10) == "x" * 9 + "…"
+
+
+def test_numbers() -> None:
+    assert [text.count(n) for n in (0, 999, 9_999, 45_210, 1_234_567)] == ["0", "999", "9,999", "45.2k", "1.23M"]
+    assert [text.dollars(d) for d in (None, 0.0, 0.00004, 0.0123, 2.5)] == ["-", "$0.00", "$4.0e-05", "$0.012", "$2.50"]
+    assert [text.seconds(s) for s in (0.053, 9.5, 59.7, 125)] == ["0.053 s", "9.5 s", "1 min 0 s", "2 min 5 s"]
+    assert [text.size(b) for b in (5, 12_345, 3_400_000_000)] == ["5 B", "12.3 kB", "3.4 GB"]
+
+
+def test_measures() -> None:
+    assert [parse_age(given, "--x") for given in ("30d", "12h", "1.5h", "90 m", "2")] == [
+        2_592_000.0, 43_200.0, 5_400.0, 5_400.0, 172_800.0,
+    ]  # fmt: skip
+    assert [parse_size(given, "--x") for given in ("2GB", "500 mb", "1GiB", "12")] == [2 * 10**9, 5 * 10**8, 2**30, 12]
+    with pytest.raises(ConfigError, match="--older-than 'soon' is not understood: write it as 30d"):
+        parse_age("soon", "--older-than")
