@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Literal
 
 import msgspec
 
@@ -14,6 +15,8 @@ from ramify.errors import ConfigError
 from ramify.store.index import RunSummary
 from ramify.store.store import Store
 
+_SHORT = len("20260301-142501-5gk0x7m")
+"""The part of an id that is shown in a table: unique, and enough to name the run by. What follows are the question's words."""
 _COLUMNS = ("run", "when", "question", "model", "stop", "calls", "tokens", "cost", "seconds")
 
 
@@ -78,15 +81,15 @@ def _draw(found: list[RunSummary]) -> None:
     from rich.table import Table
     from rich.text import Text
 
+    rows = [_cells(summary, 60) for summary in found]
+    rows = [[row[0][:_SHORT], row[1][5:], *row[2:]] for row in rows]  # the year is in the id
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for name in _COLUMNS:
-        is_number = name in ("calls", "tokens", "cost", "seconds")
-        table.add_column(
-            name, justify="right" if is_number else "left", no_wrap=True, overflow="ellipsis",
-            ratio=1 if name == "question" else None, min_width=10 if name == "question" else None,
-        )  # fmt: skip
-    for summary in found:
-        table.add_row(*(Text(cell) for cell in _cells(summary, 200)))
+    for index, name in enumerate(_COLUMNS):
+        least = {"question": 20, "model": 12}.get(name) or max([len(name), *(len(row[index]) for row in rows)])
+        justify: Literal["left", "right"] = "right" if name in ("calls", "tokens", "cost", "seconds") else "left"
+        table.add_column(name, justify=justify, no_wrap=True, overflow="ellipsis", min_width=least)
+    for row in rows:
+        table.add_row(*map(Text, row))
     Console(highlight=False).print(table)
 
 

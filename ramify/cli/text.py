@@ -50,11 +50,16 @@ def dollars(cost: float | None) -> str:
 
 
 def seconds(value: float) -> str:
-    """``0.42 s``, ``12 s``, ``3 min 5 s``."""
+    """``0.42 s``, ``12 s``, ``3 min 5 s``, ``30 min``."""
     if value < 10:
         return f"{value:.2g} s"
     minutes, rest = divmod(round(value), 60)
-    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+    return " ".join([*([f"{minutes} min"] if minutes else []), *([f"{rest} s"] if rest or not minutes else [])])
+
+
+def ticking(value: float) -> str:
+    """As ``seconds``, for a number that is drawn again and again: of a steady width."""
+    return f"{value:.1f} s" if value < 60 else seconds(value)
 
 
 def size(num_bytes: int) -> str:

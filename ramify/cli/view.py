@@ -16,7 +16,7 @@ from rich.live import Live
 from rich.text import Text
 
 from ramify.cli.notes import Notes
-from ramify.cli.text import clean, count, dollars, one_line, seconds
+from ramify.cli.text import clean, count, dollars, one_line, seconds, ticking
 from ramify.cli.tree import Node, Tree
 from ramify.cli.watch import Lines
 from ramify.engine.running import Running
@@ -83,7 +83,7 @@ class LiveView:
         state = str(node.stop) if is_done else node.state
         name = f"{node.id} " if node.depth else ""
         turn = f" · turn {node.turn}" if node.turn else ""
-        head = f"{indent}{_MARKS[node.state]} {name}{clean(node.model)}{turn} · {state} · {seconds(max(since, 0))}"
+        head = f"{indent}{_MARKS[node.state]} {name}{clean(node.model)}{turn} · {state} · {ticking(max(since, 0))}"
         rows = [Text(head, style)]
         if node.depth and not is_done:
             rows.append(Text(f"{indent}  {one_line(node.question)}", "italic dim"))
@@ -96,11 +96,17 @@ class LiveView:
 
 
 def budget_row(standing: list[tuple[str, float, float]]) -> Text:
-    """``calls 312/1,000 · tokens 45.2k/20M · $0.12/$5.00 · 12 s/30 min 0 s``; red from nine tenths on."""
+    """``calls 312/1,000 · tokens 45.2k/20M · $0.12/$5.00 · 12.0 s/30 min``; red from nine tenths on."""
     row = Text()
     for name, spent, limit in standing:
-        shown = {"dollars": dollars, "seconds": seconds}.get(name, lambda value, name=name: f"{count(value)}")
-        label = "" if name in ("dollars", "seconds") else f"{name} "
         style = "red" if spent >= 0.9 * limit else "yellow" if spent >= 0.7 * limit else "dim"
-        row.append(" · " if row.plain else "", "dim").append(f"{label}{shown(spent)}/{shown(limit)}", style)
+        row.append(" · " if row.plain else "", "dim").append(_amount(name, spent, limit), style)
     return row
+
+
+def _amount(name: str, spent: float, limit: float) -> str:
+    if name == "dollars":
+        return f"{dollars(spent)}/{dollars(limit)}"
+    if name == "seconds":
+        return f"{ticking(spent)}/{seconds(limit)}"
+    return f"{name} {count(spent)}/{count(limit)}"

@@ -38,7 +38,8 @@ def test_one_line() -> None:
 def test_numbers() -> None:
     assert [text.count(n) for n in (0, 999, 9_999, 45_210, 1_234_567)] == ["0", "999", "9,999", "45.2k", "1.23M"]
     assert [text.dollars(d) for d in (None, 0.0, 0.00004, 0.0123, 2.5)] == ["-", "$0.00", "$4.0e-05", "$0.012", "$2.50"]
-    assert [text.seconds(s) for s in (0.053, 9.5, 59.7, 125)] == ["0.053 s", "9.5 s", "1 min 0 s", "2 min 5 s"]
+    assert [text.seconds(s) for s in (0, 0.053, 59.7, 125)] == ["0 s", "0.053 s", "1 min", "2 min 5 s"]
+    assert [text.ticking(s) for s in (0.053, 59.71, 125)] == ["0.1 s", "59.7 s", "2 min 5 s"]
     assert [text.size(b) for b in (5, 12_345, 3_400_000_000)] == ["5 B", "12.3 kB", "3.4 GB"]
 
 
