@@ -61,12 +61,11 @@ class Request(msgspec.Struct, frozen=True):
         """
         total = 64
         for message in self.messages:
-            total += 16 + len(message.content.encode("utf-8", "surrogatepass"))
-            total += len((message.reasoning or "").encode("utf-8", "surrogatepass"))
-            total += sum(
-                16 + len(call.name) + len(call.arguments.encode("utf-8", "surrogatepass"))
-                for call in message.tool_calls
-            )
+            total += 16 + _num_bytes(message.content)
+            if message.reasoning:
+                total += _num_bytes(message.reasoning)
+            for call in message.tool_calls:
+                total += 16 + _num_bytes(call.name) + _num_bytes(call.arguments)
         for part in (self.schema, self.tools or None):
             total += len(msgspec.json.encode(part)) if part is not None else 0
         return total
@@ -75,6 +74,10 @@ class Request(msgspec.Struct, frozen=True):
         """An upper bound on what one attempt uses: what to reserve, and what to book where no usage came back."""
         tokens = self.max_input_tokens()
         return Usage(tokens, self.sampling.max_tokens, cache_write_tokens=tokens, calls=1, unknown_calls=1)
+
+
+def _num_bytes(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
 
 
 class Price(msgspec.Struct, frozen=True):

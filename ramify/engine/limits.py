@@ -95,9 +95,6 @@ def bound(max_input_tokens: int, max_output_tokens: int, price: Price | None) ->
     return Amount(1, usage.total_tokens, dearest)
 
 
-_STOPS = (Stop.MAX_CALLS, Stop.MAX_TOKENS, Stop.MAX_COST)
-
-
 class Ledger:
     """Spending of one question's tree, over all of its calls. Lives on one event loop."""
 
@@ -113,16 +110,20 @@ class Ledger:
 
     def _over(self, total: Amount) -> Stop | None:
         """The first limit that ``total`` would pass."""
+        limit = self.limit
+        if total.calls > limit.calls:
+            return Stop.MAX_CALLS
+        if total.tokens > limit.tokens:
+            return Stop.MAX_TOKENS
         # Sums of floats may miss a limit by a rounding error; a billionth of it is not a breach.
-        slack = (0, 0, self.limit.cost * 1e-9 if math.isfinite(self.limit.cost) else 0.0)
-        for value, limit, ease, stop in zip(total, self.limit, slack, _STOPS, strict=True):
-            if value > limit + ease:
-                return stop
-        return None
+        return Stop.MAX_COST if total.cost > limit.cost * (1 + 1e-9) else None
 
     def would_pass(self, amount: Amount) -> Stop | None:
         """The limit that ``amount`` cannot fit under, even if everything outstanding turns out to cost nothing."""
-        return self._over(self.spent.plus(self.held).plus(amount))
+        return self._over(self._committed().plus(amount))
+
+    def _committed(self) -> Amount:
+        return self.spent.plus(self.held)
 
     def hold(self, amount: Amount) -> Stop | None:
         """Hold ``amount`` back for the last word, in place of what was held. Returns the limit it does not fit under."""
@@ -133,8 +134,9 @@ class Ledger:
 
     async def reserve(self, amount: Amount) -> None:
         """Set ``amount`` aside; first come, first served. Raises LimitReached."""
-        if not self._waiting and self._over(self.spent.plus(self.outstanding).plus(self.held).plus(amount)) is None:
-            self.outstanding = self.outstanding.plus(amount)
+        wanted = self.outstanding.plus(amount)
+        if not self._waiting and self._over(self._committed().plus(wanted)) is None:
+            self.outstanding = wanted
             return
         over = self.would_pass(amount)
         if over is not None:
@@ -177,7 +179,7 @@ class Ledger:
             never = self.would_pass(amount)
             if never is not None:
                 turn.set_exception(self._reached(never))
-            elif self._over(self.spent.plus(self.outstanding).plus(self.held).plus(amount)) is None:
+            elif self._over(self._committed().plus(self.outstanding).plus(amount)) is None:
                 self.outstanding = self.outstanding.plus(amount)
                 turn.set_result(None)
             else:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -35,6 +35,7 @@ from ramify.types.event import Attempted, CallEnded, CallStarted, Noted, Replied
 from ramify.types.message import Message, Reply, Usage
 from ramify.types.trajectory import CallKind, Cell, ContextRef, Fork, Parent, Stop
 
+_CUT = "cut by close_in"
 NATIVE_TOOLS = (
     Tool(CODE_TOOL, "Run Python in the live session and see its output.", {
         "type": "object", "properties": {"code": {"type": "string"}}, "required": ["code"]}),
@@ -167,7 +168,8 @@ class Run:
         _check_prices(limits, models)
         self.ledger = Ledger(limits, priced=any(client.price is not None for client in models.all))
         self.closing: Stop | None = None
-        self._scopes: set[asyncio.Timeout] = set()
+        self._on_the_wire: set[asyncio.Task[Any]] = set()
+        """Tasks that wait for a model, but for last words."""
         self._sessions: set[Session] = set()
         self._descriptions: dict[str, str] = {}
         self._loop = asyncio.get_running_loop()
@@ -181,8 +183,8 @@ class Run:
         if self.closing is not None:
             return
         self.closing = stop
-        for scope in self._scopes:
-            scope.reschedule(self._loop.time())
+        for task in self._on_the_wire:
+            task.cancel(_CUT)
         for session in self._sessions:
             session.interrupt(str(stop))
 
@@ -317,21 +319,36 @@ class Run:
             raise _closed(self.closing)
         if last_word and call.parent is None:
             self.ledger.held = Amount()
-        try:
-            async with asyncio.timeout_at(self._deadline) as scope:
-                if not last_word:
-                    self._scopes.add(scope)
-                reply = await self.pool.ask(call.client, request, account, lambda text: self.note(call, text))
-        except TimeoutError:
-            if not scope.expired():
-                raise
-            raise _closed(self.closing or Stop.DEADLINE) from None
-        finally:
-            self._scopes.discard(scope)
+        work = self.pool.ask(call.client, request, account, lambda text: self.note(call, text))
+        reply = await (self._until_deadline(work) if last_word else self._until_closing(work))
         if reply.usage.unknown_calls:  # one upper bound everywhere: the one that was reserved
             usage, cost = account.most()
             reply = msgspec.structs.replace(reply, usage=usage, cost=cost)
         return reply
+
+    async def _until_deadline(self, work: Coroutine[Any, Any, Reply]) -> Reply:
+        try:
+            async with asyncio.timeout_at(self._deadline) as scope:
+                return await work
+        except TimeoutError:
+            if not scope.expired():
+                raise
+            raise _closed(Stop.DEADLINE) from None
+
+    async def _until_closing(self, work: Coroutine[Any, Any, Reply]) -> Reply:
+        """Wait for ``work``, which ``close_in`` cuts. No timer of its own: there may be thousands of these."""
+        task = asyncio.current_task()
+        assert task is not None
+        cancels = task.cancelling()
+        self._on_the_wire.add(task)
+        try:
+            return await work
+        except asyncio.CancelledError:
+            if self.closing is not None and task.uncancel() <= cancels:
+                raise _closed(self.closing) from None
+            raise
+        finally:
+            self._on_the_wire.discard(task)
 
     def hold_last_word(self, call: LiveCall, new: Sequence[Message]) -> Stop | None:
         """Set aside what the root's last word may cost after the turn that asks ``new``; the limit it breaks, if any.
