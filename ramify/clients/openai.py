@@ -45,11 +45,10 @@ class OpenAIClient:
         """Nothing of its own: the wire belongs to the pool."""
 
     def _refusal(self, answer: Answer) -> ModelError:
-        where = f"{self.name} at {self._endpoint.url}"
         if 300 <= answer.status < 400:
             return self._bad(f"moved to {answer.headers.get('location', '?')}; use that as the base URL", paid=False)
         error = from_status(
-            where, answer.status, answer.headers, answer.body,
+            self._where(), answer.status, answer.headers, answer.body,
             key_variable=self._endpoint.provider.key_variables[0], secrets=(self._endpoint.secret,),
         )  # fmt: skip
         if isinstance(error, Refused) and self._limit_field == "max_tokens" and "max_completion_tokens" in str(error):
@@ -84,7 +83,12 @@ class OpenAIClient:
         status = code if isinstance(code, int) and 400 <= code < 600 else 500
         return self._refusal(Answer(status, answer.headers, answer.body))
 
+    def _where(self) -> str:
+        """Model and address; a name of the form ``provider:model@URL`` has both."""
+        url = self._endpoint.url
+        return self.name if url.removesuffix("/chat/completions") in self.name else f"{self.name} at {url}"
+
     def _bad(self, what: str, *, paid: bool = True) -> BadReply:
-        error = BadReply(f"{self.name}: {self._endpoint.url} {what}")
+        error = BadReply(f"{self._where()} {what}")
         error.may_be_paid = paid
         return error

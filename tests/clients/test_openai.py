@@ -282,3 +282,18 @@ def test_the_key_is_in_no_repr():
 def test_a_key_that_cannot_be_one():
     with pytest.raises(ConfigError, match="OPENAI_API_KEY has spaces"):
         Pool(keys={"openai": "my key"}).client("openai:m")
+
+
+def test_an_address_in_the_name_is_said_once():
+    async def main(name, **providers):
+        async with says(b'{"detail": "no such field"}', 422) as server:
+            pool = Pool(max_attempts=1, base_urls=dict.fromkeys(providers, server.root))
+            try:
+                with pytest.raises(Refused) as caught:
+                    await pool.client(name.format(url=server.root)).complete(request())
+                return str(caught.value).replace(server.root, "URL")
+            finally:
+                await pool.close()
+
+    assert run(main("vllm:m@{url}")) == "vllm:m@URL answered 422: no such field"
+    assert run(main("vllm:m", vllm=True)) == "vllm:m at URL/chat/completions answered 422: no such field"
