@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import hashlib
+import itertools
 import mmap
 import os
 import tempfile
@@ -26,6 +27,7 @@ from ramify.sandbox.guest import (
     write_all,
 )  # fmt: skip
 
+_serials = itertools.count()
 LARGE_BYTES = 1 << 20
 """From here on, sessions over a context are forked from a process that has decoded it once."""
 
@@ -33,7 +35,7 @@ LARGE_BYTES = 1 << 20
 class SharedContext:
     """One value, ready for any number of sessions. Raises SandboxError for what no session can hold."""
 
-    __slots__ = ("__weakref__", "_data", "_digest", "_fd", "chars", "kind", "nbytes", "value")
+    __slots__ = ("__weakref__", "_data", "_digest", "_fd", "chars", "kind", "nbytes", "serial", "value")
 
     def __init__(self, value: Any) -> None:
         try:
@@ -43,6 +45,8 @@ class SharedContext:
         self._hold(value, parts, chars)
 
     def _hold(self, value: Any, parts: list[Any], chars: int) -> None:
+        self.serial = next(_serials)
+        """Tells this object from every other one of the process, also from later ones at its address."""
         self.value = value
         self.kind: str = type(value).__name__
         """Name of the Python type in the session."""

@@ -229,13 +229,9 @@ class Server:
     def _reap(self) -> None:
         """Bury the dead. A session's group is killed while its leader's number cannot have gone to anyone else."""
         while True:
-            try:
-                dead = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            except ChildProcessError:
+            pid = _next_dead()
+            if not pid:
                 break
-            if dead is None:
-                break
-            pid = dead.si_pid
             folder = self._children.pop(pid, None)
             if folder:
                 with contextlib.suppress(OSError):
@@ -277,11 +273,21 @@ class Server:
         os._exit(0)
 
 
+def _next_dead() -> int:
+    """A child that has ended and waits to be buried, or 0. Its number stays its own until then."""
+    try:
+        dead = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return 0
+    return dead.si_pid if dead is not None else 0
+
+
 def _has_children() -> bool:
     try:
-        return os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None or True
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
         return False
+    return True
 
 
 def _in_child(life: Any) -> None:
@@ -322,7 +328,8 @@ def _tie_to_parent() -> None:
 
 def _keep_only(wire: int, spool: int) -> tuple[int, int]:
     """Close every descriptor but standard input, the wire and the spool, which go where no loop over numbers goes."""
-    wire = fcntl.fcntl(wire, fcntl.F_DUPFD_CLOEXEC, MAX_FILES)
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    wire = fcntl.fcntl(wire, fcntl.F_DUPFD_CLOEXEC, min(MAX_FILES, most - 8))
     spool = fcntl.fcntl(spool, fcntl.F_DUPFD_CLOEXEC, wire + 1)
     os.dup2(spool, 1)
     os.dup2(spool, 2)

@@ -165,6 +165,7 @@ class Link:
 
     def _lose(self) -> None:
         self._loop.remove_reader(self._sock)
+        self._sock.close()
         if not self.gone.done():
             self.gone.set_result(None)
         for reply in self._replies.values():
@@ -181,8 +182,8 @@ class Link:
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_WR)
         await asyncio.wait((self.gone,), timeout=5.0)
-        self._loop.remove_reader(self._sock)
-        self._sock.close()
+        if not self.gone.done():
+            self._lose()
         self.abandon()
 
     def abandon(self) -> None:

@@ -56,8 +56,8 @@ class ProcessSandbox:
         self._spec = spec
         self._paths = locate(spec.packages)
         self._server: asyncio.Task[Link] | None = None
-        self._process: subprocess.Popen[bytes] | None = None
-        self._folder = ""
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._folders: list[str] = []
         self._sessions: set[GuestSession] = set()
         self._templates: dict[int, tuple[weakref.ref[SharedContext], asyncio.Task[Link]]] = {}
         self._retired: list[Link] = []
@@ -80,14 +80,15 @@ class ProcessSandbox:
     # -- servers
 
     async def _base(self) -> Link:
-        """The fork server, started when the first session is asked for."""
-        if self._server is None:
+        """The fork server, started when the first session is asked for, and again should it have been killed."""
+        if self._server is None or _is_gone(self._server):
             self._server = asyncio.ensure_future(self._start())
         return await asyncio.shield(self._server)
 
     async def _start(self) -> Link:
         server = _launched.pop(self._spec, None) or _start(self._spec, self._paths)
-        self._process, self._folder = server.process, server.folder
+        self._processes.append(server.process)
+        self._folders.append(server.folder)
         link = Link(server.control, server.complaints)
         try:
             await link.wait_ready()
@@ -99,10 +100,15 @@ class ProcessSandbox:
     async def _template(self, context: SharedContext) -> Link:
         """The process that has decoded ``context``; made for its first session, kept as long as the context."""
         base = await self._base()
-        key = id(context)
-        if key not in self._templates:
+        key, loop = context.serial, asyncio.get_running_loop()
+        if key not in self._templates or _is_gone(self._templates[key][1]):
             self._retire_over(_MAX_TEMPLATES - 1)
-            gone = weakref.ref(context, lambda _: self._retire(key))
+
+            def retire(_: object) -> None:  # in whichever thread let go of the context
+                with contextlib.suppress(RuntimeError):
+                    loop.call_soon_threadsafe(self._retire, key)
+
+            gone = weakref.ref(context, retire)
             self._templates[key] = (gone, asyncio.ensure_future(self._start_template(base, context)))
         try:
             return await asyncio.shield(self._templates[key][1])
@@ -189,11 +195,10 @@ class ProcessSandbox:
         links = [task.result() for task in reversed(started) if not task.cancelled() and task.exception() is None]
         for link in [*self._retired, *links]:
             await link.close()
-        if self._process is not None:
-            await self._bury(self._process)
-            self._process = None
-        if self._folder:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        while self._processes:
+            await self._bury(self._processes.pop())
+        for folder in self._folders:
+            shutil.rmtree(folder, ignore_errors=True)
 
     async def _bury(self, process: subprocess.Popen[bytes]) -> None:
         for _ in range(200):
@@ -302,6 +307,10 @@ class ProcessDoor:
         if self._pidfd >= 0:
             os.close(self._pidfd)
             self._pidfd = -1
+
+
+def _is_gone(server: asyncio.Task[Link]) -> bool:
+    return server.done() and not server.cancelled() and server.exception() is None and server.result().gone.done()
 
 
 def _spool() -> int:

@@ -25,6 +25,8 @@ MAX_CALLS = 1024
 """Calls of one cell under way at once; from there on its frames wait in the socket."""
 MAX_CALL_BYTES = 256 << 20
 """Bytes of arguments under way at once."""
+_WEIGHT_OF_JSON = 16
+"""Small values take many times the memory of their JSON."""
 _INTERRUPTS = 5
 """How often an interrupt is repeated within the grace time: it may come before the cell began, or be swallowed."""
 
@@ -324,18 +326,19 @@ class GuestSession:
     def _received(self, data: memoryview) -> None:
         try:
             for view in self._assembler.feed(data):
-                self._take(*wire.parse(view))
+                message, blobs = wire.parse(view)
+                self._take(message, blobs, len(view))
         except ProtocolError as error:
             self._fail(f"it broke the protocol: {error}")
 
-    def _take(self, message: wire.FromGuest, blobs: list[memoryview]) -> None:
+    def _take(self, message: wire.FromGuest, blobs: list[memoryview], size: int) -> None:
         cell = self._cell
         if cell is not None and cell.end is None:
             if type(message) is wire.Done:
                 self._finish(cell, message, blobs)
                 return
             if type(message) is wire.Asked:
-                self._called(cell, message, blobs)
+                self._called(cell, message, blobs, size)
                 return
             if type(message) is wire.Out:
                 self._printed(cell, message, blobs)
@@ -376,7 +379,7 @@ class GuestSession:
 
     # -- calls
 
-    def _called(self, cell: _Running, message: wire.Asked, blobs: list[memoryview]) -> None:
+    def _called(self, cell: _Running, message: wire.Asked, blobs: list[memoryview], size: int) -> None:
         if message.id <= cell.last_call:
             raise ProtocolError(f"call {message.id} after call {cell.last_call}")
         cell.last_call = message.id
@@ -391,7 +394,8 @@ class GuestSession:
             return
         if not cell.tasks:
             cell.clock_stops(self._loop.time())
-        cell.bytes[message.id] = sum(map(len, blobs))
+        long = sum(map(len, blobs))
+        cell.bytes[message.id] = long + _WEIGHT_OF_JSON * (size - long)
         cell.tasks[message.id] = self._loop.create_task(self._answer(cell, message.id, message.name, args, kwargs))
         if len(cell.tasks) >= MAX_CALLS or sum(cell.bytes.values()) > MAX_CALL_BYTES:
             self._is_paused = True
