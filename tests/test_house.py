@@ -25,6 +25,7 @@ FLOORS = [
     {"build"},
     {"viewer", "serve"},
     {"cli"},
+    {"__main__"},
 ]
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 ALSO = {("inference", "policy")}

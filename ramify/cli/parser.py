@@ -43,12 +43,13 @@ class Option(NamedTuple):
             action: Any = argparse.BooleanOptionalAction if self.has_no else "store_true"
             parser.add_argument(*names, dest=self.name, action=action, default=None, help=self.help)
         elif self.kind is list:
-            parser.add_argument(*names, dest=self.name, action="append", metavar=self._metavar, help=self.help)
+            parser.add_argument(*names, dest=self.name, action="append", metavar=self.shown_as, help=self.help)
         else:
-            parser.add_argument(*names, dest=self.name, type=self.kind, metavar=self._metavar, help=self.help)
+            parser.add_argument(*names, dest=self.name, type=self.kind, metavar=self.shown_as, help=self.help)
 
     @property
-    def _metavar(self) -> str:
+    def shown_as(self) -> str:
+        """What stands for its value in help."""
         return self.metavar or {int: "N", float: "X"}.get(self.kind, "NAME")
 
 

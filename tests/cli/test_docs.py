@@ -1,0 +1,70 @@
+"""``docs/cli.md`` says what is: its commands parse, its options exist, its tables are those of the commands."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from ramify.cli.ask import KINDS
+from ramify.cli.exits import Exit
+from ramify.cli.main import COMMANDS, command, split
+from ramify.cli.reference import written
+from ramify.cli.settings import TABLES
+from tests.cli.helpers import Shell
+
+PAGE = (Path(__file__).parents[2] / "docs" / "cli.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+LINES = [line for kind, text in BLOCKS if kind == "bash" for line in text.splitlines() if "ramify" in line]
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_commands_parse(line: str) -> None:
+    words = shlex.split(line, comments=True)
+    name, rest = split(words[words.index("ramify") + 1 :])
+    told = command(name)
+    given = vars(told.parser().read(rest, []))
+    assert len(given["words"]) >= told.min_words
+
+
+def test_every_command_is_there() -> None:
+    shown = {split(shlex.split(line[line.index("ramify ") :], comments=True)[1:])[0] for line in LINES}
+    assert shown == set(COMMANDS)
+
+
+def test_tables_are_those_of_the_commands() -> None:
+    assert written(PAGE) == PAGE, "run: python -m ramify.cli.reference"
+
+
+def test_every_option_that_is_named_exists() -> None:
+    known = {option.long for name in COMMANDS for option in command(name).options}
+    known |= {long.replace("--", "--no-", 1) for long in known}
+    assert set(re.findall(r"--[a-z][a-z-]+[a-z]", re.sub(r"<!--.*?-->", "", PAGE))) <= known
+
+
+def test_the_file_that_is_shown_is_understood() -> None:
+    (text,) = [text for kind, text in BLOCKS if kind == "toml"]
+    shown = tomllib.loads(text)
+    keys = {name.replace("_", "-") for name in KINDS}
+    assert {key for key, value in shown.items() if not isinstance(value, dict)} <= keys
+    assert {key: set(value) for key, value in shown.items() if isinstance(value, dict)} == {
+        table: set(keys) for table, keys in TABLES.items()
+    }
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_names_every_option(shell: Shell, name: str) -> None:
+    done = shell.run(*name.split(), "--help")
+    assert (done.code, done.err) == (Exit.ANSWERED, "")
+    assert all(option.long in done.out for option in command(name).options)
+    assert max(map(len, done.out.splitlines())) <= 110
+
+
+def test_help_and_version(shell: Shell) -> None:
+    overview = shell.run("--help")
+    assert all(f"  {name} " in overview.out for name in COMMANDS)
+    assert shell.run().out == overview.out
+    assert re.fullmatch(r"ramify \d+\.\d+\.\d+\n", shell.run("--version").out)

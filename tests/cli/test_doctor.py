@@ -1,0 +1,27 @@
+"""``ramify doctor`` tells what is there, and no secret."""
+
+from __future__ import annotations
+
+from tests.cli.helpers import Shell
+
+
+def test_a_healthy_machine(shell: Shell) -> None:
+    shell.write("config/ramify/config.toml", 'model = "openai:m"\n')
+    done = shell.run("doctor", OPENAI_API_KEY="sk-very-secret", OPENAI_BASE_URL="http://user:pass@127.0.0.1:9/v1")
+    assert (done.code, done.err) == (0, "")
+    assert "secret" not in done.out
+    assert "pass" not in done.out.replace("passed", "")
+    for said in (
+        "openai: OPENAI_API_KEY is set", "openai: OPENAI_BASE_URL = ", "model = 'openai:m'", "process: limits memory",
+        "does not: isolates files", "warning: sandbox 'process'", "pdf: ", "/store, 0 runs, ", "config.toml",
+    ):  # fmt: skip
+        assert said in done.out, said
+
+
+def test_a_broken_one(shell: Shell) -> None:
+    shell.write("config/ramify/config.toml", "modle = 1\n")
+    done = shell.run("doctor", RAMIFY_PRICES="nowhere.json")
+    assert done.code == 1
+    assert "wrong: " in done.out
+    assert "did you mean 'model'?" in done.out
+    assert "price table nowhere.json" in done.out
