@@ -33,6 +33,8 @@ ramify: no model is set. With a provider's key: export OPENAI_API_KEY=…; ramif
 
 _SMALL_BYTES = 32_000
 """Of a file that is likely to be answered by one direct call."""
+_PATIENCE_S = 1.0
+"""Of waiting for piped input without a word."""
 
 SETTINGS = (
     Option("model", str, "provider:model that drives the session", "MODEL", "-m"),
@@ -158,7 +160,7 @@ def open_store(settings: dict[str, Any]) -> Store | None:
 
 def load_sources(paths: list[str], notes: Notes) -> Loaded | None:
     """What the paths name, or what is piped in; None where there is neither."""
-    if not paths and not _is_piped():
+    if not paths and not _is_piped(notes):
         return None
     from ramify.sources.load import load
 
@@ -208,7 +210,7 @@ def _decoded(data: bytes, name: str) -> Any:
         raise ConfigError(f"{name if len(name) < 80 else name[:79] + '…'} does not parse: {error}") from None
 
 
-def _is_piped() -> bool:
+def _is_piped(notes: Notes) -> bool:
     """Whether something was piped or redirected in and has at least one byte; waits for that byte."""
     try:
         mode = os.fstat(sys.stdin.fileno()).st_mode
@@ -216,6 +218,10 @@ def _is_piped() -> bool:
         return False  # closed, or not a file
     if not (stat.S_ISFIFO(mode) or stat.S_ISREG(mode)):
         return False
+    import select
+
+    if not select.select([sys.stdin], [], [], _PATIENCE_S)[0]:
+        notes.say("reading standard input; for a question without a context, close it: < /dev/null")
     return bool(sys.stdin.buffer.peek(1))  # type: ignore[union-attr]
 
 

@@ -178,7 +178,12 @@ def _print_json(result: Result, run_id: str | None) -> None:
         "citations": result.citations, "usage": {name: getattr(result.usage, name) for name in Usage.__struct_fields__},
         "cost": result.cost, "seconds": result.trajectory.seconds, "run": run_id,
     }  # fmt: skip
-    print(msgspec.json.encode(fields).decode())
+    try:
+        print(msgspec.json.encode(fields).decode())
+    except UnicodeEncodeError:  # halves of characters, for which only escapes will do
+        import json
+
+        print(json.dumps(msgspec.to_builtins(fields)))
 
 
 def _print_answer(result: Result, notes: Notes, has_schema: bool) -> None:

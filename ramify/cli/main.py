@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import io
 import os
 import sys
 from collections.abc import Callable
@@ -34,6 +35,9 @@ COMMANDS = {
 def main() -> None:
     """The entry point. Never returns."""
     gc.disable()  # nearly all that start-up makes stays; who has more to do than that turns it on again
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # what the terminal has no sign for must not end a run
     arguments = sys.argv[1:]
     sys.exit(_ended(lambda: _run(arguments), arguments))
 

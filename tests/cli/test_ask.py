@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 
 import pytest
 
@@ -152,3 +153,19 @@ def test_an_answer_to_a_closed_pipe_is_no_error(shell: Shell) -> None:
     with process:
         assert process.stderr.read() == b""
     assert process.returncode == 141
+
+
+def test_halves_of_characters_and_poor_terminals(shell: Shell) -> None:
+    shell.write("log.txt", "abc")
+    script = [code("FINAL('half \\ud800 é')")]
+    assert shell.ask(script, *SESSION, "-q").out == "half \\ud800 é\n"
+    assert json.loads(shell.ask(script, *SESSION, "-q", "--json").out)["answer"] == "half \ud800 é"
+    assert shell.ask(script, *SESSION, "-q", PYTHONIOENCODING="ascii").out == "half \\ud800 \\xe9\n"
+
+
+def test_a_pipe_that_says_nothing_is_told_of(shell: Shell) -> None:
+    process = shell.start("ask", "-m", shell.model(["yes"]), "hm?", stdin=subprocess.PIPE)
+    assert process.stderr is not None
+    assert process.stderr.readline().startswith(b"reading standard input; ")
+    out, _ = process.communicate(timeout=20)
+    assert (process.returncode, out) == (0, b"yes\n")
