@@ -28,8 +28,9 @@ def find(run: str) -> tuple[Store, Recording]:
     return store, Recording(store.events(run))
 
 
-def rebuild(started: RunStarted, store: Store, *, stand_ins: bool = False) -> RLM:
-    """The RLM that ``started`` recorded. Raises ConfigError where this version cannot read what was recorded."""
+def rebuild(started: RunStarted, store: Store, *, stand_ins: bool = False, with_tools: bool = True) -> RLM:
+    """The RLM that ``started`` recorded. Raises ConfigError where this version cannot read what was recorded, SourceError
+    where files that its tools read are gone."""
     config = started.config
     models = [*config.get("model", [])]
     subs = [*config.get("sub_model", [])]
@@ -43,7 +44,7 @@ def rebuild(started: RunStarted, store: Store, *, stand_ins: bool = False) -> RL
             scaffold=msgspec.convert(config.get("scaffold", {}), Scaffold),
             sandbox=msgspec.convert(config.get("sandbox", {}), SandboxSpec),
             sampling=msgspec.convert(config.get("sampling", {}), Sampling),
-            tools=_tools(started) or None,
+            tools=(_tools(started) if with_tools else None) or None,
             store=store,
         )
     except msgspec.ValidationError as error:

@@ -67,7 +67,7 @@ def run_again(run: str, notes: Notes, *, as_json: bool) -> Exit:
 
     store, recorded = again.find(run)
     has_schema = bool(recorded.started.config.get("answer_schema"))
-    rlm = again.rebuild(recorded.started, store)
+    rlm = again.rebuild(recorded.started, store, with_tools=recorded.ended is None)
     if recorded.ended is not None:
         notes.say(f"run {recorded.started.id} had ended; this is its answer")
         return _print(asyncio.run(rlm.aresume(run)), notes, as_json, has_schema, is_stored=True)

@@ -61,7 +61,10 @@ def overview() -> str:
 def _run(arguments: list[str]) -> int:
     name, rest = split(arguments)
     if name in COMMANDS:
-        code = command(name).call(rest)
+        found = command(name)
+        if name != "ask":
+            gc.enable()
+        code = found.call(rest)
     elif name in ("", "--help", "-h", "help"):
         print(overview())
         code = Exit.ANSWERED if name else Exit.USAGE
