@@ -1,4 +1,4 @@
-"""Ask a recursive language model about Python's own standard library: tens of megabytes of source, no key, no network.
+"""Ask a recursive language model about Python's own standard library: tens of megabytes, no key, no network.
 
 The model is a script behind a real HTTP server on this machine that speaks the OpenAI API, so everything else is what
 a real model would meet: the folder is read, sessions run its code, sub-calls and children go over the wire, and the
@@ -10,11 +10,14 @@ run is recorded. Only the thinking is canned; the numbers are computed by the co
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
-import subprocess
+import shlex
+import shutil
 import sys
 import sysconfig
 import tempfile
+from pathlib import Path
 
 from ramify.clients.scripted_server import ScriptedServer
 from ramify.types.message import Message
@@ -60,6 +63,12 @@ FINAL(f"{total} public functions in asyncio have no docstring; most of them, {le
 ```"""
 
 
+GOODBYE = """
+The model was a script; the files, the code, its results and the counts were real. With a model of your own:
+  export OPENAI_API_KEY=…
+  ramify ask "Which host failed first, and why?" logs/ --model openai:gpt-5-mini"""
+
+
 def model(messages: tuple[Message, ...]) -> str:
     """The canned thinking: what to do depends on where in the conversation the request is."""
     if messages[0].role != "system":  # a plain call: the first line of what it was given
@@ -69,21 +78,42 @@ def model(messages: tuple[Message, ...]) -> str:
     return {2: LOOK, 4: COUNT}.get(len(messages), ANSWER)
 
 
+NOT_SOURCE = shutil.ignore_patterns(
+    "site-packages", "dist-packages", "__pycache__", "lib-dynload", "config-*", "_bundled", "*.so"
+)
+
+
 async def main() -> int:
-    stdlib = sysconfig.get_paths()["stdlib"]
-    # A reply takes a moment, as a model's would, so that there is something to watch.
-    async with ScriptedServer(model, latency_s=0.3) as server:
-        with tempfile.TemporaryDirectory() as home:
-            env = {**os.environ, "RAMIFY_HOME": home, "OPENAI_API_KEY": "none-is-needed-here"}
-            ramify = [sys.executable, "-m", "ramify"]
-            ask = [*ramify, "ask", QUESTION, stdlib, "--model", f"openai:demo@{server.url}"]
-            print(f"$ ramify ask {QUESTION!r} {stdlib}", flush=True)
-            process = await asyncio.create_subprocess_exec(*ask, env=env)
-            status = await process.wait()
+    stdlib = Path(sysconfig.get_path("stdlib"))
+    with tempfile.TemporaryDirectory() as folder:
+        # A copy, without the packages that are installed beside it: the figures are then those of Python alone.
+        shutil.copytree(stdlib, Path(folder, stdlib.name), ignore=NOT_SOURCE, ignore_dangling_symlinks=True)
+        # A reply takes a moment, as a model's would, so that there is something to watch.
+        async with ScriptedServer(model, latency_s=0.3) as server:
+            shell = functools.partial(ramify, folder=folder, environment=environment(folder, server.url))
+            status = await shell("ask", QUESTION, f"{stdlib.name}/", "--model", "openai:demo")
             if status == 0:
-                print("\n$ ramify show last", flush=True)
-                subprocess.run([*ramify, "show", "last"], env=env, check=True)
-            return status
+                print(flush=True)
+                status = await shell("show", "last")
+    if status == 0:
+        print(GOODBYE)
+    return status
+
+
+async def ramify(*words: str, folder: str, environment: dict[str, str]) -> int:
+    """Run the command as a user would, after showing it."""
+    print(f"$ ramify {shlex.join(words)}", flush=True)
+    process = await asyncio.create_subprocess_exec(sys.executable, "-m", "ramify", *words, cwd=folder, env=environment)
+    return await process.wait()
+
+
+def environment(folder: str, url: str) -> dict[str, str]:
+    """This process's, but for a user's settings, proxies and runs: a demonstration neither depends on them nor adds any."""
+    settings = Path(folder, "config.toml")
+    settings.touch()
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("RAMIFY_", "OPENAI_"))}
+    own = {"RAMIFY_HOME": f"{folder}/runs", "RAMIFY_CONFIG": str(settings)}
+    return kept | own | {"OPENAI_BASE_URL": url, "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
 
 
 if __name__ == "__main__":
