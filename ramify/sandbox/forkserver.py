@@ -396,7 +396,11 @@ def main(control_fd: int) -> None:
     _warm_up()
     gc.collect()
     gc.freeze()
-    control.send({"op": "ready"})
+    try:
+        control.send({"op": "ready"})
+    except OSError:  # the host is gone already
+        shutil.rmtree(config["folder"], ignore_errors=True)
+        return
     Server(control, config).serve()
 
 

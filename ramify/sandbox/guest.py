@@ -691,6 +691,7 @@ HostError.__module__ = "builtins"  # so that a traceback shows the bare name
 
 # ------------------------------------------------------------------------------------------------ the guest
 
+_Utf8 = codecs.getincrementaldecoder("utf-8")
 _FLUSH_BYTES = 1 << 16
 _FLUSH_S = 0.05
 _MISSING = object()
@@ -1048,7 +1049,7 @@ class Guest:
         self._pending = 0
         self._chars = 0
         self._sent = 0
-        self._count = codecs.getincrementaldecoder("utf-8")("replace").decode
+        self._count = _Utf8("replace").decode
         self._kept = HeadTail(16 * self._max_output)
         self._held = Tail(max(self._max_output // 2, 1))
         self._flushed = _clock()
@@ -1187,15 +1188,15 @@ class Guest:
                 continue
             try:
                 while ticket.frame is None:
-                    self._read_step()
+                    self._read_step(ticket)
             finally:
                 self._leading.release()
                 self._pass_on()
 
-    def _read_step(self) -> None:
+    def _read_step(self, mine: _Ticket) -> None:
         view = self._reader.next()
         if view is not None:
-            self._dispatch(view)
+            self._dispatch(view, mine)
             return
         if self._live and not self._reader.have:
             self._critical.wait(self._poll.poll)
@@ -1206,7 +1207,7 @@ class Guest:
                 os._exit(0)  # the host is gone
             raise
 
-    def _dispatch(self, view: memoryview) -> None:
+    def _dispatch(self, view: memoryview, mine: _Ticket) -> None:
         text, end = open_frame(view)
         header = _from_json(str(text, "utf-8"))
         blobs = split_blobs(view, end, header["blobs"]) if "blobs" in header else []
@@ -1215,7 +1216,8 @@ class Guest:
             ticket = self._calls.pop(header["id"], None)  # None: its caller was interrupted
         if ticket is not None:
             ticket.frame = (header, blobs)
-            ticket.rouse()
+            if ticket is not mine:
+                ticket.rouse()
 
     def _pass_on(self) -> None:
         """Let someone else who waits read the stream."""

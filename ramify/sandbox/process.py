@@ -11,6 +11,7 @@ code here has the user's rights.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import os
 import shutil
@@ -217,8 +218,21 @@ def launch(spec: SandboxSpec) -> None:
 
     For a command that knows early what it needs: no event loop need run yet. A server that nobody takes ends with the
     process."""
+    if not _launched:
+        atexit.register(_discard)
     if spec not in _launched:
         _launched[spec] = _start(spec, locate(spec.packages))
+
+
+def _discard() -> None:
+    """End what was launched and never taken."""
+    for server in _launched.values():
+        server.process.kill()
+        server.process.wait()
+        server.control.close()
+        os.close(server.complaints)
+        shutil.rmtree(server.folder, ignore_errors=True)
+    _launched.clear()
 
 
 def _start(spec: SandboxSpec, paths: list[str]) -> Server:
