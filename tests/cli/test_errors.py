@@ -114,3 +114,10 @@ def test_a_bug_is_one_line_and_a_traceback_where_asked_for(shell: Shell) -> None
     assert done.err.startswith("ramify: internal error: TypeError: ")
     assert "RAMIFY_DEBUG=1" in done.err
     assert "Traceback" in shell.run("ask", "q", **env, RAMIFY_DEBUG="1").err
+
+
+def test_an_early_error_leaves_nothing_behind(shell: Shell) -> None:
+    (shell.folder / "tmp").mkdir()
+    shell.write("log.txt", "abc")
+    done = shell.run("ask", *MODEL, "--no-direct", "hm?", "log.txt", TMPDIR=str(shell.folder / "tmp"))
+    assert (done.code, "No such file" in done.err, list((shell.folder / "tmp").iterdir())) == (1, True, [])
