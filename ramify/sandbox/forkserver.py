@@ -374,18 +374,30 @@ def _warm_up() -> None:
 
 def main(control_fd: int) -> None:
     """The server's whole life."""
-    global _libc
     gc.disable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     control = Control(socket.socket(fileno=control_fd))
     config, _ = control.receive()
+    try:
+        if _prepare(control, config):
+            control.send({"op": "ready"})
+            Server(control, config).serve()
+    except OSError:
+        pass  # the host went away while we started
+    finally:
+        shutil.rmtree(config["folder"], ignore_errors=True)
+
+
+def _prepare(control: Control, config: dict[str, Any]) -> bool:
+    """Import what sessions will want, and arrange to be the first to go. False where an import failed."""
+    global _libc
     sys.path += config["paths"]
     for name in (*PRELOAD, *config["packages"]):
         try:
             importlib.import_module(name)
         except Exception as error:  # noqa: BLE001  (a package may raise anything when imported)
             control.send({"op": "failed", "message": f"'{name}' cannot be imported: {type(error).__name__}: {error}"})
-            return
+            return False
     if sys.platform == "linux":
         import ctypes
 
@@ -396,12 +408,7 @@ def main(control_fd: int) -> None:
     _warm_up()
     gc.collect()
     gc.freeze()
-    try:
-        control.send({"op": "ready"})
-    except OSError:  # the host is gone already
-        shutil.rmtree(config["folder"], ignore_errors=True)
-        return
-    Server(control, config).serve()
+    return True
 
 
 _libc: Any = None

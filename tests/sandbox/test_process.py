@@ -147,6 +147,13 @@ def test_everything_dies_with_a_killed_host(tmp_path: Path) -> None:
     assert asyncio.run(until(lambda: not os.path.exists(told[0][3])))
 
 
+def test_a_server_that_nobody_takes_ends_with_its_host() -> None:
+    code = "from ramify.sandbox import process as p, base; s = base.SandboxSpec(); p.launch(s); print(p._launched[s].folder)"
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    run = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment, check=True)
+    assert asyncio.run(until(lambda: not os.path.exists(run.stdout.strip())))
+
+
 def test_a_killed_fork_server_is_told_and_replaced() -> None:
     async def test(sandbox: ProcessSandbox) -> None:
         session = await sandbox.open()
