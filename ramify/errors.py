@@ -105,6 +105,10 @@ class SessionDied(SandboxError):
         self.stdout = stdout
 
 
+class WeakSandboxWarning(UserWarning):
+    """Code of a model runs where it could do harm; ``SandboxSpec(allow_weaker=True)`` says that this is accepted."""
+
+
 class StoreError(RamifyError):
     """A journal or a blob that cannot be read or written."""
 

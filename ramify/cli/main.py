@@ -11,6 +11,7 @@ import importlib
 import io
 import os
 import sys
+import warnings
 from collections.abc import Callable
 from difflib import get_close_matches
 
@@ -18,7 +19,7 @@ from ramify import __version__
 from ramify.cli.exits import Exit
 from ramify.cli.notes import error_line
 from ramify.cli.parser import Command, UsageError, unknown_option
-from ramify.errors import RamifyError
+from ramify.errors import RamifyError, WeakSandboxWarning
 
 COMMANDS = {
     "ask": ("ramify.cli.ask", "answer a question over files, folders, databases or a pipe"),
@@ -34,6 +35,7 @@ COMMANDS = {
 
 def main() -> None:
     """The entry point. Never returns."""
+    warnings.simplefilter("ignore", WeakSandboxWarning)  # the command says it in its own way
     gc.disable()  # nearly all that start-up makes stays; who has more to do than that turns it on again
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

@@ -159,6 +159,8 @@ class RlmLoop:
         final = _NOTHING
         for index, code in enumerate(action.codes):
             await self._open()
+            if self.run.was_skipped(self.call, turn, index):
+                break
             if self.run.closing is not None:  # it began to close meanwhile, and interrupted only what was open
                 break
             cell, note = await self._run_cell(code, turn, index, notes)

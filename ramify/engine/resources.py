@@ -7,10 +7,12 @@ synchronous face, which keeps them until ``RLM.close``.
 from __future__ import annotations
 
 import asyncio
+import warnings
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from ramify.clients.pool import Pool
+from ramify.errors import WeakSandboxWarning
 from ramify.sandbox.base import Sandbox, SandboxSpec, open_sandbox
 
 
@@ -26,6 +28,8 @@ class Resources:
     def sandbox(self) -> Sandbox:
         if self._sandbox is None:
             self._sandbox = open_sandbox(self._spec)
+            if self._sandbox.warning and not self._spec.allow_weaker:
+                warnings.warn(self._sandbox.warning, WeakSandboxWarning, stacklevel=2)
         return self._sandbox
 
     async def close(self) -> None:

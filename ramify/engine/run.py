@@ -249,6 +249,12 @@ class Run:
                 return again
         return self.closing or (Stop.MAX_TURNS if call.turn >= self.limits.max_turns else None)
 
+    def was_skipped(self, call: LiveCall, turn: int, cell: int) -> bool:
+        """In a run that is repeated: whether the run was closing by then, so that this cell was left out."""
+        if self.recording is None or self.recording.last_word(call.id, turn + 1) is None:
+            return False
+        return self.recording.cell(call.id, turn, cell) is None
+
     # --- asking ------------------------------------------------------------------------------------------------
 
     async def ask(

@@ -37,7 +37,7 @@ class Recording:
     """The first one of a conversation."""
     questions: list[RunStarted]
     ended: RunEnded | None
-    """The last question's end; None where the run was cut off."""
+    """The last question's end; None where the run was cut off, by a kill or by whoever stopped it without an answer."""
     attempts: list[Attempted]
     """Failed attempts, some of which may have been paid: a resumed run is charged for them."""
     last_s: float
@@ -56,6 +56,8 @@ class Recording:
         self._tools: dict[tuple[str, int, int, int], ToolAnswered] = {}
         self._attempts: dict[tuple[str, int], list[Attempted]] = {}
         self._held: set[Key] = set()
+        self._booked: set[tuple[str, int]] = set()
+        """Requests whose last attempt is accounted for, although they have no reply."""
         for event in events:
             self._add(event)
         if not self.questions:
@@ -85,7 +87,9 @@ class Recording:
 
     def in_flight(self, call: str, turn: int) -> bool:
         """Whether this request had been sent, perhaps paid, and not been answered when the run was cut off."""
-        return (call, turn) in self._asked and (call, turn) not in self._replies and call not in self._ends
+        place = (call, turn)
+        is_open = place in self._asked and place not in self._replies and place not in self._booked
+        return is_open and call not in self._ends
 
     def unanswered(self) -> list[Requested]:
         """Every request that was in flight."""
@@ -127,6 +131,15 @@ class Recording:
             raise LimitReached(reason, ended.stop)
         raise ModelError(reason)
 
+    def _reopen(self) -> None:
+        """Somebody stopped the run before it had an answer, and its calls with it: it can be gone on with."""
+        self.ended = None
+        self._booked.update(self._asked)
+        for id, ended in list(self._ends.items()):
+            if ended.stop is Stop.CANCELLED and ended.answer is None:
+                del self._ends[id]
+                self._held.discard(_key(ended))
+
     def _missing(self, what: str) -> None:
         if self.strict:
             raise ReplayDiverged(f"run {self.started.id} recorded no such thing as {what}; resume it to ask for it")
@@ -153,6 +166,8 @@ class Recording:
                 self._tools[event.call, event.turn, event.cell, event.ordinal] = event
             case CallEnded():
                 self._ends[event.id] = event
+            case RunEnded() if event.stop is Stop.CANCELLED and event.answer is None:
+                self._reopen()
             case RunEnded():
                 self.ended = event
             case _:

@@ -295,3 +295,17 @@ def test_braces_in_a_system_prompt_are_just_braces() -> None:
     with rlm(model, scaffold=Scaffold(system='{"a": {b}} {} {{unknown}}{{tools}}', direct_chars=0)) as r:
         r.completion(TEXT, "?")
     assert model.requests[0].messages[0].content == '{"a": {b}} {} {{unknown}}'
+
+
+def test_a_weak_sandbox_is_said_aloud_unless_it_is_accepted() -> None:
+    from ramify import SandboxSpec
+    from ramify.errors import WeakSandboxWarning
+
+    with rlm([code("FINAL(1)")]) as r, pytest.warns(WeakSandboxWarning, match="Do not run hostile code in it"):
+        r.completion(TEXT, "?")
+    with rlm([code("FINAL(1)")], sandbox=SandboxSpec(allow_weaker=True)) as r:
+        import warnings
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            r.completion(TEXT, "?")

@@ -170,3 +170,59 @@ def test_contexts_are_stored_once_and_long_outputs_whole(tmp_path: Path) -> None
 def test_errors_are_ramify_errors() -> None:
     assert issubclass(LimitReached, RamifyError)
     assert Limits().max_depth == 1
+
+
+def test_a_run_that_was_stopped_goes_on_where_it_was(tmp_path: Path) -> None:
+    async def main() -> None:
+        store = Store(tmp_path)
+        slow, done = asyncio.Event(), asyncio.Event()
+
+        async def answer(messages: tuple[Message, ...]) -> str:
+            if messages[0].role == "system":
+                return code("FINAL(llm_query_batched(['fast', 'slow']))")
+            if messages[-1].content == "slow" and not done.is_set():
+                slow.set()
+                await done.wait()
+            return f"re: {messages[-1].content}"
+
+        model = client(answer)
+        async with rlm(model, store=store) as r:
+            running = r.start("text", "?")
+            await slow.wait()
+            running.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await running.result()
+            done.set()
+            result = await r.aresume("last")
+        assert (result.answer, result.stop) == (["re: fast", "re: slow"], Stop.FINAL)
+        assert [request.messages[-1].content for request in model.requests[1:]] == ["fast", "slow", "slow"]
+        assert (result.usage.calls, result.usage.unknown_calls) == (4, 1)
+        assert store.load("last").usage == result.usage
+        assert store.load("last").stop is Stop.FINAL
+
+    asyncio.run(main())
+
+
+def test_a_replay_leaves_out_the_cells_that_a_closing_run_left_out(tmp_path: Path) -> None:
+    async def main() -> None:
+        store = Store(tmp_path)
+        asked = asyncio.Event()
+
+        async def answer(messages: tuple[Message, ...]) -> str:
+            if "You are asked to finish" in messages[-1].content:
+                return "FINAL(so far)"
+            if messages[0].role != "system":
+                asked.set()
+                await asyncio.sleep(60)
+            return code("try:\n  llm_query('slow')\nexcept BaseException: pass", "import time; time.sleep(60)")
+
+        async with rlm(client(answer), store=store) as r:
+            running = r.start("text", "?")
+            await asked.wait()
+            running.wrap_up()
+            result = await running.result()
+            again = await r.areplay("last")
+        assert (result.stop, result.response) == (again.stop, again.response) == (Stop.CANCELLED, "so far")
+        assert len(again.trajectory.root.turns[0].cells) == 1
+
+    asyncio.run(main())
