@@ -74,8 +74,11 @@ class Host:
 
     async def _plain(self, call: LiveCall, prompt: str, kind: AnswerType | None) -> Outcome:
         self._run.begin(call)
-        outcome = await ask_plain(self._run, call, prompt, kind)
-        self._run.end(call, outcome)
+        outcome = Outcome(Stop.CANCELLED, error="cut off")
+        try:
+            outcome = await ask_plain(self._run, call, prompt, kind)
+        finally:
+            self._run.end(call, outcome)
         return outcome
 
     # --- children ----------------------------------------------------------------------------------------------
