@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 
 from ramify.clients.pool import Pool
 from ramify.errors import WeakSandboxWarning
-from ramify.sandbox.base import Sandbox, SandboxSpec, open_sandbox
+from ramify.sandbox.base import Sandbox, SandboxSpec, launch, open_sandbox
 
 
 class Resources:
@@ -31,6 +31,11 @@ class Resources:
             if self._sandbox.warning and not self._spec.allow_weaker:
                 warnings.warn(self._sandbox.warning, WeakSandboxWarning, stacklevel=2)
         return self._sandbox
+
+    def prepare(self) -> None:
+        """A session will be needed soon: let what it takes to open one start meanwhile."""
+        if self._sandbox is None:
+            launch(self._spec)
 
     async def close(self) -> None:
         if self._sandbox is not None:

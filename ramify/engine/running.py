@@ -160,7 +160,7 @@ class Running:
         run: Run | None = None
         try:
             async with self._use as resources:
-                context = await self._context()
+                context = await self._context(resources)
                 models = self._setup.connect(resources)
                 self._started(context)
                 self._run = run = self._make_run(resources, models)
@@ -181,7 +181,7 @@ class Running:
             self._ended(outcome, run)
         return self._result(outcome, run)
 
-    async def _context(self) -> SharedContext | None:
+    async def _context(self, resources: Resources) -> SharedContext | None:
         """The context, encoded once; large ones away from the event loop. Stored by content if there is a store."""
         if self._thread is not None and self._thread.context is not None:
             return self._thread.context
@@ -196,6 +196,8 @@ class Running:
             return context
 
         large = observe.chars_of(value) > 1 << 20
+        if large:
+            resources.prepare()
         context = await asyncio.to_thread(prepare) if large else prepare()
         if self._thread is not None:
             self._thread.context = context
