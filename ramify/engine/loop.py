@@ -9,6 +9,7 @@ What it leaves out: who pays and who may ask (``run.py``), what the session's ca
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Coroutine
 from importlib import resources
 from typing import Any
@@ -56,6 +57,7 @@ class RlmLoop:
 
     def __init__(self, run: Run, call: LiveCall, session: Session | None = None) -> None:
         self.run, self.call, self.session = run, call, session
+        self._opening: asyncio.Task[Session] | None = None
         self._kind: AnswerType | None = None
         self._pending: list[Message] = []
         self._reused: int | None = None
@@ -69,13 +71,20 @@ class RlmLoop:
         """Answer one question; ``question`` is the whole first message, ``kind`` the check of the final value."""
         self._kind = kind
         text = f"{question}\n\n{kind.instruction()}" if kind else question
-        self._pending = [*self._opening(), Message("user", text)]
+        self._pending = [*self._before_question(), Message("user", text)]
+        self._begin_to_open()
         while True:
             outcome = await self._step()
             if outcome is not None:
                 return outcome
 
     async def close(self) -> None:
+        opening, self._opening = self._opening, None
+        if opening is not None:
+            opening.cancel()
+            await asyncio.wait([opening])
+            if not opening.cancelled() and opening.exception() is None:
+                await opening.result().close()
         if self.session is not None:
             self.run.drop(self.session)
             await self.session.close()
@@ -223,18 +232,33 @@ class RlmLoop:
         )
         return Ran(Cell(code, died.stdout, None, error, 0.0, len(died.stdout)))
 
+    def _begin_to_open(self) -> None:
+        """Get a session ready; while the first request is on the wire this costs no time."""
+        if self.session is None and self._opening is None:
+            self._opening = asyncio.get_running_loop().create_task(self._new_session())
+
     async def _open(self) -> Session:
         if self.session is None:
-            run, call = self.run, self.call
-            self.session = session = await run.open_session(context=call.context, seed=call.id)
-            run.keep(session)
+            self._begin_to_open()
+            assert self._opening is not None
+            self.session, self._opening = await asyncio.shield(self._opening), None
+            self.run.keep(self.session)
+        return self.session
+
+    async def _new_session(self) -> Session:
+        run, call = self.run, self.call
+        session = await run.open_session(context=call.context, seed=call.id)
+        try:
             await session.install("prelude", _prelude(run.scaffold.max_output_chars))
             tools = run.tools_at(call.depth)
             if tools.functions:
                 await session.install("tools", tools.source())
             for name, value in tools.values.items():
                 await session.set(name, value, reserved=True)
-        return self.session
+        except BaseException:
+            await session.close()
+            raise
+        return session
 
     # --- answers -----------------------------------------------------------------------------------------------
 
@@ -303,7 +327,7 @@ class RlmLoop:
 
     # --- messages ----------------------------------------------------------------------------------------------
 
-    def _opening(self) -> list[Message]:
+    def _before_question(self) -> list[Message]:
         """What stands before the question: the system prompt, or the answers that native calls are still owed."""
         if not self.call.messages:
             return [Message("system", self._system_prompt())]
