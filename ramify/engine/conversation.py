@@ -15,7 +15,8 @@ from ramify.engine import sync
 from ramify.engine.question import question
 from ramify.engine.recorder import Listener, Recorder
 from ramify.engine.resources import Shared
-from ramify.engine.running import Result, Running, Setup, Thread, checked
+from ramify.engine.running import Result, Running, Thread, checked
+from ramify.engine.setup import Setup
 from ramify.errors import ConfigError
 from ramify.store.store import Store
 from ramify.types.trajectory import Trajectory

@@ -247,7 +247,7 @@ class RlmLoop:
 
     async def _new_session(self) -> Session:
         run, call = self.run, self.call
-        session = await run.open_session(context=call.context, seed=call.id)
+        session = await run.open_session(call)
         try:
             await session.install("prelude", _prelude(run.scaffold.max_output_chars))
             tools = run.tools_at(call.depth)

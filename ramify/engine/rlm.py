@@ -35,8 +35,9 @@ from ramify.engine.models import Models, ModelSpec, listed
 from ramify.engine.question import Question, question
 from ramify.engine.recorder import Listener, Recorder
 from ramify.engine.resources import Resources, Shared
-from ramify.engine.running import Result, Running, Setup, as_text, checked
+from ramify.engine.running import Result, Running, as_text, checked
 from ramify.engine.scaffold import Scaffold, scaffold_of
+from ramify.engine.setup import Setup
 from ramify.engine.tools import Tools, ToolSet
 from ramify.errors import ConfigError
 from ramify.sandbox.base import SandboxSpec

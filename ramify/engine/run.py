@@ -14,19 +14,19 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any, Protocol
 
 import msgspec
 
-from ramify.clients.base import Client, Request, Sampling, Tool
-from ramify.clients.pool import Pool
+from ramify.clients.base import Client, Request, Tool
 from ramify.engine import observe
 from ramify.engine.action import CODE_TOOL, FINAL_TOOL
 from ramify.engine.limits import Amount, Ledger, Limits, bound
 from ramify.engine.models import Models
 from ramify.engine.recorder import Recorder
-from ramify.engine.scaffold import Scaffold
+from ramify.engine.resources import Resources
+from ramify.engine.setup import Setup
 from ramify.engine.tools import ToolSet
 from ramify.errors import ConfigError, LimitReached
 from ramify.sandbox.base import Session
@@ -66,12 +66,6 @@ class Cache(Protocol):
     def get(self, prompt_hash: str) -> Reply | None: ...
 
     def put(self, prompt_hash: str, reply: Reply) -> None: ...
-
-
-class Blobs(Protocol):
-    """Large things once, by content."""
-
-    def put(self, data: Any, digest: str | None = None) -> str: ...
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -145,26 +139,23 @@ class Run:
 
     def __init__(
         self,
-        *,
-        recorder: Recorder,
+        setup: Setup,
+        resources: Resources,
         models: Models,
-        limits: Limits,
-        scaffold: Scaffold,
-        sampling: Sampling,
-        pool: Pool,
-        open_session: Callable[..., Awaitable[Session]],
-        cell_s: float,
-        tools: ToolSet,
-        child_tools: ToolSet,
-        blobs: Blobs | None = None,
+        recorder: Recorder,
+        *,
+        tools: tuple[ToolSet, ToolSet],
         recording: Replies | None = None,
         cache: Cache | None = None,
     ) -> None:
-        self.recorder, self.models, self.limits, self.scaffold, self.pool = recorder, models, limits, scaffold, pool
-        self.open_session, self.cell_s, self.blobs = open_session, cell_s, blobs
-        self.recording, self.cache = recording, cache
-        self._tools, self._child_tools = tools, child_tools
-        self.sampling = msgspec.structs.replace(sampling, max_tokens=min(sampling.max_tokens, limits.max_reply_tokens))
+        """``tools`` are the root's and the children's."""
+        self.limits = limits = setup.limits
+        self.scaffold, self.blobs, self.cell_s = setup.scaffold, setup.blobs, setup.sandbox.cell_s
+        self.models, self.recorder, self.recording, self.cache = models, recorder, recording, cache
+        self._resources, self._tools = resources, tools
+        self.sampling = msgspec.structs.replace(
+            setup.sampling, max_tokens=min(setup.sampling.max_tokens, limits.max_reply_tokens)
+        )
         _check_prices(limits, models)
         self.ledger = Ledger(limits, priced=any(client.price is not None for client in models.all))
         self.closing: Stop | None = None
@@ -232,7 +223,11 @@ class Run:
             self.blobs.put(context.buffer(), context.digest)
 
     def tools_at(self, depth: int) -> ToolSet:
-        return self._tools if depth == 0 else self._child_tools
+        return self._tools[min(depth, 1)]
+
+    async def open_session(self, call: LiveCall) -> Session:
+        """A fresh session over the context of ``call``."""
+        return await self._resources.sandbox.open(context=call.context, seed=call.id)
 
     def keep(self, session: Session) -> None:
         """``session`` is interrupted when the run closes."""
@@ -325,7 +320,7 @@ class Run:
             raise _closed(self.closing)
         if last_word and call.parent is None:
             self.ledger.held = Amount()
-        work = self.pool.ask(call.client, request, account, lambda text: self.note(call, text))
+        work = self._resources.pool.ask(call.client, request, account, lambda text: self.note(call, text))
         reply = await (self._until_deadline(work) if last_word else self._until_closing(work))
         if reply.usage.unknown_calls:  # one upper bound everywhere: the one that was reserved
             usage, cost = account.most()

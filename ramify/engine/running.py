@@ -14,10 +14,9 @@ from typing import Any, Protocol
 
 import msgspec
 
-from ramify.clients.base import Client, Sampling
+from ramify.clients.base import Client
 from ramify.engine import observe
 from ramify.engine.citations import Citation, Cited
-from ramify.engine.limits import Limits
 from ramify.engine.loop import RlmLoop
 from ramify.engine.models import Models
 from ramify.engine.plain import ask_plain
@@ -25,10 +24,8 @@ from ramify.engine.question import Question
 from ramify.engine.recorder import Recorder
 from ramify.engine.resources import Resources
 from ramify.engine.run import Cache, LiveCall, Outcome, Replies, Run, context_ref, jsonable
-from ramify.engine.scaffold import Scaffold
-from ramify.engine.tools import ToolSet
+from ramify.engine.setup import Setup
 from ramify.errors import RamifyError
-from ramify.sandbox.base import SandboxSpec
 from ramify.sandbox.context import SharedContext
 from ramify.types.event import AnyEvent, RunEnded, RunStarted
 from ramify.types.message import Usage
@@ -67,25 +64,6 @@ class Journal(Protocol):
     def append(self, event: AnyEvent) -> None: ...
 
     def close(self) -> None: ...
-
-
-class Blobs(Protocol):
-    def put(self, data: Any, digest: str | None = None) -> str: ...
-
-
-class Setup(msgspec.Struct, frozen=True):
-    """How an ``RLM`` answers: what its constructor was given."""
-
-    connect: Callable[[Resources], Models]
-    limits: Limits
-    scaffold: Scaffold
-    sandbox: SandboxSpec
-    sampling: Sampling
-    tools: ToolSet
-    child_tools: ToolSet
-    blobs: Blobs | None
-    config: dict[str, Any]
-    """The same as plain data, for the journal."""
 
 
 class Thread:
@@ -220,14 +198,8 @@ class Running:
 
     def _make_run(self, resources: Resources, models: Models) -> Run:
         setup = self._setup
-        tools = setup.tools.plus(self._question.tools)
-        child_tools = setup.child_tools.plus(self._question.tools)
-        return Run(
-            recorder=self.recorder, models=models, limits=setup.limits, scaffold=setup.scaffold,
-            sampling=setup.sampling, pool=resources.pool, open_session=lambda *a, **k: resources.sandbox.open(*a, **k),
-            cell_s=setup.sandbox.cell_s, tools=tools, child_tools=child_tools, blobs=setup.blobs,
-            recording=self._recording, cache=self._cache,
-        )  # fmt: skip
+        tools = setup.tools.plus(self._question.tools), setup.child_tools.plus(self._question.tools)
+        return Run(setup, resources, models, self.recorder, tools=tools, recording=self._recording, cache=self._cache)
 
     async def _answer(self, run: Run, models: Models, context: SharedContext | None) -> Outcome:
         try:

@@ -123,9 +123,8 @@ class Session(Protocol):
 class Context(Protocol):
     """A context prepared once for any number of sessions; see ``sandbox.context.SharedContext``."""
 
-    kind: str
-    chars: int
-    digest: str
+    @property
+    def digest(self) -> str: ...
 
 
 class Sandbox(Protocol):
