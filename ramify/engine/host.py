@@ -16,9 +16,10 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ramify.clients.base import Client
+from ramify.engine.call import LiveCall, Outcome
 from ramify.engine.observe import plain_prompt
 from ramify.engine.plain import ask_plain
-from ramify.engine.run import LiveCall, Outcome, Run
+from ramify.engine.run import Run
 from ramify.engine.typed import AnswerType, answer_type
 from ramify.errors import ConfigError, HostCallError, LimitReached, ModelError, ReplayDiverged, SandboxError
 from ramify.sandbox.context import SharedContext

@@ -16,8 +16,9 @@ from typing import Any
 
 from ramify.engine import observe
 from ramify.engine.action import Action, Final, read_action
+from ramify.engine.call import LiveCall, Outcome
 from ramify.engine.host import Host
-from ramify.engine.run import NATIVE_TOOLS, LiveCall, Outcome, Run
+from ramify.engine.run import NATIVE_TOOLS, Run
 from ramify.engine.typed import AnswerType, Mismatch
 from ramify.errors import HostCallError, LimitReached, ModelError, SandboxError, SessionDied
 from ramify.sandbox.base import Ran, Session

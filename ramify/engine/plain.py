@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ramify.engine.run import LiveCall, Outcome, Run
+from ramify.engine.call import LiveCall, Outcome
+from ramify.engine.run import Run
 from ramify.engine.typed import AnswerType, Mismatch
 from ramify.errors import LimitReached, ModelError, ReplayDiverged
 from ramify.types.message import Message

@@ -19,9 +19,10 @@ from typing import Any, Protocol
 
 import msgspec
 
-from ramify.clients.base import Client, Request, Tool
+from ramify.clients.base import Request, Tool
 from ramify.engine import observe
 from ramify.engine.action import CODE_TOOL, FINAL_TOOL
+from ramify.engine.call import LiveCall, Outcome, context_ref, jsonable
 from ramify.engine.limits import Amount, Ledger, Limits, bound
 from ramify.engine.models import Models
 from ramify.engine.recorder import Recorder
@@ -33,7 +34,7 @@ from ramify.sandbox.base import Session
 from ramify.sandbox.context import SharedContext
 from ramify.types.event import Attempted, CallEnded, CallStarted, Noted, Replied, Requested, ToolAnswered
 from ramify.types.message import Message, Reply, Usage
-from ramify.types.trajectory import CallKind, Cell, ContextRef, Fork, Parent, Stop
+from ramify.types.trajectory import Cell, Fork, Stop
 
 _CUT = "cut by close_in"
 NATIVE_TOOLS = (
@@ -66,72 +67,6 @@ class Cache(Protocol):
     def get(self, prompt_hash: str) -> Reply | None: ...
 
     def put(self, prompt_hash: str, reply: Reply) -> None: ...
-
-
-class Outcome(msgspec.Struct, frozen=True):
-    """How a call ended."""
-
-    stop: Stop
-    answer: Any = None
-    error: str | None = None
-    failure: BaseException | None = None
-    """What was raised, where that ended the call."""
-
-
-class LiveCall:
-    """A call while it runs: its conversation so far and what is known about its length."""
-
-    def __init__(
-        self,
-        id: str,
-        kind: CallKind,
-        client: Client,
-        depth: int,
-        question: str,
-        *,
-        parent: Parent | None = None,
-        context: SharedContext | None = None,
-    ) -> None:
-        self.id = id
-        self.kind = kind
-        self.client = client
-        self.depth = depth
-        self.question = question
-        self.parent = parent
-        self.context = context
-        self.messages: list[Message] = []
-        """Prompt and reply of every turn so far."""
-        self.turn = 0
-        """Index of the next turn."""
-        self.num_children = 0
-        self._known: tuple[int, int] | None = None
-
-    def next_child(self) -> str:
-        """Ids are dealt out by order of issue, which a replay repeats; completion has no order."""
-        self.num_children += 1
-        return f"{self.id}.{self.num_children - 1}"
-
-    def max_input_tokens(self, request: Request, reused: int) -> int:
-        """An upper bound on the request's prompt: what the server counted of what it has seen, bytes for the rest."""
-        by_bytes = request.max_input_tokens()
-        if self._known is None or self._known[0] != reused:
-            return by_bytes
-        new = msgspec.structs.replace(request, messages=request.messages[reused:])
-        # 4 per message: a template may put its role markers differently around a reply than the server counted them.
-        return min(by_bytes, self._known[1] + 4 * reused + new.max_input_tokens())
-
-    def go_on_from(self, call: LiveCall) -> None:
-        """Begin with the conversation of ``call``, as the next question over the same session does."""
-        self.messages, self._known = list(call.messages), call._known
-
-    def known_tokens(self) -> int:
-        """Tokens of the conversation so far as the server counted them; 0 where it did not."""
-        return self._known[1] if self._known else 0
-
-    def advance(self, prompt: Sequence[Message], reply: Reply) -> None:
-        self.messages = [*prompt, reply.message]
-        self.turn += 1
-        self._known = None if reply.usage.unknown_calls else (len(self.messages), reply.usage.total_tokens)
 
 
 class Run:
@@ -407,18 +342,6 @@ def prompt_hash(model: str, request: Request) -> str:
     """What makes two requests the same: model, prompt, sampling, schema and tools."""
     parts = (model, request.messages, request.sampling, request.schema, request.tools)
     return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:32]
-
-
-def context_ref(context: SharedContext | None) -> ContextRef | None:
-    return None if context is None else ContextRef(context.digest, context.chars, context.kind)
-
-
-def jsonable(value: Any) -> Any:
-    """``value`` as it is written down: what JSON has no form for becomes text."""
-    try:
-        return msgspec.to_builtins(value, str_keys=True)
-    except (TypeError, ValueError):
-        return value.model_dump(mode="json") if hasattr(value, "model_dump") else str(value)
 
 
 def _closed(stop: Stop) -> LimitReached:

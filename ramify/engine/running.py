@@ -16,6 +16,7 @@ import msgspec
 
 from ramify.clients.base import Client
 from ramify.engine import observe
+from ramify.engine.call import LiveCall, Outcome, context_ref, jsonable
 from ramify.engine.citations import Citation, Cited
 from ramify.engine.loop import RlmLoop
 from ramify.engine.models import Models
@@ -23,7 +24,7 @@ from ramify.engine.plain import ask_plain
 from ramify.engine.question import Question
 from ramify.engine.recorder import Recorder
 from ramify.engine.resources import Resources
-from ramify.engine.run import Cache, LiveCall, Outcome, Replies, Run, context_ref, jsonable
+from ramify.engine.run import Cache, Replies, Run
 from ramify.engine.setup import Setup
 from ramify.errors import RamifyError
 from ramify.sandbox.context import SharedContext
