@@ -23,8 +23,8 @@ from ramify.cli import text
 from ramify.cli.exits import Exit, exit_of
 from ramify.cli.notes import Notes, error_line
 from ramify.cli.watch import Lines, Watcher
+from ramify.engine.call import jsonable
 from ramify.engine.rlm import RLM
-from ramify.engine.run import jsonable
 from ramify.engine.running import Result, Running
 from ramify.sandbox.base import open_sandbox
 from ramify.types.event import AnyEvent
