@@ -280,7 +280,8 @@ class RLM:
     def __del__(self) -> None:
         if getattr(self, "_is_pinned_in_thread", False):
             with contextlib.suppress(Exception):
-                self.close()
+                self._is_pinned_in_thread = False
+                sync.leave(self._shared.unpin())
                 warnings.warn(
                     "an RLM was not closed: use `with RLM(…) as rlm`, or rlm.close()", ResourceWarning, stacklevel=2
                 )

@@ -14,12 +14,12 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
 import msgspec
 
-from ramify.clients.base import Request, Tool
+from ramify.clients.base import Client, Request, Tool
 from ramify.engine import observe
 from ramify.engine.action import CODE_TOOL, FINAL_TOOL
 from ramify.engine.call import LiveCall, Outcome, context_ref, jsonable
@@ -209,17 +209,23 @@ class Run:
             )
         request = Request(prompt, sampling, schema, tools, affinity=call.id)
         digest = prompt_hash(call.client.name, request)
-        self.recorder.emit(
-            Requested(
-                at_s=self.recorder.now(), call=call.id, turn=call.turn, reused=reused, prompt=tuple(new),
-                prompt_hash=digest, last_word=last_word,
-            )
-        )  # fmt: skip
+
+        def about_to_send() -> None:
+            self.recorder.emit(
+                Requested(
+                    at_s=self.recorder.now(), call=call.id, turn=call.turn, reused=reused, prompt=tuple(new),
+                    prompt_hash=digest, last_word=last_word,
+                )
+            )  # fmt: skip
+
         account = _Account(self, call, call.max_input_tokens(request, reused), sampling.max_tokens)
         reply = self._recorded(call, digest, account)
+        if reply is not None:
+            about_to_send()  # as it was
         paid_before = reply is not None
         if reply is None:
-            reply = await self._ask_live(call, request, account, last_word is not None)
+            client = _Announcing(call.client, about_to_send)
+            reply = await self._ask_live(call, client, request, account, last_word is not None)
             if self.cache is not None:
                 self.cache.put(digest, reply)
         self.recorder.emit(
@@ -250,12 +256,14 @@ class Run:
         if recording.in_flight(call.id, call.turn):
             account.charge_unknown("in flight when the run was cut off; sent again")
 
-    async def _ask_live(self, call: LiveCall, request: Request, account: _Account, last_word: bool) -> Reply:
+    async def _ask_live(
+        self, call: LiveCall, client: _Announcing, request: Request, account: _Account, last_word: bool
+    ) -> Reply:
         if self.closing is not None and not last_word:
             raise _closed(self.closing)
         if last_word and call.parent is None:
             self.ledger.held = Amount()
-        work = self._resources.pool.ask(call.client, request, account, lambda text: self.note(call, text))
+        work = self._resources.pool.ask(client, request, account, lambda text: self.note(call, text))
         reply = await (self._until_deadline(work) if last_word else self._until_closing(work))
         if reply.usage.unknown_calls:  # one upper bound everywhere: the one that was reserved
             usage, cost = account.most()
@@ -294,6 +302,25 @@ class Run:
         later = self.sampling.max_tokens + self.scaffold.max_output_chars + 1000
         tokens = call.max_input_tokens(request, len(call.messages)) + later
         return self.ledger.hold(bound(tokens, self.limits.last_word_tokens, call.client.price))
+
+
+class _Announcing:
+    """The client of one request, which says so when it is about to send it for the first time. What waits for its turn
+    has not been paid, and a journal must not say that it may have been."""
+
+    def __init__(self, client: Client, about_to_send: Callable[[], None]) -> None:
+        self.name, self.window, self.price = client.name, client.window, client.price
+        self._client = client
+        self._about_to_send: Callable[[], None] | None = about_to_send
+
+    async def complete(self, request: Request) -> Reply:
+        if self._about_to_send is not None:
+            self._about_to_send()
+            self._about_to_send = None
+        return await self._client.complete(request)
+
+    async def close(self) -> None:
+        """The pool closes the client itself."""
 
 
 class _Account:

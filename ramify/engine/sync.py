@@ -10,6 +10,8 @@ import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+from ramify.errors import ConfigError
+
 T = TypeVar("T")
 
 _lock = threading.Lock()
@@ -28,9 +30,29 @@ def loop() -> asyncio.AbstractEventLoop:
 
 def run(work: Coroutine[Any, Any, T]) -> T:
     """The result of ``work``, run on the loop; cancelled there if the wait for it is interrupted."""
+    if _is_here():
+        work.close()
+        raise ConfigError("a callback that runs on the event loop cannot wait for it: use the async form, or a thread")
     future = asyncio.run_coroutine_threadsafe(work, loop())
     try:
         return future.result()
     except BaseException:
         future.cancel()
         raise
+
+
+def leave(work: Coroutine[Any, Any, object]) -> None:
+    """Run ``work`` on the loop, if there is one, without waiting.
+
+    For finalizers: the collector may call one at any line, the loop's own thread included, where waiting has no end."""
+    if _loop is None or _loop.is_closed():
+        work.close()
+    else:
+        asyncio.run_coroutine_threadsafe(work, _loop)
+
+
+def _is_here() -> bool:
+    try:
+        return asyncio.get_running_loop() is _loop
+    except RuntimeError:
+        return False

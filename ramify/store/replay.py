@@ -68,6 +68,7 @@ class Recording:
         """The reply that was recorded for this request. Raises what ended the call, where that was the outcome."""
         asked = self._asked.get((call, turn))
         if asked is None:
+            self._fail_again(call)  # for want of budget, it was never sent
             self._missing(f"a request of call {call}, turn {turn} (prompt {prompt_hash[:12]})")
             return None
         if asked.prompt_hash != prompt_hash:

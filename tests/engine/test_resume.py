@@ -23,19 +23,19 @@ from tests.engine.helpers import SCAFFOLD, by_role, client, code, rlm
 RUN = """
 import sys
 sys.path.insert(0, {root!r})
-from ramify import RLM, Store
+from ramify import RLM, Limits, Store
 from tests.engine.helpers import SCAFFOLD
-with RLM({model!r}, scaffold=SCAFFOLD, store=Store({store!r})) as r:
+with RLM({model!r}, scaffold=SCAFFOLD, store=Store({store!r}), limits=Limits(max_concurrency=4)) as r:
     r.completion("text", "?")
 """
 ROOT = code(
     "import random\nfirst = llm_query_batched([f'a{i}' for i in range(8)])\nlucky = random.random()",
-    "second = llm_query_batched([f'b{i}' for i in range(8)])",
+    "second = llm_query_batched([f'b{i}' for i in range(12)])",
 )
 
 
 def script(block: asyncio.Event) -> Any:
-    """The b calls hang until ``block`` is set, except for b0 to b3."""
+    """The b calls hang until ``block`` is set, except for b0 to b3. Four at a time: b8 to b11 wait for their turn."""
 
     async def answer(messages: tuple[Message, ...]) -> str:
         last = messages[-1].content
@@ -76,17 +76,17 @@ async def _kill_and_resume(tmp_path: Path) -> None:
             again = await r.aresume("last")
             replayed = await r.areplay("last")
         first, second, _ = result.answer
-        assert (first, second) == ([f"re: a{i}" for i in range(8)], [f"re: b{i}" for i in range(8)])
+        assert (first, second) == ([f"re: a{i}" for i in range(8)], [f"re: b{i}" for i in range(12)])
         assert again.answer == result.answer
         assert replayed.answer == result.answer, "the session draws the same random numbers again"
         asked = Counter(_last_message(request) for request in server.requests)
         in_flight = [f"b{i}" for i in range(4, 8)]
         assert {text for text, count in asked.items() if count > 1} == set(in_flight)
         assert result.usage.unknown_calls == 4
-        assert result.usage.calls == 1 + 16 + 1 + 4
+        assert result.usage.calls == 1 + 8 + 12 + 1 + 4
         assert result.trajectory.usage == result.usage == store.load("last").usage == replayed.usage
         kinds = Counter(type(event).__name__ for event in store.events("last"))
-        assert (kinds["Requested"], kinds["Replied"], kinds["Attempted"], kinds["RunStarted"]) == (18, 18, 4, 1)
+        assert (kinds["Requested"], kinds["Replied"], kinds["Attempted"], kinds["RunStarted"]) == (22, 22, 4, 1)
 
 
 def _replied(store: Store) -> int:
