@@ -249,8 +249,12 @@ class RLM:
 
     def _in_thread(self, work: Coroutine[Any, Any, Result]) -> Result:
         if not self._is_pinned_in_thread:
+            try:
+                sync.run(self._pin())
+            except BaseException:
+                work.close()
+                raise
             self._is_pinned_in_thread = True
-            sync.run(self._pin())
         return sync.run(work)
 
     async def _pin(self) -> None:

@@ -1,0 +1,39 @@
+"""The synchronous face: what may happen at any line, in any thread, never blocks it."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from typing import Any
+
+import pytest
+
+from ramify.engine import sync
+from tests.engine.helpers import rlm
+
+
+async def _collect() -> int:
+    return gc.collect()
+
+
+def test_one_that_was_forgotten_is_collected_on_the_loop() -> None:
+    """The collector runs wherever it likes, also in the thread that closing has to wait for."""
+    forgotten: Any = rlm(["one"])
+    assert forgotten.completion("A question?").response == "one"
+    forgotten.itself = forgotten
+    del forgotten
+    assert asyncio.run_coroutine_threadsafe(_collect(), sync.loop()).result(10)
+    with rlm(["two"]) as r:
+        assert r.completion("Another?").response == "two"
+
+
+def test_a_callback_on_the_loop_cannot_wait_for_it() -> None:
+    """It is told so instead of waiting for ever, and the run that it watches goes on."""
+    other = rlm(["never asked"])
+
+    def ask_again(event: Any) -> None:
+        other.completion("A question?")
+
+    with rlm(["one"]) as r, pytest.warns(UserWarning, match="cannot wait for it: use the async form"):
+        assert r.completion("A question?", on_event=ask_again).response == "one"
+    other.close()
