@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ramify.clients.base import Client as Client
+    from ramify.clients.base import Sampling as Sampling
     from ramify.clients.scripted import ScriptedClient as ScriptedClient
-    from ramify.engine.citations import Cited as Cited
+    from ramify.engine.citations import Citation as Citation
     from ramify.engine.limits import Limits as Limits
     from ramify.engine.rlm import RLM as RLM
     from ramify.engine.rlm import Result as Result
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Cited": "ramify.engine.citations",
+    "Citation": "ramify.engine.citations",
     "Client": "ramify.clients.base",
     "ConfigError": "ramify.errors",
     "Limits": "ramify.engine.limits",
@@ -43,6 +44,7 @@ _HOMES = {
     "RLM": "ramify.engine.rlm",
     "RamifyError": "ramify.errors",
     "Result": "ramify.engine.rlm",
+    "Sampling": "ramify.clients.base",
     "SandboxError": "ramify.errors",
     "SandboxSpec": "ramify.sandbox.base",
     "Scaffold": "ramify.engine.scaffold",

@@ -7,7 +7,7 @@ import pytest
 import ramify
 
 PUBLIC = [
-    "Cited",
+    "Citation",
     "Client",
     "ConfigError",
     "Limits",
@@ -15,6 +15,7 @@ PUBLIC = [
     "RLM",
     "RamifyError",
     "Result",
+    "Sampling",
     "SandboxError",
     "SandboxSpec",
     "Scaffold",

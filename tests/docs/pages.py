@@ -1,0 +1,52 @@
+"""Markdown pages as blocks of code, and what the blocks of each page find when they are run.
+
+A block is run where it can be. One that cannot (it installs, it needs a key, it serves until it is stopped) says so to
+whoever reads the page's source, in the line before its fence::
+
+    <!-- not run here: it installs -->
+
+Left out: whether a block that is not run parses, and whether links lead somewhere; ``scripts/check_docs.py`` has that.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import msgspec
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+_FENCE = re.compile(r"(?:^<!-- not run here: ([^\n]+?) -->\n)?^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+class Block(msgspec.Struct, frozen=True):
+    """One fenced block."""
+
+    page: str
+    line: int
+    """Of its first line of code, from 1."""
+    language: str
+    code: str
+    why_not: str
+    """Why it is not run; empty where it is."""
+
+    @property
+    def place(self) -> str:
+        return f"{self.page}:{self.line}"
+
+
+def blocks(page: Path) -> list[Block]:
+    text = page.read_text(encoding="utf-8")
+    return [
+        Block(page.name, text.count("\n", 0, found.start(3)) + 1, found[2], found[3], found[1] or "")
+        for found in _FENCE.finditer(text)
+    ]
+
+
+ALL = [block for page in PAGES for block in blocks(page)]
+
+
+def prose(page: Path) -> str:
+    """The page without its code and the targets of its links."""
+    return re.sub(r"\]\([^)]*\)", "]", _FENCE.sub("", page.read_text(encoding="utf-8")))

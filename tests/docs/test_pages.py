@@ -1,0 +1,111 @@
+"""Every block of code in the pages is run, or says why not; what else the pages promise holds."""
+
+import ast
+import asyncio
+import inspect
+import os
+import re
+import subprocess
+
+import msgspec
+import pytest
+
+import ramify
+from ramify.clients.prices import PriceTable
+from ramify.clients.scripted import ScriptedClient
+from tests.docs import world
+from tests.docs.pages import ALL, PAGES, Block, prose
+
+RUN = [block for block in ALL if not block.why_not]
+SHELL = [block for block in RUN if block.language == "bash"]
+PYTHON = sorted({block.page for block in RUN if block.language == "python"})
+JSON = [block for block in RUN if block.language == "json"]
+NAMED_RUN = "20260301-142501"
+"""A run that the pages show as an example."""
+
+
+@pytest.fixture(scope="module")
+def url():
+    with world.scripted() as served:
+        yield served
+
+
+@pytest.fixture
+def reader(tmp_path, url, monkeypatch):
+    """The environment of a reader in a furnished folder."""
+    world.furnish(tmp_path)
+    found = world.environment(tmp_path, url)
+    monkeypatch.chdir(tmp_path)
+    for name in os.environ.keys() - found.keys():
+        monkeypatch.delenv(name)
+    for name, value in found.items():
+        monkeypatch.setenv(name, value)
+    return found
+
+
+def test_every_block_is_run_or_says_why_not():
+    known = ("bash", "python", "json", "toml")  # toml: tests/cli/test_docs.py has the only one
+    assert [block.place for block in RUN if block.language not in known] == []
+    assert {block.page for block in RUN} == {"README.md", "cli.md", "library.md", "models.md"}
+
+
+@pytest.mark.parametrize("block", SHELL, ids=lambda block: block.place)
+def test_shell(block: Block, reader):
+    """A line at a time, so that a failure names it; after one run that can be shown, resumed and deleted."""
+    first = ["ramify", "ask", "--model", "openai:m", "--no-direct", "Which host failed first?", "server.log", "--quiet"]
+    subprocess.run(first, env=reader, check=True, timeout=60)
+    (run,) = os.listdir(f"{reader['RAMIFY_HOME']}/runs") if os.path.isdir(f"{reader['RAMIFY_HOME']}/runs") else ["?"]
+    reader["RAMIFY_MODEL"] = "openai:gpt-5-mini"  # most examples leave the model to the configuration
+    for line in block.code.splitlines():
+        line = line.replace(NAMED_RUN, run.removesuffix(".jsonl")).replace(".venv/bin/", "")
+        if line.startswith("export "):
+            continue  # a key; the reader has one
+        done = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", line], env=reader, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+            timeout=60, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, f"{block.place}: {line}\n{done.stderr}"
+        assert done.stdout.strip() or "runs" in line, f"{block.place}: {line} says nothing"
+
+
+@pytest.mark.parametrize("page", PYTHON)
+def test_python(page, reader):
+    """The blocks of a page in order, in one namespace, as a reader would paste them."""
+    namespace = {"__name__": "__main__"}
+    for block in RUN:
+        if (block.page, block.language) == (page, "python"):
+            padded = "\n" * (block.line - 1) + block.code  # so that a traceback has the page's lines
+            code = compile(padded, block.page, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+            started = eval(code, namespace)
+            if inspect.iscoroutine(started):
+                asyncio.run(started)
+    assert namespace["result"].response == "web-3"
+
+
+@pytest.mark.parametrize("block", JSON, ids=lambda block: block.place)
+def test_json(block: Block, tmp_path):
+    """A price table, or a script."""
+    path = tmp_path / "shown.json"
+    path.write_text(block.code)
+    if isinstance(msgspec.json.decode(block.code), list):
+        client = ScriptedClient.load(str(path))
+        assert client.name == f"scripted:{path}"
+    else:
+        table = PriceTable.load(path)
+        price = table.price("openai:gpt-5-mini")
+        assert (price.input, price.output) == (0.25, 2.0)
+
+
+def test_every_public_name_is_on_some_page():
+    pages = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+    assert [name for name in ramify.__all__ if not re.search(rf"\b{name}\b", pages)] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_words(page):
+    """Pages say what is, to whoever reads them: no machine's paths, no tools of its making, no promises."""
+    text = prose(page)
+    unwanted = (
+        r"(?i)/(?:root|work|home|tmp|Users|opt)/\w|\bpypi\.\w+\.\w|\bTODO\b|\bFIXME\b|\bcoming soon\b|Claude Code"
+    )
+    assert re.findall(unwanted, text) == []
