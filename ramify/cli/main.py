@@ -98,7 +98,7 @@ def _ended(run: Callable[[], int], arguments: list[str]) -> int:
         return Exit.BROKEN_PIPE
     except UsageError as error:
         name = split(arguments)[0]
-        error_line(f"{error}; see ramify {f'{name} ' if name in COMMANDS else ''}--help")
+        error_line(f"{error} (see ramify {f'{name} ' if name in COMMANDS else ''}--help)")
         return Exit.USAGE
     except KeyboardInterrupt:
         return Exit.STOPPED

@@ -240,7 +240,7 @@ def _key(name: str, provider: Provider, key: str | None, environ: Mapping[str, s
     found = key or next((environ[variable] for variable in provider.key_variables if environ.get(variable)), "")
     if not found and needed:
         variable = provider.key_variables[0]
-        raise ConfigError(f"{name}: no API key: set {variable} (export {variable}=…), or pass it to Pool(keys=…)")
+        raise ConfigError(f"{name}: no API key: set {variable} (export {variable}=…)")
     if not found.isascii() or any(each.isspace() for each in found.strip()):
         raise ConfigError(
             f"{name}: the key in {provider.key_variables[0]} has spaces or signs that no key has; copy it again"

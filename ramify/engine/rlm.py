@@ -17,6 +17,7 @@ What it leaves out: the loop (``loop.py``), what a tree shares (``run.py``), pro
 from __future__ import annotations
 
 import contextlib
+import functools
 import secrets
 import time
 import warnings
@@ -40,9 +41,10 @@ from ramify.engine.scaffold import Scaffold, scaffold_of
 from ramify.engine.setup import Setup
 from ramify.engine.tools import Tools, ToolSet
 from ramify.errors import ConfigError
-from ramify.sandbox.base import SandboxSpec
+from ramify.sandbox.base import SandboxSpec, module_of
 from ramify.sandbox.context import SharedContext
 from ramify.store.cache import CallCache
+from ramify.store.journal import Journal
 from ramify.store.replay import Recording
 from ramify.store.store import Store
 from ramify.types.event import AnyEvent, RunStarted
@@ -80,6 +82,10 @@ class RLM:
     ) -> None:
         limits = limits or Limits()
         spec = SandboxSpec(provider=sandbox) if isinstance(sandbox, str) else sandbox or SandboxSpec()
+        for name, value, kind in (("limits", limits, Limits), ("sandbox", spec, SandboxSpec)):
+            if not isinstance(value, kind):
+                raise ConfigError(f"{name} is a {type(value).__name__}: give a ramify.{kind.__name__}(…)")
+        module_of(spec)  # an unknown provider is known as such before anything is asked
         tool_set = ToolSet(tools)
         self.store = store
         self._shared = Shared(limits.max_concurrency, spec)
@@ -148,7 +154,7 @@ class RLM:
         setup = msgspec.structs.replace(self._setup, config={**self._setup.config, **(metadata or {})})
         return Running(
             setup, asked, self._shared.use(), id=journal.id if journal else _new_id(), recorder=recorder,
-            cache=self._cache(cache), close=journal.close if journal else _nothing,
+            cache=self._cache(cache), close=functools.partial(_put_away, self.store, journal),
         )  # fmt: skip
 
     def conversation(self, prompt: Any) -> Conversation:
@@ -307,6 +313,14 @@ def _config(
 
 def _new_id() -> str:
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}"
+
+
+def _put_away(store: Store | None, journal: Journal | None) -> None:
+    """Close ``journal``; one without an event is of a run that failed before it began, with nothing to list or resume."""
+    if store is not None and journal is not None:
+        journal.close()
+        if journal.path.stat().st_size == 0:
+            store.remove(journal.path)
 
 
 def _nothing() -> None:
