@@ -63,6 +63,8 @@ def question(prompt: Any, query: str | None, kind: Any, cite: bool) -> Question:
     about, tools = "", {}
     if isinstance(prompt, Sources):
         about, tools, prompt = prompt.manifest(), dict(prompt.tools), prompt.context
+    if hasattr(prompt, "read"):
+        raise ConfigError(f"a context cannot be a {type(prompt).__name__}: give prompt.read(), or ramify.load(path)")
     if query is None:
         if not isinstance(prompt, str):
             raise ConfigError(f"a context of type {type(prompt).__name__} needs a question: completion(context, query)")
