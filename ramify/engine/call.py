@@ -9,7 +9,7 @@ import msgspec
 
 from ramify.clients.base import Client, Request
 from ramify.sandbox.context import SharedContext
-from ramify.types.message import Message, Reply
+from ramify.types.message import Message, Reply, encodable
 from ramify.types.trajectory import CallKind, ContextRef, Parent, Stop
 
 
@@ -41,7 +41,7 @@ class LiveCall:
         self.kind = kind
         self.client = client
         self.depth = depth
-        self.question = question
+        self.question = encodable(question)
         self.parent = parent
         self.context = context
         self.messages: list[Message] = []

@@ -6,6 +6,7 @@ Variables, imports and the history stay from question to question; each question
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import Callable
 from types import TracebackType
@@ -30,6 +31,8 @@ class Conversation:
         self._thread: Thread | None = None
         self._id = ""
         self._close_journal: Callable[[], None] | None = None
+        self._turn = asyncio.Lock()
+        """Held while a question is answered: there is one session."""
 
     @property
     def trajectory(self) -> Trajectory:
@@ -45,7 +48,11 @@ class Conversation:
     async def aask(
         self, query: str, *, answer_type: Any = None, cite: bool = False, on_event: Listener | None = None
     ) -> Result:
-        """``ask`` on the caller's event loop."""
+        """``ask`` on the caller's event loop. Questions asked at once are answered one after the other."""
+        async with self._turn:
+            return await self._answer(query, answer_type, cite, on_event)
+
+    async def _answer(self, query: str, answer_type: Any, cite: bool, on_event: Listener | None) -> Result:
         thread = self._opened()
         asked = question(self._prompt, query, answer_type, cite)
         if on_event is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any, Protocol
@@ -233,7 +234,7 @@ class Running:
         call = LiveCall(
             str(thread.num_questions) if thread else "0", "rlm", client, 0, self._question.text, context=context
         )
-        loop = RlmLoop(run, call, before.session if before else None)
+        loop = RlmLoop(run, call, before)
         fork = None
         if before is not None and before.call.messages:
             call.go_on_from(before.call)
@@ -284,7 +285,12 @@ def as_text(answer: Any) -> str:
     """An answer as text: text as it is, everything else as JSON."""
     if answer is None:
         return ""
-    return answer if isinstance(answer, str) else msgspec.json.encode(jsonable(answer)).decode()
+    if isinstance(answer, str):
+        return answer
+    try:
+        return msgspec.json.encode(jsonable(answer)).decode()
+    except UnicodeEncodeError:  # half a surrogate pair in it, which only an escape can show
+        return json.dumps(jsonable(answer), separators=(",", ":"))
 
 
 def checked(result: Result) -> Result:
