@@ -86,6 +86,13 @@ def context_ref(context: SharedContext | None) -> ContextRef | None:
 def jsonable(value: Any) -> Any:
     """``value`` as it is written down: what JSON has no form for becomes text."""
     try:
-        return msgspec.to_builtins(value, str_keys=True)
+        return msgspec.to_builtins(value, str_keys=True, enc_hook=_dumped)
     except (TypeError, ValueError):
-        return value.model_dump(mode="json") if hasattr(value, "model_dump") else str(value)
+        return str(value)
+
+
+def _dumped(value: Any) -> Any:
+    """A pydantic model's fields; msgspec knows all else that has a form."""
+    if not hasattr(value, "model_dump"):
+        raise NotImplementedError
+    return value.model_dump(mode="json")

@@ -285,7 +285,7 @@ class RlmLoop:
                     return _NOTHING
         if self._kind is None and not name.startswith(("'", '"')):
             return name
-        return final.literal()
+        return self._kind.literal(name) if self._kind else final.literal()
 
     def _best(self, *, in_words: bool = True) -> Any:
         """The best answer so far, checked where it can be: one that was put off or kept, or else what was said last."""

@@ -142,8 +142,8 @@ class Running:
             async with self._use as resources:
                 context = await self._context(resources)
                 models = self._setup.connect(resources)
+                self._run = run = self._make_run(resources, models)  # refuses limits that cannot be kept
                 self._started(context)
-                self._run = run = self._make_run(resources, models)
                 if self._wanted is not None:
                     run.close_in(self._wanted)
                 outcome = await self._answer(run, models, context)

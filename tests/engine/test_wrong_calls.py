@@ -47,4 +47,9 @@ def test_a_run_that_cannot_begin_leaves_nothing(tmp_path: Path) -> None:
         pytest.raises(ConfigError, match=r"script absent\.json: No such"),
     ):
         rlm.completion("some text", "A question?")
+    with (
+        RLM(ScriptedClient(["one"]), limits=Limits(max_cost=1), store=store) as rlm,
+        pytest.raises(ConfigError, match=r"^a limit of \$1 cannot be kept"),
+    ):
+        rlm.completion("some text", "A question?")
     assert store.runs() == []
