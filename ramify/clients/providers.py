@@ -223,6 +223,12 @@ def resolve(
         raise ConfigError(f"{name}: no base URL: set {provider.url_variable}, or write {name}@https://…")
     if not re.fullmatch(r"https?://[^/\s]\S*", url):
         raise ConfigError(f"{name}: '{url}' is not a base URL: write it as https://host/v1 in {provider.url_variable}")
+    if "@" in url.partition("://")[2].partition("/")[0]:
+        variable = provider.key_variables[0]
+        raise ConfigError(
+            f"{provider_name}:{model}: a base URL with a user or password in it would be shown and stored: leave them out, "
+            f"and set {variable} if the server wants a key"
+        )
     at_home = url == provider.url or provider_name == "azure"
     secret = _key(name, provider, key, environ, needed=at_home and not provider.local)
     return Endpoint(

@@ -14,7 +14,7 @@ from typing import Any
 
 from ramify.engine import sync
 from ramify.engine.question import question
-from ramify.engine.recorder import Listener, Recorder
+from ramify.engine.recorder import Listener, Recorder, checked_listener
 from ramify.engine.resources import Shared
 from ramify.engine.running import Result, Running, Thread, checked
 from ramify.engine.setup import Setup
@@ -55,8 +55,8 @@ class Conversation:
     async def _answer(self, query: str, answer_type: Any, cite: bool, on_event: Listener | None) -> Result:
         thread = self._opened()
         asked = question(self._prompt, query, answer_type, cite)
-        if on_event is not None:
-            thread.recorder.listen(on_event)
+        for listener in checked_listener(on_event):
+            thread.recorder.listen(listener)
         try:
             running = Running(
                 self._setup, asked, self._shared.use(), id=self._id, recorder=thread.recorder, thread=thread

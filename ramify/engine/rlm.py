@@ -34,7 +34,7 @@ from ramify.engine.conversation import Conversation
 from ramify.engine.limits import Limits
 from ramify.engine.models import Models, ModelSpec, listed
 from ramify.engine.question import Question, question
-from ramify.engine.recorder import Listener, Recorder
+from ramify.engine.recorder import Listener, Recorder, checked_listener
 from ramify.engine.resources import Resources, Shared
 from ramify.engine.running import Result, Running, as_text, checked
 from ramify.engine.scaffold import Scaffold, scaffold_of
@@ -149,8 +149,9 @@ class RLM:
         """A run that goes on while the caller does other things; needs a running event loop. Its ``result`` is data: it
         raises nothing for what a model did. ``metadata`` is kept with the run's configuration."""
         asked = question(prompt, query, answer_type, cite)
+        listeners = checked_listener(on_event)
         journal = self.store.create(self.store.new_id(asked.text)) if self.store else None
-        recorder = Recorder(journal, (on_event,) if on_event else ())
+        recorder = Recorder(journal, listeners)
         setup = msgspec.structs.replace(self._setup, config={**self._setup.config, **(metadata or {})})
         return Running(
             setup, asked, self._shared.use(), id=journal.id if journal else _new_id(), recorder=recorder,
@@ -179,8 +180,9 @@ class RLM:
         recording = Recording(store.events(run))
         if recording.ended is not None:
             raise ConfigError(f"run {recording.started.id} has ended ({recording.ended.stop}): ask anew")
+        listeners = checked_listener(on_event)
         journal = store.reopen(run)
-        recorder = Recorder(journal, (on_event,) if on_event else (), held=recording.holds, since_s=recording.last_s)
+        recorder = Recorder(journal, listeners, held=recording.holds, since_s=recording.last_s)
         try:
             return self._again(recording, answer_type, recorder, journal.close)
         except BaseException:
@@ -191,7 +193,7 @@ class RLM:
         """Run a stored run's cells again against its recorded replies, without asking any model. Raises ReplayDiverged
         where the run asks something else than it did."""
         recording = Recording(self._need_store("replay").events(run), strict=True)
-        recorder = Recorder(None, (on_event,) if on_event else ())
+        recorder = Recorder(None, checked_listener(on_event))
         result = await self._again(recording, answer_type, recorder, _nothing).result()
         return checked(result)
 

@@ -53,3 +53,15 @@ def test_a_run_that_cannot_begin_leaves_nothing(tmp_path: Path) -> None:
     ):
         rlm.completion("some text", "A question?")
     assert store.runs() == []
+
+
+def test_a_listener_that_would_have_to_be_awaited(tmp_path: Path) -> None:
+    async def listener(event: Any) -> None: ...
+
+    store = Store(tmp_path)
+    with (
+        RLM(ScriptedClient(["one"]), store=store) as rlm,
+        pytest.raises(ConfigError, match=r"^on_event is a coroutine"),
+    ):
+        rlm.completion("some text", "A question?", on_event=listener)
+    assert list((tmp_path / "runs").glob("*")) == []
