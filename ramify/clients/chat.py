@@ -10,6 +10,7 @@ vLLM, thinking that is counted in the total alone.
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import msgspec
@@ -87,8 +88,22 @@ class Completion(msgspec.Struct):
     prompt_token_ids: tuple[int, ...] | None = None
 
 
-decode = msgspec.json.Decoder(Completion).decode
-"""Bytes -> ``Completion``; raises msgspec.DecodeError."""
+_decode = msgspec.json.Decoder(Completion).decode
+
+
+def decode(body: bytes) -> Completion:
+    """Raises msgspec.DecodeError. Half characters, which a model may sample and a server pass on, are replaced: the
+    reply is paid for."""
+    try:
+        return _decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        try:
+            loose = json.dumps(json.loads(body.decode("utf-8-sig", "replace")), ensure_ascii=False)
+        except (ValueError, RecursionError):
+            raise error from None
+        return _decode(loose.encode("utf-8", "replace"))
+
+
 _encode = msgspec.json.Encoder().encode
 
 

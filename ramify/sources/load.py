@@ -115,7 +115,8 @@ def _read_one(path: str, label: str, loading: Loading) -> None:
 
 def _drain(stream: BinaryIO, name: str, loading: Loading) -> bytes:
     data = bytearray()
-    while block := stream.read(_BLOCK_BYTES):
+    read = getattr(stream, "read1", stream.read)  # one read at a time: a terminal says its end, Ctrl-D, only once
+    while block := read(_BLOCK_BYTES):
         data += block
         loading.spend(len(block), name)
     return bytes(data)

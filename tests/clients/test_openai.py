@@ -116,6 +116,15 @@ def test_text_that_is_not_unicode_is_repaired():
     assert sent(request("a\udc80b")).json["messages"][0]["content"] == "a\ufffdb"
 
 
+@pytest.mark.parametrize(
+    ("raw", "read"), [(b"a\\ud800b", "a?b"), (b"a\xffb", "a\N{REPLACEMENT CHARACTER}b"), (b"a\\ud83d\\ude00b", "a😀b")]
+)
+def test_a_paid_reply_with_half_a_character_is_kept(raw, read):
+    body = msgspec.json.encode(choice({"role": "assistant", "content": "TEXT"})).replace(b"TEXT", raw)
+    for start in (b"", b"\xef\xbb\xbf"):
+        assert answer(start + body).message.content == read
+
+
 def test_without_a_key_no_header():
     assert "authorization" not in sent(request(), key=None).headers
 

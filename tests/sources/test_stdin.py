@@ -1,0 +1,26 @@
+"""Standard input that is a terminal: its end is said once."""
+
+from __future__ import annotations
+
+import io
+
+from ramify import load
+
+
+class _Terminal(io.BytesIO):
+    """After its end it would wait for more."""
+
+    ended = False
+
+    def read1(self, size: int | None = -1, /) -> bytes:
+        assert not self.ended
+        block = super().read1(size or -1)
+        self.ended = not block
+        return block
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        raise AssertionError("a buffered read asks a terminal twice")
+
+
+def test_the_end_of_a_terminal_is_read_once() -> None:
+    assert load(["-"], stdin=_Terminal(b"typed\n")).context == "typed\n"
