@@ -244,8 +244,10 @@ def _logprobs(choice: _Choice) -> tuple[float, ...] | None:
 
 
 def _usage(wire: _Usage | None) -> Usage:
-    """``calls`` is 0 where the server did not count both sides."""
+    """``calls`` is 0 where the server did not count both sides, or counts what cannot be."""
     if wire is None or wire.prompt_tokens is None or (wire.completion_tokens is None and wire.total_tokens is None):
+        return Usage()
+    if min(wire.prompt_tokens, wire.completion_tokens or 0) < 0:  # would give a budget back what was spent
         return Usage()
     inputs = wire.prompt_tokens_details or _InputDetails()
     outputs = wire.completion_tokens_details or _OutputDetails()

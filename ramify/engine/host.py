@@ -215,7 +215,27 @@ def _check_texts(prompts: Any) -> None:
 
 
 def _schema_check(schema: Any) -> AnswerType | None:
+    """The check for a schema that a session gave. Regular expressions are refused: matching one can take the host for
+    ever, and a session's code is not trusted with that."""
+    if _has_pattern(schema):
+        raise HostCallError("ValueError", "a schema given in the session may not have 'pattern' or 'patternProperties'")
     try:
         return answer_type(schema if isinstance(schema, dict) else None)
     except ConfigError as error:
         raise HostCallError("ValueError", str(error)) from error
+
+
+def _has_pattern(schema: Any) -> bool:
+    """Whether the keyword stands anywhere but as the name of a property."""
+    if isinstance(schema, list):
+        return any(map(_has_pattern, schema))
+    if not isinstance(schema, dict):
+        return False
+    if "pattern" in schema or "patternProperties" in schema:
+        return True
+    named = [schema.get(key) for key in ("properties", "$defs", "definitions")]
+    below = [part for group in named if isinstance(group, dict) for part in group.values()]
+    rest = [
+        value for key, value in schema.items() if key not in ("properties", "$defs", "definitions", "enum", "const")
+    ]
+    return any(map(_has_pattern, below + rest))

@@ -219,7 +219,10 @@ class RlmLoop:
         digest = None
         if cell.stdout_chars > most and self.run.blobs is not None:
             digest = self.run.blobs.put(cell.stdout.encode("utf-8", "backslashreplace"))
+        most_kept = 16 * self.run.max_output_bytes  # of the guest; see sandbox.base.SandboxSpec
         where = f"in outputs[{note['cell']}]" if "cell" in note else "lost"
+        if cell.stdout_chars > most_kept:
+            where = f"not kept; {most_kept >> 20} MB of it, head and tail, are {where}"
         error = observe.cut(cell.error, most, len(cell.error), "not kept") if cell.error is not None else None
         value = observe.cut(cell.value, most, len(cell.value), "in _") if cell.value is not None else None
         stdout = observe.cut(cell.stdout, most, cell.stdout_chars, where)

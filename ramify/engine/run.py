@@ -86,6 +86,7 @@ class Run:
         """``tools`` are the root's and the children's."""
         self.limits = limits = setup.limits
         self.scaffold, self.blobs, self.cell_s = setup.scaffold, setup.blobs, setup.sandbox.cell_s
+        self.max_output_bytes = setup.sandbox.max_output_bytes
         self.models, self.recorder, self.recording, self.cache = models, recorder, recording, cache
         self._resources, self._tools = resources, tools
         self.sampling = msgspec.structs.replace(

@@ -222,6 +222,7 @@ def test_a_model_that_prints_without_end_is_cut() -> None:
         result = r.completion(TEXT, "?")
     cell = result.trajectory.root.turns[0].cells[0]
     assert cell.stdout_chars == 100 * 1_000_001
+    assert "the whole is not kept; 16 MB of it, head and tail, are in outputs[1]" in cell.stdout
     assert len(cell.stdout) < 10_200
     assert 1_000_000 < result.answer < 20_000_000
 

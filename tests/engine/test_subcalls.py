@@ -302,3 +302,19 @@ FINAL(said)
             "NameError: there is no tool 'no'",
             "TypeError: history: missing a required argument: 'seen'",
         ]
+
+
+def test_a_schema_from_the_session_may_not_bring_a_regular_expression() -> None:
+    cell = """
+said = []
+for schema in [{'type': 'string', 'pattern': '(a+)+$'}, {'type': 'array', 'items': {'patternProperties': {'x': {}}}},
+               {'type': 'object', 'properties': {'pattern': {'type': 'string'}}}]:
+    try:
+        said.append(llm_query('x', schema=schema))
+    except ValueError as error:
+        said.append(str(error))
+FINAL(said)
+"""
+    with rlm(by_role([code(cell)], lambda p: '{"pattern": "ok"}')) as r:
+        refusal = "a schema given in the session may not have 'pattern' or 'patternProperties'"
+        assert r.completion("text", "?").answer == [refusal, refusal, {"pattern": "ok"}]
