@@ -57,6 +57,9 @@ class SandboxSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Kept of one cell's output for the host, head and tail; the session keeps up to sixteen times as much."""
     packages: tuple[str, ...] = ()
     """Third-party packages of the host that sessions may import; imported ahead of time where the provider can."""
+    image: str = ""
+    """Where sessions run in a container or a cloud: an image (e2b: a template, daytona: a snapshot or image) that has
+    python3 of version 3.11 or later, and ``packages``. Empty: the provider's plain Python."""
     allow_weaker: bool = False
     """Accept a provider that does not isolate what the default would."""
 
@@ -146,7 +149,14 @@ class Sandbox(Protocol):
 
 
 PROVIDERS = {
+    "daytona": "ramify.sandbox.cloud.daytona",
+    "docker": "ramify.sandbox.docker",
+    "e2b": "ramify.sandbox.cloud.e2b",
     "inprocess": "ramify.sandbox.inprocess",
+    "ipython": "ramify.sandbox.ipython",
+    "modal": "ramify.sandbox.cloud.modal",
+    "monty": "ramify.sandbox.monty",
+    "prime": "ramify.sandbox.cloud.prime",
     "process": "ramify.sandbox.process",
 }
 """Provider -> the module whose ``open_provider(spec)`` makes it; loaded when it is asked for."""
