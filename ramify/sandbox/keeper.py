@@ -16,9 +16,12 @@ from __future__ import annotations
 import base64
 import contextlib
 import fcntl
+import gc
 import os
 import queue
+import random
 import select
+import shutil
 import signal
 import socket
 import struct
@@ -154,14 +157,17 @@ class Keeper:
         return start, os.pread(self._spool, MAX_LEFTOVER_BYTES, start)
 
 
-class _Complaints:
-    """Where the fork server's preparation says that an import failed."""
-
-    def __init__(self, wire: Wire) -> None:
-        self._wire = wire
-
-    def send(self, header: dict[str, Any]) -> None:
-        self._wire.send(FAILED, header["message"].encode())
+def _live(server: Any, config: dict[str, Any], sock: socket.socket, spool: int) -> None:
+    """The guest's whole life, in its own process."""
+    guest: Any = sys.modules["ramify_guest"]
+    wire, spool, memory = server.enter(config["folder"], sock.detach(), spool)
+    random.seed(config["seed"])
+    gc.enable()
+    guest.Guest(
+        wire, wire, guest.FileSpool(spool), max_output_bytes=config["max_output_bytes"], owns_process=True,
+        memory_limits=memory,
+    ).serve()  # fmt: skip
+    os._exit(0)
 
 
 def main(config: dict[str, Any], has_lines: bool) -> None:
@@ -170,17 +176,24 @@ def main(config: dict[str, Any], has_lines: bool) -> None:
     wire = Wire(has_lines)
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 2)
-    config = {"paths": [], "folder": tempfile.mkdtemp(prefix="ramify-"), **config}
-    complaints: Any = _Complaints(wire)
-    if not forkserver._prepare(complaints, config):
+    config["folder"] = tempfile.mkdtemp(prefix="ramify-")
+    try:
+        forkserver.preload([], (*forkserver.PRELOAD, *config["packages"]))
+    except forkserver.NotImportable as error:
+        wire.send(FAILED, str(error).encode())
         return
+    forkserver.settle()
     ours, theirs = socket.socketpair()
     spool = os.memfd_create("ramify-output", os.MFD_CLOEXEC)
     fcntl.fcntl(spool, fcntl.F_SETFL, fcntl.fcntl(spool, fcntl.F_GETFL) | os.O_APPEND)
-    server = forkserver.Server(complaints, config)
+    server = forkserver.Server(None, config)
     pid = os.fork()
     if not pid:
-        os.dup2(null, 0)
-        forkserver._in_child(lambda: server._session(config["folder"], config["seed"], theirs.fileno(), spool))
+        try:
+            os.dup2(null, 0)
+            _live(server, config, theirs, spool)
+        finally:
+            os._exit(70)
     theirs.close()
     Keeper(wire, pid, ours, spool).keep()
+    shutil.rmtree(config["folder"], ignore_errors=True)
