@@ -42,7 +42,7 @@ _FDS_PER_SESSION = 3
 
 
 class ProcessSandbox:
-    """Implements ``base.Sandbox``."""
+    """Implements ``base.Sandbox``. What the jail does otherwise are ``start`` and ``make_door``."""
 
     warning: str | None = WARNING
 
@@ -53,17 +53,19 @@ class ProcessSandbox:
                 "or use the provider 'inprocess' for debugging"
             )
         is_linux = sys.platform == "linux"
-        self.caps = Caps(limits_memory=is_linux, interrupt=True, kill=True, shares_context=True)
-        self._spec = spec
-        self._paths = locate(spec.packages)
+        self.caps = Caps(
+            limits_memory=is_linux, interrupt=True, kill=True, starts_processes=True, shares_context=True
+        )  # fmt: skip
+        self.spec = spec
+        self.paths = locate(spec.packages)
         self._server: asyncio.Task[Link] | None = None
         self._processes: list[subprocess.Popen[bytes]] = []
         self._folders: list[str] = []
-        self._sessions: set[GuestSession] = set()
+        self.sessions: set[GuestSession] = set()
         self._templates: dict[int, tuple[weakref.ref[SharedContext], asyncio.Task[Link]]] = {}
         self._retired: list[Link] = []
         self._compiled: set[tuple[str, str]] = set()
-        self._scratch = bytearray(SCRATCH_BYTES)
+        self.scratch = bytearray(SCRATCH_BYTES)
         self._is_closed = False
 
     async def open(self, *, context: Context | None = None, seed: str = "") -> GuestSession:
@@ -87,7 +89,7 @@ class ProcessSandbox:
         return await asyncio.shield(self._server)
 
     async def _start(self) -> Link:
-        server = _launched.pop(self._spec, None) or _start(self._spec, self._paths)
+        server = self.start()
         self._processes.append(server.process)
         self._folders.append(server.folder)
         link = Link(server.control, server.complaints)
@@ -97,6 +99,10 @@ class ProcessSandbox:
             await link.close()
             raise
         return link
+
+    def start(self) -> Server:
+        """A fork server."""
+        return _launched.pop(self.spec, None) or _start(self.spec, self.paths)
 
     async def _template(self, context: SharedContext) -> Link:
         """The process that has decoded ``context``; made for its first session, kept as long as the context."""
@@ -152,7 +158,7 @@ class ProcessSandbox:
     # -- sessions
 
     async def _fork(self, link: Link, seed: str) -> GuestSession:
-        _make_room(_FDS_PER_SESSION * (len(self._sessions) + 1) + 128)
+        _make_room(_FDS_PER_SESSION * (len(self.sessions) + 1) + 128)
         ours, theirs = socket.socketpair()
         spool = _spool()
         try:
@@ -162,18 +168,21 @@ class ProcessSandbox:
             ours.close()
             os.close(spool)
             raise
-        door = ProcessDoor(self.caps, ours, self._scratch, link, reply["pid"], fds[0] if fds else -1, spool)
+        door = self.make_door(ours, link, reply["pid"], fds[0] if fds else -1, spool)
         session = GuestSession(
-            door, cell_s=self._spec.cell_s, grace_s=self._spec.grace_s, max_output_bytes=self._spec.max_output_bytes,
-            on_close=self._sessions.discard, on_install=self._compile_once(link),
+            door, cell_s=self.spec.cell_s, grace_s=self.spec.grace_s, max_output_bytes=self.spec.max_output_bytes,
+            on_close=self.sessions.discard, on_install=self._compile_once(link),
         )  # fmt: skip
-        self._sessions.add(session)
+        self.sessions.add(session)
         try:
             await session.ready()
         except BaseException:
             await session.close()
             raise
         return session
+
+    def make_door(self, sock: socket.socket, link: Link, pid: int, pidfd: int, spool: int) -> ProcessDoor:
+        return ProcessDoor(self.caps, sock, self.scratch, link, pid, pidfd, spool)
 
     def _compile_once(self, link: Link) -> Callable[[str, str], None]:
         """Sessions forked after the first ``install`` of a module find it compiled."""
@@ -189,7 +198,7 @@ class ProcessSandbox:
 
     async def close(self) -> None:
         self._is_closed = True
-        await asyncio.gather(*(session.close() for session in [*self._sessions]))
+        await asyncio.gather(*(session.close() for session in [*self.sessions]))
         started = [task for task in (self._server, *(task for _, task in self._templates.values())) if task is not None]
         self._templates.clear()
         await asyncio.gather(*started, return_exceptions=True)
@@ -245,30 +254,20 @@ def _start(spec: SandboxSpec, paths: list[str]) -> Server:
 class ProcessDoor:
     """The way to one forked session."""
 
-    __slots__ = (
-        "_exited",
-        "_link",
-        "_pid",
-        "_pidfd",
-        "_spool",
-        "_stream",
-        "attach",
-        "caps",
-        "pause",
-        "resume",
-        "write",
-    )
+    __slots__ = ("_exited", "_link", "_pid", "_spool", "caps", "pause", "pidfd", "resume", "stream", "write")
 
     def __init__(
         self, caps: Caps, sock: socket.socket, scratch: bytearray, link: Link, pid: int, pidfd: int, spool: int
     ) -> None:
         self.caps = caps
-        self._stream = SocketStream(sock, scratch)
-        self.attach, self.write = self._stream.attach, self._stream.write
-        self.pause, self.resume = self._stream.pause, self._stream.resume
-        self._link, self._pid, self._pidfd, self._spool = link, pid, pidfd, spool
+        self.stream = SocketStream(sock, scratch)
+        self.write, self.pause, self.resume = self.stream.write, self.stream.pause, self.stream.resume
+        self._link, self._pid, self.pidfd, self._spool = link, pid, pidfd, spool
         self._exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         link.on_exit(pid, self._note_exit)
+
+    def attach(self, received: Callable[[memoryview], None], lost: Callable[[], None]) -> None:
+        self.stream.attach(received, lost)
 
     def _note_exit(self, status: int) -> None:
         if not self._exited.done():
@@ -283,9 +282,9 @@ class ProcessDoor:
     def _signal(self, number: int) -> None:
         if self._exited.done():
             return
-        if self._pidfd >= 0:
+        if self.pidfd >= 0:
             with contextlib.suppress(OSError):
-                signal.pidfd_send_signal(self._pidfd, number)
+                signal.pidfd_send_signal(self.pidfd, number)
         else:  # the server is the parent: it knows whether the number still is this process
             with contextlib.suppress(SandboxError):
                 self._link.tell({"op": "signal", "pid": self._pid, "signal": int(number)})
@@ -314,13 +313,13 @@ class ProcessDoor:
         if self._spool < 0:
             return
         self.kill()
-        self._stream.close()
+        self.stream.close()
         os.close(self._spool)
         self._spool = -1
         await asyncio.wait((self._exited,), timeout=5.0)
-        if self._pidfd >= 0:
-            os.close(self._pidfd)
-            self._pidfd = -1
+        if self.pidfd >= 0:
+            os.close(self.pidfd)
+            self.pidfd = -1
 
 
 def _is_gone(server: asyncio.Task[Link]) -> bool:
