@@ -147,5 +147,6 @@ def open_provider(spec: SandboxSpec) -> RemoteSandbox:
         limits_memory=True,
         interrupt=True,
         kill=True,
+        starts_processes=True,
     )
     return RemoteSandbox(spec, DockerService(Engine(find_socket()), spec.allow_weaker), caps, None)

@@ -95,5 +95,6 @@ def open_provider(spec: SandboxSpec) -> RemoteSandbox:
         limits_memory=True,
         interrupt=True,
         kill=True,
+        starts_processes=True,
     )
     return RemoteSandbox(spec, DaytonaService(daytona), caps, None)

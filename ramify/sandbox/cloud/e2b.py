@@ -79,5 +79,6 @@ def open_provider(spec: SandboxSpec) -> RemoteSandbox:
         limits_memory=True,
         interrupt=True,
         kill=True,
+        starts_processes=True,
     )
     return RemoteSandbox(spec, E2BService(e2b), caps, None)

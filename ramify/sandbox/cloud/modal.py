@@ -77,5 +77,6 @@ def open_provider(spec: SandboxSpec) -> RemoteSandbox:
         limits_memory=True,
         interrupt=True,
         kill=True,
+        starts_processes=True,
     )
     return RemoteSandbox(spec, ModalService(modal), caps, None)

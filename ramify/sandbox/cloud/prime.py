@@ -117,5 +117,12 @@ def open_provider(spec: SandboxSpec) -> RemoteSandbox:
     """What ``base.open_sandbox`` calls."""
     prime = sdk.load("prime", "prime_sandboxes")
     sdk.need_key("prime", ("PRIME_API_KEY",), "~/.prime/config.json")
-    caps = Caps(isolates_files=True, isolates_processes=True, limits_memory=True, interrupt=True, kill=True)
+    caps = Caps(
+        isolates_files=True,
+        isolates_processes=True,
+        limits_memory=True,
+        interrupt=True,
+        kill=True,
+        starts_processes=True,
+    )
     return RemoteSandbox(spec, PrimeService(prime), caps, WARNING)
