@@ -16,6 +16,7 @@ import importlib
 import re
 import types
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 from ramify.errors import ConfigError, HostCallError, SandboxError, SessionDied
@@ -94,6 +95,7 @@ class _Running:
         self.stopped: str | None = None
         self.stop = asyncio.Event()
         self.bug: Exception | None = None
+        self.calls: set[Future[Any]] = set()
 
     def printed(self, stream: str, text: str) -> None:
         data = text.encode("utf-8", "backslashreplace")
@@ -175,6 +177,8 @@ class MontySession:
                 raise
             finally:
                 self._cell = None
+                for call in [*cell.calls]:
+                    call.cancel()
             if error is not None and "MemoryError" in error and not await self._is_alive():
                 await self._undo(state)
             if cell.bug is not None:
@@ -380,7 +384,11 @@ class MontySession:
             raise HostError("RuntimeError", f"{name}() was called after its cell had ended")
         args, kwargs = portable([list(args), kwargs])
         future = asyncio.run_coroutine_threadsafe(self._answer(cell, name, args, kwargs), self._loop)
-        return future.result()
+        cell.calls.add(future)
+        try:
+            return future.result()
+        finally:
+            cell.calls.discard(future)
 
     async def _answer(self, cell: _Running, name: str, args: Any, kwargs: Any) -> Any:
         try:

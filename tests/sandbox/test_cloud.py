@@ -405,8 +405,8 @@ BRIEF = [
     "a crash is told, with the output so far", "long output keeps head, tail and length",
     "a rude cell does not break the next", "the host's environment is not seen",
 ]  # fmt: skip
-"""What depends on how bytes travel, and not on the guest alone; ``e2b`` is put to everything."""
-CASES = [(p, q) for p in PROVIDERS for q in LOCAL if p == "e2b" or q.name in BRIEF]
+"""What depends on how bytes travel, and not on the guest alone; ``docker`` is put to everything."""
+CASES = [(p, q) for p in PROVIDERS for q in LOCAL if q.name in BRIEF]
 
 
 @pytest.mark.parametrize(("provider", "promise"), CASES, ids=[f"{p}-{q.name}" for p, q in CASES])

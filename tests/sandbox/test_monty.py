@@ -136,6 +136,23 @@ def test_a_stopped_cell_is_undone() -> None:
 
 
 @needs_monty
+def test_a_waiting_cell_is_cut() -> None:
+    async def test(session: MontySession) -> None:
+        await session.install("host_names", "__all__ = ['host']\ndef host(*a): return call_host(*a)")
+        asyncio.get_running_loop().call_later(0.1, session.interrupt, "deadline")
+        ran, after = await run(session, "host('sleep', 60)", "host('echo', 1)")
+        assert (ran.interrupted, after.cell.value) == ("deadline", "1")
+        task = asyncio.ensure_future(run(session, "host('sleep', 60)"))
+        await asyncio.sleep(0.1)
+        task.cancel()
+        await asyncio.wait((task,))
+        assert task.cancelled()
+        assert (await run(session, "2"))[0].cell.value == "2"
+
+    with_session(test)
+
+
+@needs_monty
 def test_walls() -> None:
     async def test(session: MontySession) -> None:
         ran = await run(
