@@ -22,7 +22,7 @@ from typing import Any
 from attacks import watch
 from attacks.base import Attack, Verdict
 from attacks.tools import TOOLS
-from ramify.errors import HostCallError, RamifyError, SandboxError, SessionDied
+from ramify.errors import HostCallError, SandboxError, SessionDied
 from ramify.sandbox.base import Ran, Sandbox, SandboxSpec, Session, open_sandbox
 
 SPEC: dict[str, Any] = {"memory_bytes": 256 << 20, "cell_s": 30.0, "grace_s": 0.25, "max_output_bytes": 100_000}
@@ -65,7 +65,10 @@ class Listeners:
         self.udp = self._listen("udp", socket.AF_INET, socket.SOCK_DGRAM, ("127.0.0.1", 0)).getsockname()[1]
         self._listen("abstract", socket.AF_UNIX, socket.SOCK_STREAM, "\0" + self.abstract)
         self._listen("unix", socket.AF_UNIX, socket.SOCK_STREAM, self.path)
+        self._listen("abstract datagram", socket.AF_UNIX, socket.SOCK_DGRAM, "\0" + self.abstract + "-datagram")
+        self._listen("unix datagram", socket.AF_UNIX, socket.SOCK_DGRAM, self.path + "-datagram")
         os.chmod(self.path, 0o777)
+        os.chmod(self.path + "-datagram", 0o777)
 
     def _listen(self, name: str, family: int, kind: int, address: Any) -> socket.socket:
         made = socket.socket(family, kind)
@@ -113,9 +116,7 @@ class Arena:
         Path(self.key_file).write_text(self.secrets["file"])
         os.chmod(self.key_file, 0o666)  # so that only the sandbox stands before it
         self.listeners = Listeners(folder)
-        self.victim = subprocess.Popen(
-            [sys.executable, "-c", VICTIM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+        self.victim = await asyncio.to_thread(start_victim)
         assert self.victim.stdin is not None
         assert self.victim.stdout is not None
         self.victim.stdin.write(self.secrets["memory"] + "\n")
@@ -165,7 +166,7 @@ class Arena:
     async def verdict(self, attack: Attack) -> Verdict:
         """Try one attack."""
         verdict = Verdict(attack.name)
-        if attack.needs_fork and not self.sandbox.caps.fork:
+        if attack.needs_fork and not (self.sandbox.caps.fork and hasattr(self.sibling, "fork")):
             verdict.skipped = "this provider does not fork sessions"
             return verdict
         verdict.faults += await self._sibling_faults("before")
@@ -177,7 +178,7 @@ class Arena:
         try:
             async with asyncio.timeout(attack.timeout_s + 20):
                 verdict.ended, text, verdict.detail = await self._run(attack)
-        except (RamifyError, TimeoutError) as error:
+        except Exception as error:  # noqa: BLE001  (whatever it was, the attacks after it are still to be tried)
             verdict.faults.append(f"the attack could not be tried: {type(error).__name__}: {error}")
         finally:
             while self._open:
@@ -188,7 +189,11 @@ class Arena:
         verdict.detail = verdict.detail or text[-300:]
         if verdict.ended and verdict.ended not in attack.ends:
             verdict.faults.append(f"it ended otherwise than {' or '.join(attack.ends)}: {verdict.ended}")
-        if "attempt(" in attack.code and len(verdict.reached) + len(verdict.refused) < attack.tries:
+        if (
+            verdict.ended != "died"
+            and "attempt(" in attack.code
+            and len(verdict.reached) + len(verdict.refused) < attack.tries
+        ):
             verdict.faults.append("it did not happen: its cell made too few attempts")
         verdict.faults += [
             f"the secret of the {name} was seen" for name, value in self.secrets.items() if value in text

@@ -196,7 +196,7 @@ OUTPUT = {
     "timeout_s": 4,
 }
 attack("100 MB printed", code="print('a' * 100_000_000)", **OUTPUT)
-attack("a million lines", code="for i in range(1_000_000): print(i)", **OUTPUT)
+attack("many lines", code="for i in range(300_000): print(i)", **OUTPUT)
 attack(
     "100 MB past Python to descriptor 1",
     code="import os\nfor _ in range(1600):\n    try: os.write(1, b'a' * 65536)\n    except OSError: break",

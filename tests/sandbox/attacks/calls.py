@@ -40,8 +40,7 @@ for name, args in {'setuid': (0,), 'setgid': (0,), 'setresuid': (0, 0, 0), 'setg
 header, data = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)(*[0xFFFFFFFF] * 6)
 attempt('capset', lambda: kernel('capset', header, data))
 def setuid_bit():
-    import tempfile
-    path = tempfile.gettempdir() + '/by-attack-setuid'
+    path = arena['folder'] + '/by-attack-setuid'
     fd = os.open(path, os.O_CREAT | os.O_WRONLY)
     try:
         os.fchmod(fd, 0o4755)

@@ -230,11 +230,17 @@ def bind():
         s.bind('\\0by-attack-' + str(id(s)))
         return 'bound'
 attempt('bind', bind)
-def through_a_pair():
-    a, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
-    with a, b:
-        return a.sendto(b'x', '\\0' + arena['abstract'])
-attempt('an address given to a pair', through_a_pair)
+def through_a_pair(kind, call, address):
+    def act():
+        a, b = socket.socketpair(socket.AF_UNIX, kind)
+        with a, b:
+            if call == 'connect': a.connect(address)
+            return a.sendto(b'x', address) if call == 'sendto' else a.sendmsg([b'x'], [], 0, *([address] if call == 'sendmsg' else []))
+    return act
+for kind in (socket.SOCK_DGRAM, socket.SOCK_RAW):
+    for call in ('sendto', 'sendmsg', 'connect'):
+        for address in ('\\0' + arena['abstract'] + '-datagram', arena['unix'] + '-datagram'):
+            attempt(f'a pair of kind {kind}, {call} {address[:1]!r}', through_a_pair(kind, call, address))
 def stream_pair():
     a, b = socket.socketpair()
     with a, b:
@@ -242,7 +248,7 @@ def stream_pair():
         return 'connected'
 attempt('a pair connected anew', stream_pair)
 """,
-    tries=5,
+    tries=16,
 )
 attack(
     "sockets of every family",

@@ -74,7 +74,7 @@ attack("an abort", code="import os\nos.abort()", **{**RUDE, "ends": ("died",)})
 attack(
     "a stop by itself",
     code="import os, signal\nos.kill(os.getpid(), signal.SIGSTOP)\nimport time\ntime.sleep(99)",
-    **RUDE,
+    **{**RUDE, "ends": ("died", "interrupted", "error")},
 )
 attack("sys.exit", code="import sys\nsys.exit(3)", **{**RUDE, "ends": ("ran", "error")})
 attack(

@@ -157,7 +157,7 @@ attack("many sessions crash", "siblings", act=crash_many, without_walls="contain
 async def starve(arena: Arena, session: Session) -> str:
     """Sessions that burn all cores must not keep another from answering."""
     others = [await arena.session() for _ in range(4)]
-    burning = [asyncio.create_task(cell(other, "while True: pass", 2.0)) for other in others]
+    burning = [asyncio.create_task(cell(other, "while True: pass", 1.0)) for other in others]
     await asyncio.sleep(0.2)
     quick = await cell(session, "sum(range(1000))")
     await asyncio.gather(*burning)

@@ -42,12 +42,12 @@ attack(
 attack(
     "deep JSON",
     code='say(b\'{"op":"call","id":1,"name":"x","value":\' + b\'[\' * 1_000_000 + b\']\' * 1_000_000 + b\'}\')',
-    **{**LIE, "ends": ("died",)},
+    **{**LIE, "ends": ("died", "ran")},
 )
 attack(
     "a deep value",
     code='v = \'{"$":"tuple","v":[\' * 20_000 + \']}\' * 20_000\nsay((\'{"op":"call","id":1,"name":"x","tags":true,"value":\' + v + \'}\').encode())',
-    **{**LIE, "ends": ("died",)},
+    **{**LIE, "ends": ("died", "ran")},
 )
 attack(
     "a value of 5 million items",
@@ -78,7 +78,7 @@ for name in ('', 'x' * 1_000_000, '__class__', '\\ud800', 'os.system', '../../et
 )
 attack(
     "a flood of output",
-    code="data = b'x' * 65536\nfor _ in range(3000): say({'op': 'out', 'skip': 0, 'chars': 0, 'upto': 0, 'blobs': [len(data)]}, data)\nprint('done')",
+    code="data = b'x' * 65536\nfor _ in range(1000): say({'op': 'out', 'skip': 0, 'chars': 0, 'upto': 0, 'blobs': [len(data)]}, data)\nprint('done')",
     **LIE,
 )
 attack(
