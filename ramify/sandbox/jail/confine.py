@@ -22,6 +22,8 @@ else:
 
 MAX_THREADS = 512
 """Threads and branches of one session together."""
+_ALL_THREADS = 4096
+"""Where sessions have no user of their own: threads of all that their user runs, from which on they get no more."""
 _SPOOL_BYTES = 32 << 20
 """Least size of a file that a session may write: its raw output is one."""
 
@@ -44,7 +46,7 @@ class Confinement:
         are capabilities to be dropped."""
         self._bounds = bounds
         self._own_user, self._landlock, self._drops = own_user, landlock, drops
-        self._filter = seccomp.Filter(seccomp.filter_for(os.uname().machine, paths=paths))
+        self._filter = seccomp.Filter(seccomp.filter_for(os.uname().machine, paths=paths, changes=own_user))
 
     def prepare(self) -> int:
         """Made by the zygote for one session: the file system of its folder, or -1."""
@@ -73,8 +75,7 @@ class Confinement:
             "MEMLOCK": 0, "MSGQUEUE": 0, "SIGPENDING": 64, "CPU": self._bounds.cpu_s,
             "FSIZE": max(self._bounds.files_bytes, _SPOOL_BYTES),
         }  # fmt: skip
-        if self._own_user:
-            limits["NPROC"] = MAX_THREADS
+        limits["NPROC"] = MAX_THREADS if self._own_user else _ALL_THREADS
         for name, value in limits.items():
             number = getattr(resource, f"RLIMIT_{name}")
             hard = resource.getrlimit(number)[1]

@@ -41,12 +41,15 @@ _ANYWHERE = """
     write=1/64 writev=20/66
 """
 _WITH_PATHS = """
-    access=21/- chdir=80/49 chmod=90/- creat=85/- faccessat=269/48 faccessat2=439/439 fchdir=81/50 fchmod=91/52
-    fchmodat=268/53 fchmodat2=452/452 fstatfs=138/44 getcwd=79/17 getdents=78/- getdents64=217/61 link=86/-
-    linkat=265/37 lstat=6/- mkdir=83/- mkdirat=258/34 newfstatat=262/79 open=2/- openat=257/56 readlink=89/-
-    readlinkat=267/78 rename=82/- renameat=264/38 renameat2=316/276 rmdir=84/- stat=4/- statfs=137/43 statx=332/291
-    symlink=88/- symlinkat=266/36 truncate=76/45 unlink=87/- unlinkat=263/35 utimensat=280/88
+    access=21/- chdir=80/49 faccessat=269/48 faccessat2=439/439 fchdir=81/50 fstatfs=138/44 getcwd=79/17 getdents=78/-
+    getdents64=217/61 lstat=6/- newfstatat=262/79 readlink=89/- readlinkat=267/78 stat=4/- statfs=137/43 statx=332/291
 """
+_WITH_CHANGES = """
+    chmod=90/- creat=85/- fchmod=91/52 fchmodat=268/53 fchmodat2=452/452 link=86/- linkat=265/37 mkdir=83/-
+    mkdirat=258/34 rename=82/- renameat=264/38 renameat2=316/276 rmdir=84/- symlink=88/- symlinkat=266/36
+    truncate=76/45 unlink=87/- unlinkat=263/35 utimensat=280/88
+"""
+_OPENING = "open=2/- openat=257/56"
 _FILTERED = """
     clone=56/220 clone3=435/435 fcntl=72/25 fork=57/- ioctl=16/29 mmap=9/222 prctl=157/167 prlimit64=302/261
     socketpair=53/199
@@ -72,6 +75,8 @@ _MAP_SHARED, _PROT_WRITE = 1, 2
 _FCNTL_COMMANDS = (0, 1, 2, 3, 5, 6, 7, 36, 37, 38, 1030, 1032, 1034)
 """Not those that send signals or leases to others (F_SETOWN, F_SETSIG, F_SETLEASE, F_NOTIFY), nor F_ADD_SEALS."""
 _F_SETFL, _O_ASYNC = 4, 0o20000
+_STREAM, _SEQPACKET = 1, 5
+_O_TRUNC, _O_ACCMODE = 0o1000, 3
 _IOCTL_REQUESTS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
 """Is it a terminal, its size, bytes to read, blocking or not, close on exec. Never TIOCSTI."""
 _PRCTL_OPTIONS = (15, 16)
@@ -94,10 +99,11 @@ def is_supported(machine: str) -> bool:
     return machine in _COLUMN
 
 
-def filter_for(machine: str, *, paths: bool) -> bytes:
-    """The filter of a session; without ``paths``, one in which no call can name a file."""
-    allowed = numbers(_ANYWHERE + (_WITH_PATHS if paths else ""), machine)
-    looked_at = numbers(_FILTERED, machine)
+def filter_for(machine: str, *, paths: bool, changes: bool) -> bytes:
+    """The filter of a session; without ``paths``, one in which no call can name a file, and without ``changes`` none can
+    alter one: Landlock does not know modes and times, nor before Linux 6.2 lengths."""
+    allowed = numbers(_ANYWHERE + (_WITH_PATHS if paths else "") + (_WITH_CHANGES if changes else ""), machine)
+    looked_at = numbers(_FILTERED + (_OPENING if paths else ""), machine)
     rules: dict[int, int | list[Step]] = dict.fromkeys(allowed.values(), ALLOW)
     rules |= {number: _STEPS[name] for name, number in looked_at.items()}
     return assemble(machine, rules, EPERM)
@@ -127,6 +133,14 @@ def _one_of(index: int, values: tuple[int, ...], otherwise: list[Step]) -> list[
     return steps + otherwise
 
 
+def _opening(flags: int) -> list[Step]:
+    """Emptying a file that is opened for reading needs no right to write where Landlock is of before Linux 6.2."""
+    return [
+        _argument(flags), (_ANY_BIT, 1, 0, _O_TRUNC), _end(ALLOW),
+        (_AND, 0, 0, _O_ACCMODE), (_EQUAL, 0, 1, 0), _end(EPERM), _end(ALLOW),
+    ]  # fmt: skip
+
+
 _STEPS: dict[str, int | list[Step]] = {
     "clone3": ENOSYS,  # its flags lie in memory; the C library falls back to clone
     "fork": NOTIFY,
@@ -144,7 +158,12 @@ _STEPS: dict[str, int | list[Step]] = {
         [(_EQUAL, 1, 0, _F_SETFL), _end(EPERM), _argument(2), (_ANY_BIT, 0, 1, _O_ASYNC), _end(EPERM), _end(ALLOW)],
     ),
     "prctl": _one_of(0, _PRCTL_OPTIONS, [_end(EPERM)]),
-    "socketpair": _one_of(0, (1,), [_end(EAFNOSUPPORT)]),
+    "socketpair": [  # not datagrams: those of a pair can be sent to any other socket of the machine
+        _argument(0), (_EQUAL, 1, 0, 1), _end(EAFNOSUPPORT),
+        _argument(1), (_AND, 0, 0, 0xF), (_EQUAL, 1, 0, _STREAM), (_EQUAL, 0, 1, _SEQPACKET), _end(ALLOW), _end(EPERM),
+    ],
+    "open": _opening(1),
+    "openat": _opening(2),
     "prlimit64": [
         _argument(0), (_EQUAL, 1, 0, 0), _end(EPERM),
         _argument(2), (_EQUAL, 0, 3, 0), _argument(2, 1), (_EQUAL, 0, 1, 0), _end(ALLOW),
