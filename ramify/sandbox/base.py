@@ -141,6 +141,24 @@ class Session(Protocol):
         copy of ``x`` as the host would get it, or TypeError. ``after_cell()``, where there is one, gives ``Ran.note``."""
         ...
 
+    async def fork(self) -> Session:
+        """A branch: a second session that goes on from here, sharing nothing that either can change.
+
+        While the session is idle, or while its cell waits for the host (in another task's ``run``); then the branch
+        first has to ``resume``. Raises SandboxError where ``caps.fork`` is false, and while threads, an event loop or
+        open files would be lost or shared, with the remedy. From then on the files that the session wrote are
+        read-only in both (``process``: both go on in one folder)."""
+        ...
+
+    async def resume(self, *, answer: Answer, timeout_s: float | None = None) -> Ran:
+        """In a branch forked in the middle of a cell: go on with the cell to its end. What the cell was waiting for is
+        asked of ``answer`` anew, so that branches may be answered differently."""
+        ...
+
+    async def close_tree(self) -> None:
+        """Close this session, those that it was forked from, and all their branches."""
+        ...
+
     def interrupt(self, reason: str) -> None:
         """Stop the running cell: KeyboardInterrupt in its main thread, a kill after the grace time."""
         ...

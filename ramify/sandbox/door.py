@@ -6,14 +6,16 @@ Decides how bytes move between a socket and the event loop at the least cost. Le
 
 from __future__ import annotations
 
+import array
 import asyncio
 import contextlib
 import signal
 import socket
 from collections import deque
-from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol, runtime_checkable
 
+from ramify.errors import SandboxError
 from ramify.sandbox.base import Caps
 
 
@@ -66,6 +68,23 @@ def how_it_ended(status: int) -> str:
     except ValueError:
         name = "unknown"
     return f"its process was killed by signal {-status} ({name})"
+
+
+@runtime_checkable
+class ForkingDoor(Door, Protocol):
+    """A door whose guest can go on in two processes."""
+
+    async def prepare_branch(self) -> None:
+        """Whatever must be waited for before ``begin_branch``. Raises SandboxError."""
+        ...
+
+    def begin_branch(self, frame: list[Any]) -> Door:
+        """Send ``frame`` with what a branch needs, and let one process be created. The door to the branch."""
+        ...
+
+    def end_branch(self, door: Any) -> None:
+        """The branch behind ``door`` has come, or will not: no process may be created any more."""
+        ...
 
 
 SCRATCH_BYTES = 1 << 18
@@ -123,6 +142,15 @@ class SocketStream:
             self._loop.remove_reader(self._sock)
         else:
             self._loop.add_reader(self._sock, self._readable)
+
+    def write_with(self, data: list[Any], fds: Sequence[int]) -> None:
+        """Send buffers and descriptors at once, or raise SandboxError."""
+        count = -1
+        if self._backlog is None:
+            with contextlib.suppress(OSError):
+                count = self._sock.sendmsg(data, [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))])
+        if count != sum(map(len, data)):
+            raise SandboxError("the session does not read what it is sent")
 
     def write(self, data: list[Any]) -> None:
         if self._backlog is not None:

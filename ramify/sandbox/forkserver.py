@@ -8,7 +8,7 @@ an empty environment; the host's end is ``process.py``. Standard library only.
                                └────fork──> template ──fork──> session        (has decoded a large context once)
 
     host:    config, then open{id,seed}+[wire, spool]  template{id}+[control, context]  compile{module,source}
-             signal{pid,signal}  retire
+             signal{pid,signal}  adopt{pid}  disown{pid}  retire
     server:  ready | failed{message}, then opened{id,pid}+[pidfd]  failed{id,message}  exited{pid,status}
 """
 
@@ -48,9 +48,13 @@ PRELOAD = (
 MAX_FILE_BYTES = 256 << 20
 """Largest file that a session may write, its raw output included."""
 MAX_FILES = 256
+_OUT_OF_REACH = 8
+"""Descriptors above those, for the guest."""
 GUEST_BYTES = 32 << 20
 """Address space that the guest keeps for itself when a cell has used up its own."""
 _TEMPLATE = None
+BRANCH = False
+"""Of a process that a session became by forking: it was given nothing."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
@@ -147,6 +151,11 @@ class Server:
         elif op == "signal":
             if header["pid"] in self.children:
                 os.kill(header["pid"], header["signal"])
+        elif op == "adopt":  # a session's branch, which may outlive it
+            self.children[header["pid"]] = BRANCH
+        elif op == "disown":  # it ended before the session that it came from, which buried it
+            if self.children.get(header["pid"]) is BRANCH:
+                del self.children[header["pid"]]
         elif op == "retire":
             self._is_retiring = True
 
@@ -239,7 +248,7 @@ class Server:
         random.seed(seed)
         session = guest.Guest(
             wire, wire, guest.FileSpool(spool), max_output_bytes=self.config["max_output_bytes"], owns_process=True,
-            memory_limits=memory,
+            memory_limits=memory, can_fork=True,
         )  # fmt: skip
         if self._has_context:
             session.bind("context", self._context, True)
@@ -261,7 +270,7 @@ class Server:
                     os.killpg(pid, signal.SIGKILL)
             _, status = os.waitpid(pid, 0)
             self.end_strays()
-            if given is not _TEMPLATE:
+            if given is not _TEMPLATE and given is not BRANCH:
                 self.clear(given)
             if is_ours:
                 with contextlib.suppress(OSError):
@@ -366,13 +375,13 @@ def set_limits(memory_bytes: int, mapped: int) -> tuple[int, int]:
     """What one session may take. Returns the address space for a cell, on top of what it was forked with, and for
     the guest."""
     memory = mapped + memory_bytes
-    limits = {"CORE": 0, "FSIZE": MAX_FILE_BYTES, "NOFILE": MAX_FILES, "AS": memory + GUEST_BYTES}
+    limits = {"CORE": 0, "FSIZE": MAX_FILE_BYTES, "NOFILE": MAX_FILES + _OUT_OF_REACH, "AS": memory + GUEST_BYTES}
     for name, limit in limits.items():
         number = getattr(resource, f"RLIMIT_{name}")
         hard = resource.getrlimit(number)[1]
         limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
         with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(number, (limit, limit))
+            resource.setrlimit(number, (min(limit, MAX_FILES) if name == "NOFILE" else limit, limit))
     most = resource.getrlimit(resource.RLIMIT_AS)[1]
     return (memory, memory + GUEST_BYTES) if most == resource.RLIM_INFINITY else (min(memory, most), most)
 

@@ -17,6 +17,7 @@ import os
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -54,7 +55,7 @@ class ProcessSandbox:
             )
         is_linux = sys.platform == "linux"
         self.caps = Caps(
-            limits_memory=is_linux, interrupt=True, kill=True, starts_processes=True, shares_context=True
+            limits_memory=is_linux, interrupt=True, kill=True, fork=is_linux, starts_processes=True, shares_context=True
         )  # fmt: skip
         self.spec = spec
         self.paths = locate(spec.packages)
@@ -171,7 +172,7 @@ class ProcessSandbox:
         door = self.make_door(ours, link, reply["pid"], fds[0] if fds else -1, spool)
         session = GuestSession(
             door, cell_s=self.spec.cell_s, grace_s=self.spec.grace_s, max_output_bytes=self.spec.max_output_bytes,
-            on_close=self.sessions.discard, on_install=self._compile_once(link),
+            on_close=self.sessions.discard, on_fork=self.sessions.add, on_install=self._compile_once(link),
         )  # fmt: skip
         self.sessions.add(session)
         try:
@@ -254,7 +255,7 @@ def _start(spec: SandboxSpec, paths: list[str]) -> Server:
 class ProcessDoor:
     """The way to one forked session."""
 
-    __slots__ = ("_exited", "_link", "_pid", "_spool", "caps", "pause", "pidfd", "resume", "stream", "write")
+    __slots__ = ("_exited", "_pid", "_spool", "caps", "link", "pause", "pidfd", "resume", "scratch", "stream", "write")
 
     def __init__(
         self, caps: Caps, sock: socket.socket, scratch: bytearray, link: Link, pid: int, pidfd: int, spool: int
@@ -262,14 +263,42 @@ class ProcessDoor:
         self.caps = caps
         self.stream = SocketStream(sock, scratch)
         self.write, self.pause, self.resume = self.stream.write, self.stream.pause, self.stream.resume
-        self._link, self._pid, self.pidfd, self._spool = link, pid, pidfd, spool
-        self._exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        link.on_exit(pid, self._note_exit)
+        self.link, self._pid, self.pidfd, self._spool = link, pid, pidfd, spool
+        self.scratch = scratch
+        self._exited: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
+        if pid >= 0:
+            link.on_exit(pid, self._note_exit)
 
     def attach(self, received: Callable[[memoryview], None], lost: Callable[[], None]) -> None:
         self.stream.attach(received, lost)
 
-    def _note_exit(self, status: int) -> None:
+    async def prepare_branch(self) -> None:
+        """Whatever must be waited for before ``begin_branch``."""
+
+    def begin_branch(self, frame: list[Any]) -> BranchDoor:
+        sock, spool = self.send_branch(frame)
+        return BranchDoor(self.caps, sock, self.scratch, self.link, spool)
+
+    def send_branch(self, frame: list[Any]) -> tuple[socket.socket, int]:
+        """Send ``frame`` with a socket and a spool for a branch; our ends of them."""
+        ours, theirs = socket.socketpair()
+        spool = _spool()
+        with theirs:
+            try:
+                self.stream.write_with(frame, (theirs.fileno(), spool))
+            except BaseException:
+                ours.close()
+                os.close(spool)
+                raise
+        return ours, spool
+
+    def end_branch(self, door: BranchDoor) -> None:
+        """The branch is there, or will not come."""
+        if door.pidfd >= 0:
+            with contextlib.suppress(SandboxError):
+                self.link.tell({"op": "adopt", "pid": door.pid})
+
+    def _note_exit(self, status: int | None) -> None:
         if not self._exited.done():
             self._exited.set_result(status)
 
@@ -287,7 +316,7 @@ class ProcessDoor:
                 signal.pidfd_send_signal(self.pidfd, number)
         else:  # the server is the parent: it knows whether the number still is this process
             with contextlib.suppress(SandboxError):
-                self._link.tell({"op": "signal", "pid": self._pid, "signal": int(number)})
+                self.link.tell({"op": "signal", "pid": self._pid, "signal": int(number)})
 
     def leftover(self, start: int) -> bytes:
         if self._spool < 0:
@@ -301,6 +330,8 @@ class ProcessDoor:
         if not self._exited.done():
             return "it closed its connection to the host"
         status = self._exited.result()
+        if status is None:
+            return "its process ended"
         if status >= 0:
             return f"its process exited with status {status}"
         try:
@@ -320,6 +351,65 @@ class ProcessDoor:
         if self.pidfd >= 0:
             os.close(self.pidfd)
             self.pidfd = -1
+
+
+class BranchDoor(ProcessDoor):
+    """The way to a session that another one became by forking. Its process is known once the kernel has told who spoke
+    first on its socket; its end shows on the descriptor of its process, for its parent is not the server."""
+
+    __slots__ = ("_sock",)
+
+    def __init__(self, caps: Caps, sock: socket.socket, scratch: bytearray, link: Link, spool: int) -> None:
+        super().__init__(caps, sock, scratch, link, -1, -1, spool)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        self._sock = sock
+
+    @property
+    def pid(self) -> int:
+        """Among the processes that the host sees, or -1."""
+        return self._pid
+
+    def attach(self, received: Callable[[memoryview], None], lost: Callable[[], None]) -> None:
+        asyncio.get_running_loop().add_reader(self._sock, self._first, received, lost)
+
+    def _first(self, received: Callable[[memoryview], None], lost: Callable[[], None]) -> None:
+        try:
+            data, ancillary, _, _ = self._sock.recvmsg(1 << 16, socket.CMSG_SPACE(12))
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            data, ancillary = b"", []
+        asyncio.get_running_loop().remove_reader(self._sock)
+        pid = next((struct.unpack("3i", packed)[0] for _, kind, packed in ancillary if kind == _SCM_CREDENTIALS), 0)
+        if not data or not self.is_proven(pid):
+            lost()
+            return
+        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 0)
+        asyncio.get_running_loop().add_reader(self.pidfd, self._gone)
+        received(memoryview(data))
+        self.stream.attach(received, lost)
+
+    def is_proven(self, pid: int) -> bool:
+        """Take ``pid`` for the branch, if it can be."""
+        with contextlib.suppress(OSError):
+            self.pidfd = os.pidfd_open(pid) if pid > 0 else -1
+        self._pid = pid
+        return self.pidfd >= 0
+
+    def _gone(self) -> None:
+        asyncio.get_running_loop().remove_reader(self.pidfd)
+        with contextlib.suppress(SandboxError):
+            self.link.tell({"op": "disown", "pid": self._pid})
+        self._note_exit(None)
+
+    async def close(self) -> None:
+        if self.pidfd < 0:
+            asyncio.get_running_loop().remove_reader(self._sock)
+            self._note_exit(None)
+        await super().close()
+
+
+_SCM_CREDENTIALS = 2
 
 
 def _is_gone(server: asyncio.Task[Link]) -> bool:

@@ -24,13 +24,16 @@ _SLOWEST_S = 0.05
 class Listener:
     """Where one session's requests for processes arrive."""
 
-    __slots__ = ("_fd", "_grant", "_loop", "_refused")
+    __slots__ = ("_fd", "_grant", "_holders", "_loop", "_refused", "branches")
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self._loop = asyncio.get_running_loop()
         self._grant: int | None = None
         self._refused = 0
+        self._holders = 1
+        self.branches: set[int] = set()
+        """Processes that were created here with leave."""
         self._loop.add_reader(fd, self._readable)
 
     def grant_one(self, pid: int) -> None:
@@ -42,9 +45,15 @@ class Listener:
         unused, self._grant = self._grant is not None, None
         return unused
 
-    def share(self) -> Listener:
-        """For a branch, whose requests arrive at the same place: it holds the descriptor too, and is not asked."""
-        return self
+    def hold(self) -> None:
+        """A branch's requests arrive here too."""
+        self._holders += 1
+
+    def drop(self) -> None:
+        """A session of the tree has ended."""
+        self._holders -= 1
+        if not self._holders:
+            self.close()
 
     def _readable(self) -> None:
         request = bytearray(_REQUEST_BYTES)
@@ -98,10 +107,27 @@ def _has_one_thread(pid: int) -> bool:
         return False
 
 
+def parent_of(pid: int) -> int:
+    """-1 where there is no such process."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return int(file.read().rpartition(")")[2].split()[1])
+    except OSError:
+        return -1
+
+
+def children_of(pid: int) -> list[int]:
+    try:
+        with open(f"/proc/{pid}/task/{pid}/children") as file:
+            return [int(word) for word in file.read().split()]
+    except OSError:
+        return []
+
+
 def pid_of(pidfd: int) -> int:
     """The number of a process among the host's, or -1 where it has ended."""
-    with open(f"/proc/self/fdinfo/{pidfd}") as file:
-        for line in file:
-            if line.startswith("Pid:"):
-                return int(line.split()[1])
-    return -1
+    try:
+        with open(f"/proc/self/fdinfo/{pidfd}") as file:
+            return next((int(line.split()[1]) for line in file if line.startswith("Pid:")), -1)
+    except OSError:
+        return -1

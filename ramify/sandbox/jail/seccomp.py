@@ -36,7 +36,7 @@ _ANYWHERE = """
     rt_sigreturn=15/139 rt_sigsuspend=130/133 rt_sigtimedwait=128/137 sched_get_priority_max=146/125
     sched_get_priority_min=147/126 sched_getaffinity=204/123 sched_getparam=143/121 sched_getscheduler=145/120
     sched_yield=24/124 select=23/- sendmsg=46/211 sendto=44/206 set_robust_list=273/99 set_tid_address=218/96
-    setitimer=38/103 shutdown=48/210 sigaltstack=131/132 sysinfo=99/179 time=201/- timerfd_create=283/85
+    setitimer=38/103 setsid=112/157 shutdown=48/210 sigaltstack=131/132 sysinfo=99/179 time=201/- timerfd_create=283/85
     timerfd_gettime=287/87 timerfd_settime=286/86 times=100/153 umask=95/166 uname=63/160 wait4=61/260 waitid=247/95
     write=1/64 writev=20/66
 """
@@ -81,7 +81,8 @@ _IOCTL_REQUESTS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
 """Is it a terminal, its size, bytes to read, blocking or not, close on exec. Never TIOCSTI."""
 _PRCTL_OPTIONS = (15, 16)
 """The thread's name."""
-_RLIMIT_AS = 9
+_RLIMIT_NOFILE, _RLIMIT_AS = 7, 9
+"""What the guest itself changes, below the hard limit."""
 
 
 def numbers(table: str, machine: str) -> dict[str, int]:
@@ -167,7 +168,7 @@ _STEPS: dict[str, int | list[Step]] = {
     "prlimit64": [
         _argument(0), (_EQUAL, 1, 0, 0), _end(EPERM),
         _argument(2), (_EQUAL, 0, 3, 0), _argument(2, 1), (_EQUAL, 0, 1, 0), _end(ALLOW),
-        _argument(1), (_EQUAL, 0, 1, _RLIMIT_AS), _end(ALLOW), _end(EPERM),
+        _argument(1), (_EQUAL, 0, 1, _RLIMIT_AS), _end(ALLOW), (_EQUAL, 0, 1, _RLIMIT_NOFILE), _end(ALLOW), _end(EPERM),
     ],
     "mmap": [  # memory that is shared for writing would still be shared after a fork
         _argument(3), (_ANY_BIT, 1, 0, _MAP_SHARED), _end(ALLOW),
