@@ -207,7 +207,7 @@ def summary(trajectory: Trajectory, run_id: str | None) -> str:
     turns = len(trajectory.root.turns) if trajectory.calls else 0
     bound = "at most " if usage.unknown_calls else ""
     parts = [
-        str(trajectory.stop or "running"), f"{turns} turns, {usage.calls:,} calls",
+        str(trajectory.stop or "running"), f"{text.many(turns, 'turn')}, {text.many(usage.calls, 'call')}",
         f"{bound}{text.count(usage.total_tokens)} tokens",
         *([bound + text.dollars(trajectory.cost)] if trajectory.cost is not None else []),
         text.seconds(trajectory.seconds), *([f"run {run_id}"] if run_id else []),

@@ -37,6 +37,9 @@ def main() -> None:
     """The entry point. Never returns."""
     warnings.simplefilter("ignore", WeakSandboxWarning)  # the command says it in its own way
     gc.disable()  # nearly all that start-up makes stays; who has more to do than that turns it on again
+    for name in ("stdout", "stderr"):  # None where the caller closed it, as by >&-
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 -- open to the end
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # what the terminal has no sign for must not end a run
@@ -98,7 +101,7 @@ def _ended(run: Callable[[], int], arguments: list[str]) -> int:
         return Exit.BROKEN_PIPE
     except UsageError as error:
         name = split(arguments)[0]
-        error_line(f"{error}; see ramify {f'{name} ' if name in COMMANDS else ''}--help")
+        error_line(f"{error} (see ramify {f'{name} ' if name in COMMANDS else ''}--help)")
         return Exit.USAGE
     except KeyboardInterrupt:
         return Exit.STOPPED

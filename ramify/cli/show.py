@@ -122,7 +122,11 @@ def _end(call: Call, full: bool) -> str:
     answer = _as_text(call.answer)
     shown = answer if full or call.parent is None else one_line(answer, 300)
     limit = "" if call.stop is Stop.FINAL else f" ({call.stop})"
-    return f"answer{limit}: {shown}" if call.answer is not None else f"no answer ({call.stop}): {call.error or ''}"
+    return (
+        f"answer{limit}: {shown}"
+        if call.answer is not None
+        else ": ".join([f"no answer ({call.stop})", *([call.error] if call.error else [])])
+    )
 
 
 def _conversation(trajectory: Trajectory, call: Call) -> Iterator[str]:

@@ -42,6 +42,11 @@ def count(number: float) -> str:
     return f"{number:,.0f}"
 
 
+def many(number: int, noun: str) -> str:
+    """``1 turn``, ``1,234 turns``."""
+    return f"{number:,} {noun}" + ("s" if number != 1 else "")
+
+
 def dollars(cost: float | None) -> str:
     """``$0.0123``; cents where they are many, more digits where they are few; ``-`` where there is no price."""
     if cost is None:

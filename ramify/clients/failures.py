@@ -24,6 +24,8 @@ _TOO_LONG = re.compile(
     re.IGNORECASE,
 )
 _NO_MONEY = re.compile(r"insufficient_quota|billing|credit balance|exceeded your current quota", re.IGNORECASE)
+_NOT_THERE = (404, 405, 501)
+"""No such path, or not for POST: what a server that is no API answers."""
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
 _UNIT_S = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _RETRY_DELAY = re.compile(rb'"retryDelay"\s*:\s*"(\d+(?:\.\d+)?)s"')
@@ -47,7 +49,7 @@ def from_status(
         return RateLimited(text, retry_after_s(headers, body))
     if status in (504, 524):
         return ReplyLost(f"{text}; a gateway gave up waiting")
-    if status >= 500 or status in (408, 425):
+    if status in (408, 425) or (status >= 500 and status not in _NOT_THERE):
         return ServerFailed(text)
     return _refused(text, status, said, headers, key_variable)
 
@@ -59,7 +61,7 @@ def _refused(text: str, status: int, said: str, headers: Mapping[str, str], key_
         return error
     if status in (401, 403) and key_variable:
         return Refused(f"{text}; check the key in {key_variable}")
-    if status == 404 and "html" in headers.get("content-type", "").lower():
+    if status in _NOT_THERE and "html" in headers.get("content-type", "").lower():
         return Refused(f"{text}; check the base URL: most end in /v1")
     return Refused(text)
 

@@ -139,6 +139,9 @@ class Pool:
                 gate.slow_down(entered, self._wait_s(error, failed + 1))
             (account.forfeit if error.may_be_paid else account.release)(str(error))
             raise
+        except ConfigError as error:  # such as a certificate bundle that is not there: nothing was sent
+            account.release(str(error))
+            raise
         except BaseException as error:
             account.forfeit(f"{client.name}: given up on the wire ({type(error).__name__})")
             raise

@@ -223,6 +223,12 @@ def resolve(
         raise ConfigError(f"{name}: no base URL: set {provider.url_variable}, or write {name}@https://…")
     if not re.fullmatch(r"https?://[^/\s]\S*", url):
         raise ConfigError(f"{name}: '{url}' is not a base URL: write it as https://host/v1 in {provider.url_variable}")
+    if "@" in url.partition("://")[2].partition("/")[0]:
+        variable = provider.key_variables[0]
+        raise ConfigError(
+            f"{provider_name}:{model}: a base URL with a user or password in it would be shown and stored: leave them out, "
+            f"and set {variable} if the server wants a key"
+        )
     at_home = url == provider.url or provider_name == "azure"
     secret = _key(name, provider, key, environ, needed=at_home and not provider.local)
     return Endpoint(
@@ -240,7 +246,7 @@ def _key(name: str, provider: Provider, key: str | None, environ: Mapping[str, s
     found = key or next((environ[variable] for variable in provider.key_variables if environ.get(variable)), "")
     if not found and needed:
         variable = provider.key_variables[0]
-        raise ConfigError(f"{name}: no API key: set {variable} (export {variable}=…), or pass it to Pool(keys=…)")
+        raise ConfigError(f"{name}: no API key: set {variable} (export {variable}=…)")
     if not found.isascii() or any(each.isspace() for each in found.strip()):
         raise ConfigError(
             f"{name}: the key in {provider.key_variables[0]} has spaces or signs that no key has; copy it again"

@@ -2,7 +2,8 @@
 
 Tolerant, and says what it ignored. Understood are fences marked ``repl``, ``python`` or ``py``, a last fence that was
 never closed, fences inside strings of the code, native tool calls, and ``FINAL(…)`` / ``FINAL_VAR(…)`` as text at the
-start of a line. What stands inside ``<think>…</think>`` is not an action.
+start of a line. What stands inside ``<think>…</think>`` is not an action, nor what stands before a ``</think>`` whose
+beginning the server kept. Fences may be indented, as in lists; lines may end as on Windows.
 
     "Let me look.\\n```repl\\nprint(context[:9])\\n```"   ->  Action(codes=("print(context[:9])",))
     "FINAL(42)"                                        ->  Action(final=Final(text="42"))
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import ast
 import io
+import itertools
 import json
 import re
 import tokenize
@@ -25,8 +27,14 @@ CODE_TOOL = "repl"
 FINAL_TOOL = "final"
 
 _LANGUAGES = {"repl", "python", "py", "python3", "ipython"}
-_OPEN = re.compile(r"^[ \t]{0,3}(?P<fence>`{3,}|~{3,})[ \t]*(?P<language>[\w.+-]*)[^\n`]*$", re.MULTILINE)
-_THINK = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
+_OPEN = re.compile(
+    r"^(?P<indent>[ \t]*(?:(?:[-*+]|\d{1,9}[.)])[ \t]+)?)(?P<fence>`{3,}|~{3,})[ \t]*(?P<language>[\w.+-]*)[^\n`]*$",
+    re.MULTILINE,
+)
+_THINK = re.compile(r"^[ \t]*<think>.*?(?:</think>|\Z)", re.DOTALL | re.MULTILINE)
+_THOUGHT = re.compile(r"\A(?:(?!<think>).)*?^[ \t]*</think>[ \t]*$", re.DOTALL | re.MULTILINE)
+_MAX_CLOSINGS = 100
+"""Fences tried as the end of one that may lie in a string: each try reads the code again."""
 _QUOTED = re.compile(
     r"""\s*[rRuUbBfF]?(\"\"\".*?\"\"\"|'''.*?'''|"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*')\s*\)""", re.DOTALL
 )
@@ -61,15 +69,27 @@ class Action(msgspec.Struct, frozen=True):
 
 def read_action(message: Message) -> Action:
     """The action that ``message`` asks for."""
-    text = _THINK.sub(lambda match: " " * len(match.group()), message.content)
-    codes, prose, ignored = _fenced(text)
+    codes, prose, ignored = _fenced(_without_thinking(message.content))
     final = _final_text(prose)
     for call in message.tool_calls:
         code, answer, problem = _native(call)
         codes += [code] if code is not None else []
         final = answer or final
         ignored += [problem] if problem else []
-    return Action(tuple(codes), tuple(call.id for call in message.tool_calls), final, tuple(ignored))
+    return Action(tuple(codes), tuple(call.id for call in message.tool_calls), final, tuple(dict.fromkeys(ignored)))
+
+
+def said(text: str) -> str:
+    """What ``text`` says beside its code and thinking: the whole of it where it has no code to run."""
+    text = _without_thinking(text)
+    codes, prose, _ = _fenced(text)
+    return (prose if codes else text).strip()
+
+
+def _without_thinking(text: str) -> str:
+    text = text.replace("\r\n", "\n")
+    text = _THOUGHT.sub("", text) if "</think>" in text else text
+    return _THINK.sub("", text)
 
 
 def _fenced(text: str) -> tuple[list[str], str, list[str]]:
@@ -83,7 +103,7 @@ def _fenced(text: str) -> tuple[list[str], str, list[str]]:
         body_start = min(opening.end() + 1, len(text))
         language = opening["language"].lower()
         is_code = language in _LANGUAGES
-        body, position, closed = _body(text, body_start, opening["fence"], is_code)
+        body, position, closed = _body(text, body_start, opening["fence"], len(opening["indent"]), is_code)
         if is_code and body.strip():
             codes.append(body)
             if not closed:
@@ -98,22 +118,28 @@ def _fenced(text: str) -> tuple[list[str], str, list[str]]:
     return codes, "\n".join(prose), ignored
 
 
-def _body(text: str, start: int, fence: str, is_code: bool) -> tuple[str, int, bool]:
+def _body(text: str, start: int, fence: str, indent: int, is_code: bool) -> tuple[str, int, bool]:
     """(the fence's content, where the text goes on, whether it was closed)."""
-    closes = list(_closings(text, start, fence))
-    for begin, end in closes:
-        if not is_code or not _ends_inside_string(text[start:begin]):
-            return text[start:begin].rstrip("\n"), end, True
-    if closes:  # the string itself is what is unclosed: the first fence is the best guess
-        begin, end = closes[0]
-        return text[start:begin].rstrip("\n"), end, True
-    return text[start:].rstrip("\n"), len(text), False
+    first = None
+    for begin, end in itertools.islice(_closings(text, start, fence, indent), _MAX_CLOSINGS):
+        first = first or (begin, end)
+        body = _dedented(text[start:begin], indent)
+        if not is_code or not _ends_inside_string(body):
+            return body.rstrip("\n"), end, True
+    if first:  # the string itself is what is unclosed: the first fence is the best guess
+        return _dedented(text[start : first[0]], indent).rstrip("\n"), first[1], True
+    return _dedented(text[start:], indent).rstrip("\n"), len(text), False
 
 
-def _closings(text: str, start: int, fence: str) -> Iterator[tuple[int, int]]:
-    pattern = re.compile(rf"^[ \t]{{0,3}}{re.escape(fence[0])}{{{len(fence)},}}[ \t]*$", re.MULTILINE)
+def _closings(text: str, start: int, fence: str, indent: int) -> Iterator[tuple[int, int]]:
+    pattern = re.compile(rf"^[ \t]{{0,{indent + 3}}}{re.escape(fence[0])}{{{len(fence)},}}[ \t]*$", re.MULTILINE)
     for match in pattern.finditer(text, start):
         yield match.start(), match.end()
+
+
+def _dedented(body: str, indent: int) -> str:
+    """``body`` without the indentation that its fence has, as Markdown has it."""
+    return re.sub(rf"^[ \t]{{1,{indent}}}", "", body, flags=re.MULTILINE) if indent else body
 
 
 def _ends_inside_string(code: str) -> bool:
@@ -138,6 +164,8 @@ def _final_text(prose: str) -> Final | None:
     while match := _FINAL.search(prose, position):
         inside, position = _balanced(prose, match.end())
         inside = inside.strip()
+        if not inside:
+            continue
         variable = match["name"] == "FINAL_VAR"
         found = Final(inside.strip("\"'` ") if variable else inside, variable)
     return found

@@ -9,7 +9,7 @@ import msgspec
 
 from ramify.clients.base import Client, Request
 from ramify.sandbox.context import SharedContext
-from ramify.types.message import Message, Reply
+from ramify.types.message import Message, Reply, encodable
 from ramify.types.trajectory import CallKind, ContextRef, Parent, Stop
 
 
@@ -41,7 +41,7 @@ class LiveCall:
         self.kind = kind
         self.client = client
         self.depth = depth
-        self.question = question
+        self.question = encodable(question)
         self.parent = parent
         self.context = context
         self.messages: list[Message] = []
@@ -92,6 +92,13 @@ def context_ref(context: SharedContext | None) -> ContextRef | None:
 def jsonable(value: Any) -> Any:
     """``value`` as it is written down: what JSON has no form for becomes text."""
     try:
-        return msgspec.to_builtins(value, str_keys=True)
+        return msgspec.to_builtins(value, str_keys=True, enc_hook=_dumped)
     except (TypeError, ValueError):
-        return value.model_dump(mode="json") if hasattr(value, "model_dump") else str(value)
+        return str(value)
+
+
+def _dumped(value: Any) -> Any:
+    """A pydantic model's fields; msgspec knows all else that has a form."""
+    if not hasattr(value, "model_dump"):
+        raise NotImplementedError
+    return value.model_dump(mode="json")

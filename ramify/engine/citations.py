@@ -71,7 +71,7 @@ def unsupported(citation: Citation, context: Any) -> str | None:
     text = _source(citation.source, context)
     if text is None:
         return f"there is no text source '{citation.source}' in the context"
-    lines = text.splitlines()
+    lines = text.removesuffix("\n").split("\n")  # as editors and grep count; splitlines() knows more ends than they do
     place = f"lines {citation.first_line}-{citation.last_line} of '{citation.source}'"
     if not 1 <= citation.first_line <= citation.last_line <= len(lines):
         return f"{place} does not exist: it has {len(lines)} lines"
@@ -87,9 +87,9 @@ def _source(name: str, context: Any) -> str | None:
     if isinstance(context, str):
         return context if name == "context" else None
     if isinstance(context, Mapping):
-        value = context.get(name)
+        value = context.get(name, next((item for key, item in context.items() if str(key) == name), None))
         return value if isinstance(value, str) else None
-    if isinstance(context, list | tuple) and name.isdigit() and int(name) < len(context):
+    if isinstance(context, list | tuple) and name.isdecimal() and int(name) < len(context):
         value = context[int(name)]
         return value if isinstance(value, str) else None
     return None

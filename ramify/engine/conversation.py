@@ -6,6 +6,7 @@ Variables, imports and the history stay from question to question; each question
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import Callable
 from types import TracebackType
@@ -13,7 +14,7 @@ from typing import Any
 
 from ramify.engine import sync
 from ramify.engine.question import question
-from ramify.engine.recorder import Listener, Recorder
+from ramify.engine.recorder import Listener, Recorder, checked_listener
 from ramify.engine.resources import Shared
 from ramify.engine.running import Result, Running, Thread, checked
 from ramify.engine.setup import Setup
@@ -30,6 +31,8 @@ class Conversation:
         self._thread: Thread | None = None
         self._id = ""
         self._close_journal: Callable[[], None] | None = None
+        self._turn = asyncio.Lock()
+        """Held while a question is answered: there is one session."""
 
     @property
     def trajectory(self) -> Trajectory:
@@ -45,11 +48,15 @@ class Conversation:
     async def aask(
         self, query: str, *, answer_type: Any = None, cite: bool = False, on_event: Listener | None = None
     ) -> Result:
-        """``ask`` on the caller's event loop."""
+        """``ask`` on the caller's event loop. Questions asked at once are answered one after the other."""
+        async with self._turn:
+            return await self._answer(query, answer_type, cite, on_event)
+
+    async def _answer(self, query: str, answer_type: Any, cite: bool, on_event: Listener | None) -> Result:
         thread = self._opened()
         asked = question(self._prompt, query, answer_type, cite)
-        if on_event is not None:
-            thread.recorder.listen(on_event)
+        for listener in checked_listener(on_event):
+            thread.recorder.listen(listener)
         try:
             running = Running(
                 self._setup, asked, self._shared.use(), id=self._id, recorder=thread.recorder, thread=thread

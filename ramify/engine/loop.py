@@ -15,7 +15,7 @@ from importlib import resources
 from typing import Any
 
 from ramify.engine import observe
-from ramify.engine.action import Action, Final, read_action
+from ramify.engine.action import Action, Final, read_action, said
 from ramify.engine.branch import Search
 from ramify.engine.call import LiveCall, Outcome
 from ramify.engine.host import Host
@@ -57,10 +57,19 @@ async def run_child(run: Run, call: LiveCall) -> Outcome:
 class RlmLoop:
     """One call with its session. ``answer`` may be asked again: the session and its history go on."""
 
-    def __init__(self, run: Run, call: LiveCall, session: Session | None = None, search: Search | None = None) -> None:
-        self.run, self.call, self.session, self._search = run, call, session, search
+    def __init__(self, run: Run, call: LiveCall, before: RlmLoop | None = None, search: Search | None = None) -> None:
+        """``before`` is the loop of the question before, whose session goes on here."""
+        self.run, self.call, self._search = run, call, search
         self._branched_at = -1
+        self.session: Session | None = None
         self._opening: asyncio.Task[Session] | None = None
+        if before is not None:
+            self.session, before.session = before.session, None
+            opening, before._opening = before._opening, None
+            failed = opening is not None and opening.done() and (opening.cancelled() or opening.exception() is not None)
+            self._opening = None if failed else opening
+        if self.session is not None:
+            run.keep(self.session)
         self._kind: AnswerType | None = None
         self._pending: list[Message] = []
         self._reused: int | None = None
@@ -113,7 +122,7 @@ class RlmLoop:
         except LimitReached as reached:
             return await self._last_word(Stop(reached.stop))
         except ModelError as error:
-            return Outcome(Stop.ERROR, self._best(), str(error), error)
+            return Outcome(Stop.ERROR, self._best(in_words=False), str(error), error)
         self._reused, self._last_text = None, reply.message.content
         action = read_action(reply.message)
         outcome, messages = await self._act(action)
@@ -195,10 +204,10 @@ class RlmLoop:
         )
         call.go_on_from(origin)
         call.num_turns_before = origin.num_turns_before + origin.turn
-        session = await (await self._open()).fork() if origin.turn else None
-        fork = RlmLoop(run, call, session, self._search)
-        if session is not None:
-            run.keep(session)
+        fork = RlmLoop(run, call, search=self._search)
+        if origin.turn:
+            fork.session = await (await self._open()).fork()
+            run.keep(fork.session)
         fork._kind, fork._pending, fork._reused = self._kind, list(self._pending), self._reused
         fork._deferred, fork._partial, fork._last_text = self._deferred, self._partial, self._last_text
         fork._num_idle, fork._branched_at = self._num_idle, 0  # where this very branching is
@@ -330,11 +339,12 @@ class RlmLoop:
                     return _NOTHING
         if self._kind is None and not name.startswith(("'", '"')):
             return name
-        return final.literal()
+        return self._kind.literal(name) if self._kind else final.literal()
 
-    def _best(self) -> Any:
-        """The best answer so far, checked where it can be."""
-        for candidate in (self._deferred, self._partial, self._last_text or None):
+    def _best(self, *, in_words: bool = True) -> Any:
+        """The best answer so far, checked where it can be: one that was put off or kept, or else what was said last."""
+        words = said(self._last_text) if in_words else ""
+        for candidate in (self._deferred, self._partial, words or None):
             if candidate is _NOTHING or candidate is None:
                 continue
             try:

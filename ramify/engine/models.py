@@ -47,4 +47,9 @@ class Models:
 
 
 def listed(spec: ModelSpec | Sequence[ModelSpec]) -> list[ModelSpec]:
-    return [spec] if isinstance(spec, str | Client) else list(spec)
+    """``spec`` as a list. Raises ConfigError for what is no model."""
+    given = [spec] if isinstance(spec, str | Client) or not isinstance(spec, Sequence) else list(spec)
+    for each in given:
+        if not isinstance(each, str | Client):
+            raise ConfigError(f"{each!r} is not a model: give 'provider:model', for example 'openai:gpt-5-mini'")
+    return given

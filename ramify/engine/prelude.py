@@ -6,7 +6,9 @@ before this source is executed, and binds every name of ``__all__`` as a reserve
 
 from __future__ import annotations
 
+import builtins
 import dataclasses
+import enum
 import sys
 import types
 import typing
@@ -49,7 +51,8 @@ def _ask(name: str, *args: Any, **kwargs: Any) -> list[Any]:
         return list(call_host(name, *args, **kwargs))
     except HostError as error:
         if error.kind != "SubcallError":
-            raise
+            kind = getattr(builtins, error.kind, None)
+            raise (kind(str(error)) if isinstance(kind, type) and issubclass(kind, Exception) else error) from None
         raise SubcallError(str(error), error.data.get("results"), error.data.get("failures")) from None
 
 
@@ -108,11 +111,29 @@ def FINAL(value: Any = _MISSING) -> None:
 
 
 def _carried(value: Any) -> Any:
-    """A copy of ``value`` as the host will get it; the text of what cannot go over."""
+    """A copy of ``value`` as the host will get it: objects of dataclasses and the like as dicts, and the text of what
+    cannot go over at all."""
     try:
         return portable(value)
     except TypeError:
+        pass
+    try:
+        return portable(_as_data(value))
+    except (TypeError, RecursionError):
         return str(value)
+
+
+def _as_data(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _as_data(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {_as_data(key): _as_data(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_as_data(item) for item in value]
+    if isinstance(value, enum.Enum):
+        return _as_data(value.value)
+    dump = getattr(value, "model_dump", None)
+    return _as_data(dump()) if callable(dump) else value
 
 
 def FINAL_VAR(name: Any) -> None:

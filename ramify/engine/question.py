@@ -18,6 +18,7 @@ from ramify.engine.citations import INSTRUCTION, cited_type
 from ramify.engine.scaffold import Scaffold
 from ramify.engine.typed import AnswerType, answer_type
 from ramify.errors import ConfigError
+from ramify.types.message import encodable
 
 MAX_BARE_PROMPT_CHARS = 20_000
 """A prompt without a query that is longer than this becomes the context."""
@@ -63,6 +64,8 @@ def question(prompt: Any, query: str | None, kind: Any, cite: bool) -> Question:
     about, tools = "", {}
     if isinstance(prompt, Sources):
         about, tools, prompt = prompt.manifest(), dict(prompt.tools), prompt.context
+    if hasattr(prompt, "read"):
+        raise ConfigError(f"a context cannot be a {type(prompt).__name__}: give prompt.read(), or ramify.load(path)")
     if query is None:
         if not isinstance(prompt, str):
             raise ConfigError(f"a context of type {type(prompt).__name__} needs a question: completion(context, query)")
@@ -71,11 +74,20 @@ def question(prompt: Any, query: str | None, kind: Any, cite: bool) -> Question:
         text, context = query, prompt
     if not isinstance(text, str) or not text.strip():
         raise ConfigError("the question is empty: say what you want to know")
-    if context is not None and not tools and observe.chars_of(context) == 0:
+    if context is not None and _num_chars(context) == 0 and not tools:
         raise ConfigError(
             "the context is empty: there is nothing to answer from; leave it out to ask without a context"
         )
     check = cited_type(kind, context) if cite else answer_type(kind)
     if cite and context is None:
         raise ConfigError("citations need a context to cite: give one, or ask without cite")
-    return Question(text, context, "\n".join(filter(None, [about, INSTRUCTION if cite else ""])), tools, check, cite)
+    return Question(
+        encodable(text), context, "\n".join(filter(None, [about, INSTRUCTION if cite else ""])), tools, check, cite
+    )
+
+
+def _num_chars(context: Any) -> int:
+    try:
+        return observe.chars_of(context)
+    except RecursionError:
+        raise ConfigError("the context is nested too deep, or contains itself: flatten it") from None

@@ -6,11 +6,13 @@ A resumed run goes through its events again; those that its journal already has 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import time
 import warnings
 from collections.abc import AsyncIterator, Callable
 from typing import Protocol
 
+from ramify.errors import ConfigError
 from ramify.types.event import AnyEvent, Fold, RunEnded
 from ramify.types.trajectory import Trajectory
 
@@ -21,6 +23,15 @@ class Journal(Protocol):
     """What the recorder needs of ``store.Journal``."""
 
     def append(self, event: AnyEvent) -> None: ...
+
+
+def checked_listener(listener: Listener | None) -> tuple[Listener, ...]:
+    """``listener`` as the only one, or none. Raises ConfigError for one that would have to be awaited."""
+    if inspect.iscoroutinefunction(listener):
+        raise ConfigError(
+            "on_event is a coroutine function, which nothing awaits: give a plain function, or use stream()"
+        )
+    return (listener,) if listener else ()
 
 
 class Recorder:
@@ -61,6 +72,7 @@ class Recorder:
                 warnings.warn(f"an event listener failed and is not called again: {error!r}", stacklevel=2)
 
     def listen(self, listener: Listener) -> None:
+        """Tell ``listener`` of every event from now on."""
         self._listeners.append(listener)
 
     def ignore(self, listener: Listener) -> None:

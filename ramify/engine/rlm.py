@@ -17,6 +17,7 @@ What it leaves out: the loop (``loop.py``), what a tree shares (``run.py``), pro
 from __future__ import annotations
 
 import contextlib
+import functools
 import secrets
 import time
 import warnings
@@ -34,16 +35,17 @@ from ramify.engine.conversation import Conversation
 from ramify.engine.limits import Limits
 from ramify.engine.models import Models, ModelSpec, listed
 from ramify.engine.question import Question, question
-from ramify.engine.recorder import Listener, Recorder
+from ramify.engine.recorder import Listener, Recorder, checked_listener
 from ramify.engine.resources import Resources, Shared
 from ramify.engine.running import Result, Running, as_text, checked
 from ramify.engine.scaffold import Scaffold, scaffold_of
 from ramify.engine.setup import Setup
 from ramify.engine.tools import Tools, ToolSet
 from ramify.errors import ConfigError
-from ramify.sandbox.base import SandboxSpec
+from ramify.sandbox.base import SandboxSpec, module_of
 from ramify.sandbox.context import SharedContext
 from ramify.store.cache import CallCache
+from ramify.store.journal import Journal
 from ramify.store.replay import Recording
 from ramify.store.store import Store
 from ramify.types.event import AnyEvent, RunStarted
@@ -81,6 +83,10 @@ class RLM:
     ) -> None:
         limits = limits or Limits()
         spec = SandboxSpec(provider=sandbox) if isinstance(sandbox, str) else sandbox or SandboxSpec()
+        for name, value, kind in (("limits", limits, Limits), ("sandbox", spec, SandboxSpec)):
+            if not isinstance(value, kind):
+                raise ConfigError(f"{name} is a {type(value).__name__}: give a ramify.{kind.__name__}(…)")
+        module_of(spec)  # an unknown provider is known as such before anything is asked
         tool_set = ToolSet(tools)
         self.store = store
         self._shared = Shared(limits.max_concurrency, spec)
@@ -152,14 +158,14 @@ class RLM:
         raises nothing for what a model did. ``metadata`` is kept with the run's configuration."""
         asked = question(prompt, query, answer_type, cite)
         chosen = search_of(search)
+        listeners = checked_listener(on_event)
         journal = self.store.create(self.store.new_id(asked.text)) if self.store else None
-        recorder = Recorder(journal, (on_event,) if on_event else ())
-        setup = msgspec.structs.replace(
-            self._setup, config={**self._setup.config, **config_of(chosen), **(metadata or {})}
-        )
+        recorder = Recorder(journal, listeners)
+        config = {**self._setup.config, **config_of(chosen), **(metadata or {})}
         return Running(
-            setup, asked, self._shared.use(), id=journal.id if journal else _new_id(), recorder=recorder,
-            cache=self._cache(cache), search=chosen, close=journal.close if journal else _nothing,
+            msgspec.structs.replace(self._setup, config=config), asked, self._shared.use(),
+            id=journal.id if journal else _new_id(), recorder=recorder, cache=self._cache(cache), search=chosen,
+            close=functools.partial(_put_away, self.store, journal),
         )  # fmt: skip
 
     def conversation(self, prompt: Any) -> Conversation:
@@ -190,8 +196,9 @@ class RLM:
         recording = Recording(store.events(run))
         if recording.ended is not None:
             raise ConfigError(f"run {recording.started.id} has ended ({recording.ended.stop}): ask anew")
+        listeners = checked_listener(on_event)
         journal = store.reopen(run)
-        recorder = Recorder(journal, (on_event,) if on_event else (), held=recording.holds, since_s=recording.last_s)
+        recorder = Recorder(journal, listeners, held=recording.holds, since_s=recording.last_s)
         try:
             return self._again(recording, answer_type, search, recorder, journal.close)
         except BaseException:
@@ -205,7 +212,7 @@ class RLM:
         """Run a stored run's cells again against its recorded replies, without asking any model. Raises ReplayDiverged
         where the run asks something else than it did."""
         recording = Recording(self._need_store("replay").events(run), strict=True)
-        recorder = Recorder(None, (on_event,) if on_event else ())
+        recorder = Recorder(None, checked_listener(on_event))
         result = await self._again(recording, answer_type, search, recorder, _nothing).result()
         return checked(result)
 
@@ -336,6 +343,14 @@ def _config(
 
 def _new_id() -> str:
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}"
+
+
+def _put_away(store: Store | None, journal: Journal | None) -> None:
+    """Close ``journal``; one without an event is of a run that failed before it began, with nothing to list or resume."""
+    if store is not None and journal is not None:
+        journal.close()
+        if journal.path.stat().st_size == 0:
+            store.remove(journal.path)
 
 
 def _nothing() -> None:

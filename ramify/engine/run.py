@@ -33,7 +33,7 @@ from ramify.errors import ConfigError, LimitReached
 from ramify.sandbox.base import Session
 from ramify.sandbox.context import SharedContext
 from ramify.types.event import Attempted, CallEnded, CallStarted, Noted, Replied, Requested, ToolAnswered
-from ramify.types.message import Message, Reply, Usage
+from ramify.types.message import Message, Reply, Usage, sendable
 from ramify.types.trajectory import Cell, Fork, Stop
 
 _CUT = "cut by close_in"
@@ -202,6 +202,7 @@ class Run:
         limit at which this is the request that was held back. Raises ModelError for a model that gave no reply,
         LimitReached where the run may not ask any more."""
         reused = len(call.messages) if reused is None else reused
+        new = tuple(map(sendable, new))
         prompt = (*call.messages[:reused], *new)
         sampling = self.sampling
         if last_word:
@@ -214,7 +215,7 @@ class Run:
         def about_to_send() -> None:
             self.recorder.emit(
                 Requested(
-                    at_s=self.recorder.now(), call=call.id, turn=call.turn, reused=reused, prompt=tuple(new),
+                    at_s=self.recorder.now(), call=call.id, turn=call.turn, reused=reused, prompt=new,
                     prompt_hash=digest, last_word=last_word,
                 )
             )  # fmt: skip
@@ -266,6 +267,7 @@ class Run:
             self.ledger.held = Amount()
         work = self._resources.pool.ask(client, request, account, lambda text: self.note(call, text))
         reply = await (self._until_deadline(work) if last_word else self._until_closing(work))
+        reply = msgspec.structs.replace(reply, message=sendable(reply.message))
         if reply.usage.unknown_calls:  # one upper bound everywhere: the one that was reserved
             usage, cost = account.most()
             reply = msgspec.structs.replace(reply, usage=usage, cost=cost)

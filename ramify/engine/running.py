@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any, Protocol
@@ -143,8 +144,8 @@ class Running:
             async with self._use as resources:
                 context = await self._context(resources)
                 models = self._setup.connect(resources)
+                self._run = run = self._make_run(resources, models)  # refuses limits that cannot be kept
                 self._started(context)
-                self._run = run = self._make_run(resources, models)
                 if self._wanted is not None:
                     run.close_in(self._wanted)
                 outcome = await self._answer(run, models, context)
@@ -235,7 +236,7 @@ class Running:
         call = LiveCall(
             str(thread.num_questions) if thread else "0", "rlm", client, 0, self._question.text, context=context
         )
-        loop = RlmLoop(run, call, before.session if before else None, self._search)
+        loop = RlmLoop(run, call, before, self._search)
         fork = None
         if before is not None and before.call.messages:
             call.go_on_from(before.call)
@@ -286,7 +287,12 @@ def as_text(answer: Any) -> str:
     """An answer as text: text as it is, everything else as JSON."""
     if answer is None:
         return ""
-    return answer if isinstance(answer, str) else msgspec.json.encode(jsonable(answer)).decode()
+    if isinstance(answer, str):
+        return answer
+    try:
+        return msgspec.json.encode(jsonable(answer)).decode()
+    except UnicodeEncodeError:  # half a surrogate pair in it, which only an escape can show
+        return json.dumps(jsonable(answer), separators=(",", ":"))
 
 
 def checked(result: Result) -> Result:

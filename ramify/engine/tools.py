@@ -70,12 +70,43 @@ class ToolSet:
         tool = self.functions.get(name)
         if tool is None:
             raise HostCallError("NameError", f"there is no tool '{name}'")
+        result, error = await _outcome(tool, args, kwargs)
+        if error is not None:
+            raise HostCallError(type(error).__name__, f"{name}: {_text_of(error)}") from error
+        return result
+
+
+async def _outcome(tool: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
+    """(what the tool returned, what it raised). An error comes back as a value: a future can hold no StopIteration, and
+    a SystemExit in one would end the loop."""
+
+    def run() -> tuple[Any, Any]:
         try:
-            if inspect.iscoroutinefunction(tool):
-                return await tool(*args, **kwargs)
-            return await asyncio.to_thread(tool, *args, **kwargs)
-        except Exception as error:
-            raise HostCallError(type(error).__name__, f"{name}: {error}") from error
+            return tool(*args, **kwargs), None
+        except BaseException as error:  # noqa: BLE001 -- shown to the model, whatever it is
+            return None, error
+
+    result, error = run() if inspect.iscoroutinefunction(tool) else await asyncio.to_thread(run)
+    if not inspect.isawaitable(result):
+        return result, error
+    task = asyncio.current_task()
+    assert task is not None
+    cancels = task.cancelling()
+    try:
+        return await result, None
+    except KeyboardInterrupt:
+        raise
+    except BaseException as raised:
+        if task.cancelling() > cancels:
+            raise
+        return None, raised
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as worse:  # noqa: BLE001 -- an exception of the user's own
+        return f"(its text cannot be had: {type(worse).__name__})"
 
 
 def _name_of(tool: Callable[..., Any]) -> str:

@@ -7,9 +7,12 @@ where it does not fit, the error is shown to it.
 
 from __future__ import annotations
 
+import ast
 import json
 import re
-from collections.abc import Callable, Mapping
+import sys
+import typing
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -41,6 +44,20 @@ class AnswerType(msgspec.Struct, frozen=True):
             value = text.strip()
         return self.convert(value)
 
+    def literal(self, text: str) -> Any:
+        """What ``FINAL(text)`` means, unconverted: a Python literal, JSON or the text, whichever fits first. Where none
+        fits, the first that can be read, so that its mismatch can be shown."""
+        readings: list[Callable[[str], Any]] = [ast.literal_eval, json.loads, str]
+        values = []
+        for reading in readings:
+            try:
+                values.append(reading(text))
+                self.convert(values[-1])
+            except (Mismatch, ValueError, SyntaxError, MemoryError, RecursionError, TypeError):
+                continue
+            return values[-1]
+        return values[0]
+
     def instruction(self) -> str:
         return f"The answer must be a value of this JSON schema:\n{json.dumps(self.schema)}"
 
@@ -51,14 +68,18 @@ def answer_type(kind: Any) -> AnswerType | None:
         return kind
     if isinstance(kind, Mapping):
         return _of_schema(dict(kind))
-    if hasattr(kind, "model_json_schema") and hasattr(kind, "model_validate"):
-        return AnswerType(kind.model_json_schema(), _pydantic(kind))
+    if _is_pydantic(kind):
+        return AnswerType(kind.model_json_schema(), _pydantic(kind.model_validate))
+    if any(map(_is_pydantic, _parts(kind))):
+        adapter = sys.modules["pydantic"].TypeAdapter(kind)
+        return AnswerType(adapter.json_schema(), _pydantic(adapter.validate_python))
     try:
         schema = _inlined(msgspec.json.schema(kind))
     except TypeError as error:
+        why = " ".join(str(error).split())
         raise ConfigError(
-            f"answer_type {kind!r} is not understood ({error}): give a msgspec, pydantic or dataclass type, a type such "
-            "as list[int], or a JSON schema as a dict"
+            f"answer_type {kind!r} is not understood ({why}): give a msgspec, pydantic or dataclass type, a type such as "
+            "list[int], or a JSON schema as a dict"
         ) from None
     return AnswerType(schema, _msgspec(kind))
 
@@ -77,6 +98,8 @@ def parse_json(text: str) -> Any:
 
 def _of_schema(schema: dict[str, Any]) -> AnswerType:
     import jsonschema
+    import referencing
+    from referencing.exceptions import Unresolvable
 
     kind = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
     try:
@@ -84,16 +107,49 @@ def _of_schema(schema: dict[str, Any]) -> AnswerType:
     except jsonschema.SchemaError as error:
         where = "/".join(str(part) for part in error.absolute_path) or "its top"
         raise ConfigError(f"the JSON schema is not valid at {where}: {error.message}") from None
-    validator = kind(schema)
+    _check_references(schema, schema)
+    validator = kind(schema, registry=referencing.Registry())  # one that fetches nothing: a session may give the schema
 
     def convert(value: Any) -> Any:
         plain = _plain(value)
-        failure = jsonschema.exceptions.best_match(validator.iter_errors(plain))
+        try:
+            failure = jsonschema.exceptions.best_match(validator.iter_errors(plain))
+        except (Unresolvable, RecursionError) as error:
+            raise Mismatch(f"the schema itself cannot be followed ({type(error).__name__})") from None
         if failure is not None:
             raise Mismatch(f"at {failure.json_path}: {failure.message[:500]}")
         return plain
 
     return AnswerType(schema, convert)
+
+
+def _check_references(part: Any, schema: Mapping[str, Any]) -> None:
+    """Every ``$ref`` of ``part`` is to a place in ``schema``."""
+    if isinstance(part, list):
+        for item in part:
+            _check_references(item, schema)
+    if not isinstance(part, dict):
+        return
+    for name, item in part.items():
+        if name == "$ref" and isinstance(item, str) and "$id" not in json.dumps(schema) and not _leads(item, schema):
+            raise ConfigError(f"the JSON schema refers to {item!r}, which is not in it: put it under its $defs")
+        _check_references(item, schema)
+
+
+def _leads(reference: str, schema: Any) -> bool:
+    """Whether ``reference``, such as ``#/$defs/Item``, names a place in ``schema``. Anchors are not looked for."""
+    place, *path = reference.split("/")
+    if place.startswith("#") and (place != "#" or not path):
+        return True
+    for step in path:
+        key = step.replace("~1", "/").replace("~0", "~")
+        if isinstance(schema, list) and key.isdecimal() and int(key) < len(schema):
+            schema = schema[int(key)]
+        elif isinstance(schema, dict) and key in schema:
+            schema = schema[key]
+        else:
+            return False
+    return place == "#"
 
 
 def _msgspec(kind: Any) -> Callable[[Any], Any]:
@@ -106,10 +162,21 @@ def _msgspec(kind: Any) -> Callable[[Any], Any]:
     return convert
 
 
-def _pydantic(kind: Any) -> Callable[[Any], Any]:
+def _is_pydantic(kind: Any) -> bool:
+    return hasattr(kind, "model_json_schema") and hasattr(kind, "model_validate")
+
+
+def _parts(kind: Any) -> Iterator[Any]:
+    """The types that ``kind`` is made of: ``list[A | None]`` of A and None."""
+    for part in typing.get_args(kind):
+        yield part
+        yield from _parts(part)
+
+
+def _pydantic(validate: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def convert(value: Any) -> Any:
         try:
-            return kind.model_validate(_plain(value))
+            return validate(_plain(value))
         except ValueError as error:  # pydantic's ValidationError is one
             raise Mismatch(str(error)[:1000]) from None
 

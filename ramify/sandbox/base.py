@@ -222,7 +222,12 @@ def open_sandbox(spec: SandboxSpec) -> Sandbox:
     """The sandbox that ``spec`` describes. Nothing is started before its first session.
 
     Raises ConfigError for an unknown provider or package, SandboxError where this machine cannot hold it."""
+    return cast(Sandbox, importlib.import_module(module_of(spec)).open_provider(spec))
+
+
+def module_of(spec: SandboxSpec) -> str:
+    """The module that holds the provider. Raises ConfigError for an unknown one."""
     module = PROVIDERS.get(spec.provider)
     if module is None:
         raise ConfigError(f"unknown sandbox '{spec.provider}': {nearest(spec.provider, PROVIDERS)}")
-    return cast(Sandbox, importlib.import_module(module).open_provider(spec))
+    return module

@@ -283,6 +283,18 @@ _to_json: Callable[[Any], str] = json.JSONEncoder(
     ensure_ascii=False, separators=(",", ":"), check_circular=False, allow_nan=False
 ).encode
 _from_json = json.JSONDecoder().decode
+
+
+def _json_bytes(header: Any) -> bytes:
+    """``header`` as JSON; half a surrogate pair, as an error's text may hold, becomes its escape as text."""
+    text = _to_json(header)
+    try:
+        return text.encode()
+    except UnicodeEncodeError:
+        shown = (f"\\\\u{ord(char):04x}" if "\ud800" <= char <= "\udfff" else char for char in text)
+        return "".join(shown).encode()
+
+
 _U32 = struct.Struct("<I")
 
 
@@ -1203,7 +1215,7 @@ class Guest:
                 header["tags"] = True
             if blobs:
                 header["blobs"] = [len(blob) for blob in blobs]
-        text = _to_json(header).encode("utf-8", "backslashreplace")
+        text = _json_bytes(header)
         size = len(text) + sum(map(len, blobs))
         if len(text) > MAX_HEADER or size > MAX_FRAME:
             raise CodecError(f"{size:,} bytes (at most {MAX_FRAME:,}, {MAX_HEADER:,} of them outside long strings)")

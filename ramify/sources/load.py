@@ -149,10 +149,13 @@ def _tools(databases: dict[str, Path]) -> dict[str, Callable[..., Any]]:
 
 
 def _nearest(path: str) -> str:
-    folder = os.path.dirname(path) or "."
+    named, name = os.path.split(path.rstrip("/"))
+    folder = named or "."
     try:
         names = os.listdir(folder)
     except OSError:
         return f"nor does the folder {folder}" if not os.path.exists(folder) else f"{folder} cannot be listed"
-    close = get_close_matches(os.path.basename(path), names, n=1)
-    return f"did you mean {os.path.join(os.path.dirname(path), close[0])}?" if close else f"look into {folder}"
+    close = get_close_matches(name, names, n=1)
+    if close:
+        return f"did you mean {os.path.join(named, close[0])}?"
+    return f"check its name, or look into {folder if named else 'this folder'}"

@@ -34,6 +34,20 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
     """For ``role="tool"``: the call that this message answers."""
 
 
+def encodable(text: str) -> str:
+    """``text`` as it can be sent and written: half a surrogate pair, which UTF-8 cannot hold, becomes its escape."""
+    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
+
+
+def sendable(message: Message) -> Message:
+    """``message`` with all its texts ``encodable``."""
+    calls = tuple(
+        ToolCall(encodable(call.id), encodable(call.name), encodable(call.arguments)) for call in message.tool_calls
+    )
+    reasoning = None if message.reasoning is None else encodable(message.reasoning)
+    return Message(message.role, encodable(message.content), reasoning, calls, message.tool_call_id)
+
+
 class Usage(msgspec.Struct, frozen=True, omit_defaults=True):
     """Tokens as the server counted them. Adds with ``+``."""
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 
 import pytest
 
-from tests.cli.helpers import SESSION_SCRIPT, Done, Shell, code
+from tests.cli.helpers import COMMAND, SESSION_SCRIPT, Done, Shell, code
 
 SESSION = ("--no-direct", "how long?", "log.txt")
 
@@ -169,3 +170,12 @@ def test_a_pipe_that_says_nothing_is_told_of(shell: Shell) -> None:
     assert process.stderr.readline().startswith(b"reading standard input; ")
     out, _ = process.communicate(timeout=20)
     assert (process.returncode, out) == (0, b"yes\n")
+
+
+def test_closed_streams(shell: Shell) -> None:
+    ask = f"exec {shlex.join([*COMMAND, 'ask', '--model', shell.model(['31']), 'How many days has May?'])}"
+    codes = [
+        subprocess.run(["sh", "-c", f"{ask} {closed}"], cwd=shell.folder, env=shell.env, capture_output=True).returncode
+        for closed in ("<&-", ">&-", "2>&-")
+    ]
+    assert codes == [0, 0, 0]

@@ -63,7 +63,7 @@ def test_bad_input(shell: Shell, case: str) -> None:
         (["sho"], r"there is no command 'sho': did you mean 'show'\?"),
         (["how many?"], r"to ask a question: ramify ask 'how many\?'"),
         (["--versio"], r"unknown option --versio: did you mean --version\?"),
-        (["show"], r"give RUN; see ramify show --help"),
+        (["show"], r"give RUN \(see ramify show --help\)"),
         (["show", "a", "b"], r"'b' is one word too many"),
         (["runs", "prune", "--keep-last", "3"], r"unknown option --keep-last: did you mean --keep\?"),
     ],

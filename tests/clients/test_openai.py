@@ -297,3 +297,13 @@ def test_an_address_in_the_name_is_said_once():
 
     assert run(main("vllm:m@{url}")) == "vllm:m@URL answered 422: no such field"
     assert run(main("vllm:m", vllm=True)) == "vllm:m at URL/chat/completions answered 422: no such field"
+
+
+def test_a_server_that_is_no_api():
+    """Not tried again: a page that says "not here" or "not for POST" will say so the next time."""
+    for status in (404, 405, 501):
+        error = answer(b"<html><h1>Nope</h1></html>", status, content_type="text/html")
+        assert isinstance(error, Refused)
+        assert not error.transient
+        assert str(error).endswith(f"answered {status}: a web page; check the base URL: most end in /v1")
+    assert isinstance(answer(b"<html>Bad gateway</html>", 502, content_type="text/html"), ServerFailed)

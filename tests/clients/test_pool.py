@@ -186,6 +186,19 @@ def test_a_bug_in_a_script_is_raised_and_books_are_closed():
     assert (books.kinds, books.open) == (["forfeit"], 0)
 
 
+def test_what_was_never_sent_for_want_of_a_setting_costs_nothing():
+    def script(messages):
+        raise ConfigError("certificate bundle /no: not there")
+
+    async def main():
+        books = Books()
+        with pytest.raises(ConfigError):
+            await pool().ask(ScriptedClient(script), request(), books)
+        return books.kinds, books.open
+
+    assert run(main()) == (["release"], 0)
+
+
 FAILURES = st.sampled_from(
     [rate_limited(0.0), server_error(), unreachable(), dropped(), cut(), malformed(), no_choices(), refused()]
 )

@@ -69,7 +69,13 @@ def test_where_a_name_leads(name, environ, url, headers, limit):
         (
             "openai:m",
             {},
-            "openai:m: no API key: set OPENAI_API_KEY (export OPENAI_API_KEY=…), or pass it to Pool(keys=…)",
+            "openai:m: no API key: set OPENAI_API_KEY (export OPENAI_API_KEY=…)",
+        ),
+        (
+            "vllm:m@http://user:secret@host/v1",
+            {},
+            "vllm:m: a base URL with a user or password in it would be shown and stored: leave them out, and set "
+            "VLLM_API_KEY",
         ),
         ("azure:m", ENV, "azure:m: no base URL: set AZURE_OPENAI_ENDPOINT, or write azure:m@https://…"),
         ("vllm:m", {"VLLM_BASE_URL": "gpu:8000"}, "vllm:m: 'gpu:8000' is not a base URL: write it as https://host/v1"),

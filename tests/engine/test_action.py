@@ -38,6 +38,22 @@ CASES = {
     "final in a sentence": ("I will call FINAL(x) later.", Action()),
     "final in a fence is code": ("```repl\nFINAL(3)\n```", Action(codes=("FINAL(3)",))),
     "thinking is no action": ("<think>\n```repl\nx\n```\nFINAL(1)</think>\nFINAL(2)", Action(final=Final("2"))),
+    "thinking whose beginning the server kept": (
+        "```repl\nx\n```\n</think>\n```repl\ny\n```",
+        Action(codes=("y",)),
+    ),
+    "the word <think> in code": ("```repl\nx = '<think>'\n```\nFINAL(1)", Action(("x = '<think>'",), final=Final("1"))),
+    "line ends of Windows": ("```repl\r\nx\r\n```\r\nSo:\r\nFINAL(1)\r\n", Action(("x",), final=Final("1"))),
+    "fence in a list": (
+        "10. Look:\n    ```repl\n    if x:\n        y\n    ```\n11. Then",
+        Action(codes=("if x:\n    y",)),
+    ),
+    "fence behind a bullet": ("- ```repl\n  x\n  ```\nFINAL(1)", Action(("x",), final=Final("1"))),
+    "many fences that are none of ours": (
+        "```\n" * 20_000,
+        Action(ignored=("an unmarked fence was not run; use ```repl",)),
+    ),
+    "final with nothing in it": ("FINAL()", Action()),
     "the last final counts": ("FINAL(1)\nno:\nFINAL(2)", Action(final=Final("2"))),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 from typing import Any
 
 import msgspec
@@ -281,6 +282,7 @@ def test_a_question_alone_is_answered_directly_and_typed() -> None:
         ({"a": ""}, " ", "the question is empty"),
         (["a"], None, "a context of type list needs a question"),
         ("", None, "the question is empty"),
+        (io.BytesIO(b"x"), "What?", r"a context cannot be a BytesIO: give prompt.read\(\), or ramify.load"),
     ],
 )
 def test_nothing_to_ask(prompt: Any, query: str | None, message: str) -> None:

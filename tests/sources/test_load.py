@@ -276,7 +276,7 @@ def test_what_is_named_and_cannot_be_read_is_one_line_with_a_remedy(tmp_path: Pa
     (tmp_path / "void").mkdir()
     for name, message in {
         "reprot.txt": r"reprot\.txt does not exist: did you mean .*report\.txt\?",
-        "qqq": r"qqq does not exist: look into ",
+        "qqq": r"qqq does not exist: check its name, or look into ",
         "no/such/x": r"no/such/x does not exist: nor does the folder ",
         "empty.txt": r"empty\.txt is empty: name something that has text in it",
         "b.bin": r"b\.bin is binary: convert it to text first",

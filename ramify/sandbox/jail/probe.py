@@ -42,6 +42,11 @@ class Reached(msgspec.Struct, frozen=True):
 _found: dict[frozenset[int], Reached] = {}
 
 
+def learn(server: Server) -> None:
+    """Take the answer, once, from a zygote that was started with ``reports``."""
+    _found[frozenset()] = read_walls(server)
+
+
 def probe(deny: frozenset[int] = frozenset()) -> Reached:
     """The answer of a zygote that was started for the question. ``deny``: numbers of system calls to do without."""
     if deny not in _found:

@@ -1,0 +1,54 @@
+"""A conversation's session: opened once, given on from question to question, stopped by each question's own limits."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from ramify import Limits, ModelError, Stop
+from ramify.clients.scripted import refused
+from tests.engine.helpers import client, code, rlm
+
+
+def test_a_session_that_a_question_did_not_need_serves_the_next() -> None:
+    async def num_tasks() -> list[int]:
+        nums = []
+        async with rlm(["FINAL(1)"] * 4 + [code("FINAL(context)")]) as r, r.conversation("text") as c:
+            for _ in range(4):
+                assert (await c.aask("?")).response == "1"
+                await asyncio.sleep(0.05)
+                nums.append(len(asyncio.all_tasks()))
+            assert (await c.aask("?")).answer == "text"
+        return nums
+
+    nums = asyncio.run(num_tasks())
+    assert nums[-1] <= nums[0]
+
+
+def test_a_deadline_stops_a_later_questions_code() -> None:
+    script = [code("x = 5", "FINAL(x)"), code("x = 6\nwhile True: pass"), "FINAL(9)", code("FINAL(x)")]
+    with rlm(script, limits=Limits(max_seconds=3)) as r, r.conversation("text") as c:
+        results = [c.ask("?") for _ in range(3)]
+    assert [(each.stop, each.answer) for each in results] == [(Stop.FINAL, 5), (Stop.DEADLINE, "9"), (Stop.FINAL, 6)]
+
+
+def test_questions_asked_at_once_take_turns() -> None:
+    async def answers() -> list[object]:
+        model = client(
+            [code("n = 1", "FINAL(n)"), code("n += 1", "FINAL(n)"), code("n += 1", "FINAL(n)")], latency_s=0.02
+        )
+        async with rlm(model) as r, r.conversation("text") as c:
+            return [each.answer for each in await asyncio.gather(*(c.aask("?") for _ in range(3)))]
+
+    assert asyncio.run(answers()) == [1, 2, 3]
+
+
+def test_code_is_no_answer() -> None:
+    with rlm([code("x = 5"), refused(), code("FINAL(x)")]) as r, r.conversation("text") as c:
+        with pytest.raises(ModelError, match="400"):
+            c.ask("?")
+        assert c.ask("?").answer == 5
+    with rlm(["I see 5.\n" + code("x = 5")], limits=Limits(max_calls=1)) as r:
+        result = r.completion("text", "?")
+    assert (result.stop, result.response) == (Stop.MAX_CALLS, "I see 5.")

@@ -1,0 +1,157 @@
+"""What no sane caller, model or tool gives, and one does: half characters, tools that raise the unraisable, contexts
+that contain themselves."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ramify import Citation, ConfigError, Stop, Store
+from ramify.engine.citations import unsupported
+from tests.engine.helpers import SCAFFOLD, client, code, rlm
+
+HALF = "\ud800"
+
+
+def test_half_a_surrogate_pair_anywhere(tmp_path: Path) -> None:
+    model = client(
+        [
+            code("print(ascii(llm_query(context + '!')))", f"'{HALF}'", "raise ValueError(context)"),
+            f"said {HALF}",
+            code("FINAL([context])"),
+        ]
+    )
+    store = Store(tmp_path)
+    with rlm(model, store=store) as r:
+        result = r.completion(HALF, f"why {HALF}?")
+        assert (result.answer, result.response) == ([HALF], '["\\ud800"]')
+        assert model.requests[1].messages[-1].content == "\\ud800!"
+        cells = result.trajectory.root.turns[0].cells
+        assert [cell.stdout for cell in cells] == ["'said \\\\ud800'\n", "", ""]
+        assert str(cells[2].error).endswith("ValueError: \\ud800")
+        assert r.replay(result.run_id).answer == [HALF]
+
+
+def test_a_context_that_contains_itself() -> None:
+    context: list[Any] = []
+    context.append(context)
+    with (
+        rlm([]) as r,
+        pytest.raises(ConfigError, match=r"^the context is nested too deep, or contains itself: flatten it$"),
+    ):
+        r.completion(context, "?")
+
+
+class _Later:
+    async def __call__(self) -> str:
+        return "later"
+
+
+class _Mute(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError
+
+
+async def _cancelled() -> None:
+    raise asyncio.CancelledError
+
+
+def _raises(error: BaseException) -> Any:
+    def tool() -> None:
+        raise error
+
+    return tool
+
+
+@pytest.mark.parametrize(
+    ("tool", "comes_to"),
+    [
+        (lambda: _Later()(), "later"),
+        (_Later(), "later"),
+        (_raises(StopIteration(3)), "StopIteration tool: 3"),
+        (_raises(SystemExit(3)), "RuntimeError SystemExit: tool: 3"),
+        (_raises(_Mute()), "RuntimeError _Mute: tool: (its text cannot be had: RuntimeError)"),
+        (_cancelled, "RuntimeError CancelledError: tool: "),
+    ],
+)
+def test_odd_tools(tool: Any, comes_to: str) -> None:
+    cell = "try:\n    print(tool())\nexcept Exception as error:\n    print(type(error).__name__, error)"
+    with rlm([code(cell), code("FINAL(1)")], tools={"tool": tool}, scaffold=SCAFFOLD) as r:
+        result = r.completion("text", "?")
+    assert result.trajectory.root.turns[0].cells[0].stdout == comes_to + "\n"
+
+
+def test_objects_of_the_session_are_answers_as_data() -> None:
+    cell = (
+        "import dataclasses, enum\nclass Colour(enum.Enum):\n    RED = 'red'\n"
+        "@dataclasses.dataclass\nclass Host:\n    name: str\n    colour: Colour\n"
+        "FINAL({'hosts': [Host('web', Colour.RED)], 'all': (1, 2)})"
+    )
+    with rlm([code(cell)]) as r:
+        assert r.completion("text", "?").answer == {"hosts": [{"name": "web", "colour": "red"}], "all": [1, 2]}
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "answer"),
+    [
+        ("42", str, "42"),
+        ("42", int, 42),
+        ('{"a": true}', dict[str, bool], {"a": True}),
+        ("{'a': True}", dict[str, bool], {"a": True}),
+        ("it is so", str, "it is so"),
+    ],
+)
+def test_a_typed_answer_as_text(text: str, kind: Any, answer: Any) -> None:
+    with rlm([f"FINAL({text})"]) as r:
+        assert r.completion("text", "?", answer_type=kind).answer == answer
+
+
+def test_a_typed_answer_as_text_is_shown_what_does_not_fit() -> None:
+    model = client(["FINAL([1, 'x'])", "FINAL([1])"])
+    with rlm(model) as r:
+        assert r.completion("text", "?", answer_type=list[int]).answer == [1]
+    assert "Expected `int`, got `str` - at `$[1]`" in model.requests[1].messages[-1].content
+
+
+@pytest.mark.parametrize("reference", ["#/$defs/Nothing", "http://127.0.0.1:1/schema.json", "other.json"])
+def test_a_schema_that_refers_elsewhere_is_refused_and_nothing_is_fetched(reference: str) -> None:
+    schema = {"type": "array", "items": {"$ref": reference}}
+    with rlm([]) as r, pytest.raises(ConfigError, match="which is not in it: put it under its"):
+        r.completion("text", "?", answer_type=schema)
+    cell = f"try:\n    llm_query('?', schema={schema!r})\nexcept ValueError as error:\n    print(error)"
+    with rlm([code(cell), code("FINAL(1)")]) as r:
+        result = r.completion("text", "?")
+    assert result.trajectory.root.turns[0].cells[0].stdout.startswith(f"the JSON schema refers to '{reference}'")
+
+
+def test_a_schema_that_goes_in_circles() -> None:
+    model = client([code("FINAL(1)"), "FINAL(1)", "text"])
+    with rlm(model, limits={"max_turns": 2}) as r:
+        result = r.completion("text", "?", answer_type={"$id": "a", "$ref": "#"})
+    assert (result.stop, result.answer) == (Stop.MAX_TURNS, None)
+    assert "the schema itself cannot be followed (RecursionError)" in model.requests[1].messages[-1].content
+
+
+def test_a_list_of_pydantic_models() -> None:
+    pydantic = pytest.importorskip("pydantic")
+    item = pydantic.create_model("Item", a=(int, ...))
+    with rlm([code("FINAL([{'a': 1}])")]) as r:
+        result = r.completion("text", "?", answer_type=list[item])  # type: ignore[valid-type]
+    assert (result.answer, result.response) == ([item(a=1)], '[{"a":1}]')
+
+
+@pytest.mark.parametrize(
+    ("context", "source", "line", "holds"),
+    [
+        ("one\x0cmore\ntwo\n", "context", 2, True),
+        ("one\r\ntwo\r\n", "context", 2, True),
+        ({7: "one\ntwo"}, "7", 2, True),
+        (["one\ntwo"], "\N{SUPERSCRIPT TWO}", 2, False),
+        (["one\ntwo"], "0", 3, False),
+    ],
+)
+def test_where_a_quote_stands(context: Any, source: str, line: int, holds: bool) -> None:
+    assert (unsupported(Citation(source, line, line, "two"), context) is None) is holds

@@ -1,0 +1,67 @@
+"""What an ``RLM`` cannot be made of is said when it is made, in one line with a remedy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ramify import RLM, Limits, ScriptedClient, Store
+from ramify.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "said"),
+    [
+        (None, {}, "None is not a model: give 'provider:model', for example 'openai:gpt-5-mini'"),
+        (["openai:a", 3], {}, "3 is not a model: give 'provider:model', for example 'openai:gpt-5-mini'"),
+        ("openai:a", {"limits": {"max_calls": 3}}, "limits is a dict: give a ramify.Limits(…)"),
+        ("openai:a", {"sandbox": 3}, "sandbox is a int: give a ramify.SandboxSpec(…)"),
+        ("openai:a", {"sandbox": "proces"}, "unknown sandbox 'proces': did you mean 'process'? known: "),
+        ("openai:a", {"scaffold": "min"}, "unknown scaffold 'min': did you mean 'minimal'? known: "),
+        ("openai:a", {"tools": [3]}, "the tool 3 has no usable name: give tools as a dict of name to function"),
+    ],
+)
+def test_what_it_is_made_of(model: Any, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        RLM(model, **options)
+    assert str(caught.value).startswith(said)
+
+
+def test_a_limit_of_zero() -> None:
+    with pytest.raises(ConfigError, match="limit max_calls=0 allows nothing: give a positive number"):
+        Limits(max_calls=0)
+    assert Limits(max_depth=0).max_depth == 0
+
+
+def test_several_models() -> None:
+    with RLM((ScriptedClient(["one"]), "vllm:never-asked")) as rlm:
+        assert rlm.completion("A question?").response == "one"
+
+
+def test_a_run_that_cannot_begin_leaves_nothing(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    with (
+        RLM("scripted:absent.json", store=store) as rlm,
+        pytest.raises(ConfigError, match=r"script absent\.json: No such"),
+    ):
+        rlm.completion("some text", "A question?")
+    with (
+        RLM(ScriptedClient(["one"]), limits=Limits(max_cost=1), store=store) as rlm,
+        pytest.raises(ConfigError, match=r"^a limit of \$1 cannot be kept"),
+    ):
+        rlm.completion("some text", "A question?")
+    assert store.runs() == []
+
+
+def test_a_listener_that_would_have_to_be_awaited(tmp_path: Path) -> None:
+    async def listener(event: Any) -> None: ...
+
+    store = Store(tmp_path)
+    with (
+        RLM(ScriptedClient(["one"]), store=store) as rlm,
+        pytest.raises(ConfigError, match=r"^on_event is a coroutine"),
+    ):
+        rlm.completion("some text", "A question?", on_event=listener)
+    assert list((tmp_path / "runs").glob("*")) == []
