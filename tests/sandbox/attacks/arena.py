@@ -187,6 +187,9 @@ class Arena:
         verdict.reached = [line[9:] for line in text.splitlines() if line.startswith("!reached ")]
         verdict.refused = [line[9:] for line in text.splitlines() if line.startswith("!refused ")]
         verdict.detail = verdict.detail or text[-300:]
+        if verdict.ended == "error" and "ModuleNotFoundError" in verdict.detail and self.spec.provider != "process":
+            verdict.skipped = f"it cannot begin here: {verdict.detail.splitlines()[-1]}"
+            return verdict
         if verdict.ended and verdict.ended not in attack.ends:
             verdict.faults.append(f"it ended otherwise than {' or '.join(attack.ends)}: {verdict.ended}")
         if (

@@ -178,6 +178,7 @@ attempt('threads', act)
 """,
     ends=("ran", "error", "died"),
     timeout_s=20,
+    open_at=dict.fromkeys("BC", "without a user namespace, threads are bounded for all sessions together"),
 )
 attack(
     "a multiprocessing pool",

@@ -135,7 +135,7 @@ async def meet_by_locks(arena: Arena, session: Session) -> str:
     return told("a lock seen", first.startswith("locked") and second.startswith("no"), (first, second))
 
 
-attack("locks on shared files as a channel", "siblings", act=meet_by_locks, open_at={"A": "", "B": ""})
+attack("locks on shared files as a channel", "siblings", act=meet_by_locks)
 
 
 async def crash_many(arena: Arena, session: Session) -> str:

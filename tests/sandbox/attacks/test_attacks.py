@@ -6,12 +6,16 @@ cannot show is skipped with its reason. Without walls, the same attacks must rea
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +24,8 @@ import pytest
 
 from attacks.base import ATTACKS, Attack, Verdict
 from attacks.cases import ATTACKS as ALL_ATTACKS
-from attacks.runner import Closing, Line, Opening
+from attacks.runner import Closing, Line, Opening, Told
+from attacks.watch import start_time
 from ramify.sandbox.base import PROVIDERS
 
 HERE = Path(__file__).parents[1]
@@ -38,28 +43,51 @@ class Findings(NamedTuple):
     complaint: str
 
 
+class Place(NamedTuple):
+    """Who runs a child of these tests, with which Python."""
+
+    python: str
+    env: dict[str, str]
+    whoami: dict[str, Any]
+
+
+def place(as_root: bool, home: str) -> Place:
+    """For an ordinary user: a Python that they may run, which is not that of an environment in root's home."""
+    os.chmod(home, 0o777)
+    path = [str(ROOT), str(HERE), *(entry for entry in sys.path if entry.endswith("site-packages"))]
+    env = {
+        "PYTHONPATH": os.pathsep.join(path), "PYTHONDONTWRITEBYTECODE": "1", "HOME": home, "TMPDIR": home,
+        "LANG": "C.UTF-8", "PATH": os.environ["PATH"],
+    }  # fmt: skip
+    if as_root or os.geteuid() != 0:
+        return Place(sys.executable, env, {})
+    whoami: dict[str, Any] = {"user": NOBODY, "group": NOBODY, "extra_groups": []}
+    version = "python{}.{}".format(*sys.version_info)
+    trial = "import attacks.runner, subprocess, sys; subprocess.run([sys.executable, '-c', ''], check=True)"
+    for python in (sys.executable, f"/usr/bin/{version}", f"/usr/local/bin/{version}"):
+        with contextlib.suppress(OSError):
+            if not subprocess.run([python, "-c", trial], env=env, cwd="/", capture_output=True, **whoami).returncode:
+                return Place(python, env, whoami)
+    pytest.skip(f"an ordinary user can run no {version} here that reads {ROOT}")
+
+
+def plan_of(provider: str, tier: str, names: tuple[str, ...] = ()) -> str:
+    spec = {} if provider == "process" else {"allow_weaker": True, "tier": "C"}
+    return json.dumps({"provider": provider, "tier": tier, "names": names, "spec": spec})
+
+
 @functools.cache
 def findings(provider: str, tier: str, as_root: bool, names: tuple[str, ...] = ()) -> Findings:
     """Run all attacks once. What stops the whole runner is its complaint."""
-    plan: dict[str, Any] = {"provider": provider, "tier": tier, "names": names}
-    if provider != "process":
-        plan["spec"] = {"allow_weaker": True}
-    whoami: dict[str, Any] = {}
-    if os.geteuid() == 0 and not as_root:
-        whoami = {"user": NOBODY, "group": NOBODY, "extra_groups": []}
     with tempfile.TemporaryDirectory(prefix="attacks-") as home:
-        os.chmod(home, 0o777)
-        env = {
-            "PYTHONPATH": f"{ROOT}:{HERE}", "PYTHONDONTWRITEBYTECODE": "1", "HOME": home, "TMPDIR": home, "LANG": "C.UTF-8",
-            "PATH": os.environ["PATH"],
-        }  # fmt: skip
+        python, env, whoami = place(as_root, home)
         done = subprocess.run(
-            [sys.executable, "-m", "attacks.runner", json.dumps(plan)],
+            [python, "-m", "attacks.runner", plan_of(provider, tier, names)],
             capture_output=True, text=True, env=env, cwd="/", timeout=400, check=False, start_new_session=True, **whoami,
         )  # fmt: skip
         left = sorted(path.name for path in Path(home).iterdir())
     lines = [msgspec.json.decode(line, type=Line) for line in done.stdout.splitlines()]
-    verdicts = {line.verdict.name: line.verdict for line in lines if hasattr(line, "verdict")}
+    verdicts = {line.verdict.name: line.verdict for line in lines if isinstance(line, Told)}
     opening = next((line for line in lines if isinstance(line, Opening)), None)
     closing = next((line for line in lines if isinstance(line, Closing)), None)
     complaint = "" if done.returncode == 0 else f"the runner ended with {done.returncode}: {done.stderr.strip()[-500:]}"
@@ -68,16 +96,22 @@ def findings(provider: str, tier: str, as_root: bool, names: tuple[str, ...] = (
     return Findings(opening, verdicts, closing, complaint)
 
 
+@functools.cache
+def started() -> dict[tuple[str, bool], Future[Findings]]:
+    """All runners of the jail, two at a time: much of what they do is waiting for a limit of time."""
+    pool = ThreadPoolExecutor(2)
+    users = [True, False] if os.geteuid() == 0 else [False]
+    return {(tier, as_root): pool.submit(findings, "jail", tier, as_root) for as_root in users for tier in "ABC"}
+
+
 def of_jail(tier: str, as_root: bool) -> Findings:
     """The jail's findings, or a loud skip."""
     if "jail" not in PROVIDERS or sys.platform != "linux":
         pytest.skip("there is no jail on this platform")
     if as_root and os.geteuid() != 0:
         pytest.skip("these tests do not run as root")
-    found = findings("jail", tier, as_root)
+    found = started()[tier, as_root].result()
     if found.opening is None:
-        if "Permission denied" in found.complaint or "No module named" in found.complaint:
-            pytest.skip(f"an ordinary user cannot read this checkout or its Python: {found.complaint}")
         pytest.fail(found.complaint)
     if found.opening.refusal:
         pytest.skip(f"this machine has no tier {tier}: {found.opening.refusal}")
@@ -113,6 +147,26 @@ def test_nothing_is_left(tier: str, as_root: bool) -> None:
     found = of_jail(tier, as_root)
     assert found.closing is not None, found.complaint
     assert (found.closing.faults, found.complaint) == ([], "")
+
+
+@pytest.mark.parametrize("tier", TIERS)
+@WHO
+def test_the_host_is_killed(tier: str, as_root: bool) -> None:
+    """Without a word to anyone: every process below it ends, and its folders go."""
+    of_jail(tier, as_root)
+    with tempfile.TemporaryDirectory(prefix="attacks-") as home:
+        python, env, whoami = place(as_root, home)
+        command = [python, "-m", "attacks.host", plan_of("jail", tier)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env, cwd="/", **whoami) as host:
+            assert host.stdout is not None
+            said = json.loads(host.stdout.readline())
+            began = {pid: start_time(pid) for pid in said["below"]}
+            assert len(began) > said["sessions"]
+            host.send_signal(signal.SIGKILL)
+        until = time.monotonic() + 10
+        while (left := [pid for pid, start in began.items() if start_time(pid) == start]) or os.listdir(home):
+            assert time.monotonic() < until, f"processes {left} and {os.listdir(home)} outlive the host"
+            time.sleep(0.02)
 
 
 # --- the attacks themselves: without walls they reach what they aim at
