@@ -75,15 +75,15 @@ class ProcessSandbox:
         if context is not None and not isinstance(context, SharedContext):
             raise ConfigError(f"a context must be a SharedContext, not {type(context).__name__}")
         large = context is not None and context.fd is not None
-        link = await (self._template(context) if large and context is not None else self._base())
-        session = await self._fork(link, seed)
+        link = await (self._template(context) if large and context is not None else self.base())
+        session = await self.fork(link, seed)
         if context is not None and not large:
             await session.set_context(context.buffer())
         return session
 
     # -- servers
 
-    async def _base(self) -> Link:
+    async def base(self) -> Link:
         """The fork server, started when the first session is asked for, and again should it have been killed."""
         if self._server is None or _is_gone(self._server):
             self._server = asyncio.ensure_future(self._start())
@@ -107,7 +107,7 @@ class ProcessSandbox:
 
     async def _template(self, context: SharedContext) -> Link:
         """The process that has decoded ``context``; made for its first session, kept as long as the context."""
-        base = await self._base()
+        base = await self.base()
         key, loop = context.serial, asyncio.get_running_loop()
         if key not in self._templates or _is_gone(self._templates[key][1]):
             self._retire_over(_MAX_TEMPLATES - 1)
@@ -158,7 +158,8 @@ class ProcessSandbox:
 
     # -- sessions
 
-    async def _fork(self, link: Link, seed: str) -> GuestSession:
+    async def fork(self, link: Link, seed: str) -> GuestSession:
+        """A session forked from ``link``'s process."""
         _make_room(_FDS_PER_SESSION * (len(self.sessions) + 1) + 128)
         ours, theirs = socket.socketpair()
         spool = _spool()
@@ -172,7 +173,7 @@ class ProcessSandbox:
         door = self.make_door(ours, link, reply["pid"], fds[0] if fds else -1, spool)
         session = GuestSession(
             door, cell_s=self.spec.cell_s, grace_s=self.spec.grace_s, max_output_bytes=self.spec.max_output_bytes,
-            on_close=self.sessions.discard, on_fork=self.sessions.add, on_install=self._compile_once(link),
+            on_close=self.closed, on_fork=self.opened, on_install=self._compile_once(link),
         )  # fmt: skip
         self.sessions.add(session)
         try:
@@ -180,7 +181,18 @@ class ProcessSandbox:
         except BaseException:
             await session.close()
             raise
+        self.opened(session)
         return session
+
+    def opened(self, session: GuestSession) -> None:
+        """A session or a branch is there."""
+        self.sessions.add(session)
+
+    def closed(self, session: GuestSession) -> None:
+        self.sessions.discard(session)
+
+    def compiled(self) -> None:
+        """Sessions forked from now on are ahead of those forked before."""
 
     def make_door(self, sock: socket.socket, link: Link, pid: int, pidfd: int, spool: int) -> ProcessDoor:
         return ProcessDoor(self.caps, sock, self.scratch, link, pid, pidfd, spool)
@@ -194,6 +206,7 @@ class ProcessSandbox:
                 self._compiled.add(key)
                 with contextlib.suppress(SandboxError):
                     link.tell({"op": "compile", "module": module, "source": source})
+                self.compiled()
 
         return on_install
 

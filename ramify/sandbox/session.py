@@ -275,6 +275,19 @@ class GuestSession:
             parts = wire.request(shown, encoder)
         self._door.write(parts)
 
+    async def seed(self, seed: str) -> None:
+        """Begin ``random`` anew."""
+        await self._ask({"op": "seed", "seed": seed})
+
+    def kill(self, reason: str) -> None:
+        """End the session at once; ``reason`` is what its user is told."""
+        self._fail(reason)
+
+    @property
+    def process(self) -> int:
+        """Descriptor of its process, or -1 where the door has none."""
+        return getattr(self._door, "pidfd", -1)
+
     # -- branches
 
     async def fork(self) -> GuestSession:
