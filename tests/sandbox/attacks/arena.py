@@ -214,7 +214,13 @@ class Arena:
             ran = await session.run(attack.code, answer=answer, timeout_s=attack.timeout_s)
         except SessionDied as died:
             return "died", died.stdout, str(died)
-        return ended(ran), ran.cell.stdout + (ran.cell.value or ""), (ran.cell.error or "")[-300:]
+        how, said = ended(ran), ran.cell.stdout + (ran.cell.value or "")
+        if how not in attack.ends and "died" in attack.ends:  # its end may have come before the news of its lie
+            try:
+                await session.run("1", answer=answer)
+            except SessionDied as died:
+                return "died", said, str(died)
+        return how, said, (ran.cell.error or "")[-300:]
 
     async def _sibling_faults(self, when: str) -> list[str]:
         self._count += 1
