@@ -281,7 +281,7 @@ def marked_processes(patience_s: float = 2.0) -> list[int]:
     until = time.monotonic() + patience_s
     while True:
         left = []
-        for pid in watch.parents():
+        for pid in watch.descendants(os.getpid()):
             with contextlib.suppress(OSError):
                 if Path(f"/proc/{pid}/comm").read_text().strip() == MARK:
                     left.append(pid)

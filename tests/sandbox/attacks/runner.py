@@ -67,7 +67,8 @@ async def run(plan: Plan) -> None:
         tell(Opening({}, refusal=str(error)))
         return
     try:
-        tell(Opening(msgspec.to_builtins(arena.sandbox.caps), str(getattr(getattr(arena.sandbox, "reached", None), "tier", ""))))
+        reached = getattr(arena.sandbox, "reached", None)
+        tell(Opening(msgspec.to_builtins(arena.sandbox.caps), getattr(reached, "tier", "")))
         for name in plan.names or cases.ATTACKS:
             tell(Told(await arena.verdict(cases.ATTACKS[name])))
     finally:
