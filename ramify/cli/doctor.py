@@ -7,7 +7,7 @@ import importlib.util
 import os
 import platform
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -85,6 +85,8 @@ def _sandbox() -> Iterator[str]:
     yield f"{spec.provider}: {', '.join(name.replace('_', ' ') for name, value in can.items() if value) or 'nothing'}"
     if lacks := [name.replace("_", " ") for name, value in can.items() if not value]:
         yield f"does not: {', '.join(lacks)}"
+    describe: Callable[[], list[str]] = getattr(sandbox, "describe", list)
+    yield from describe()
     if sandbox.warning:
         yield f"warning: {sandbox.warning}"
 

@@ -48,8 +48,14 @@ class LiveCall:
         """Prompt and reply of every turn so far."""
         self.turn = 0
         """Index of the next turn."""
+        self.num_turns_before = 0
+        """Turns of the call that this one is a branch of, up to where they part."""
         self.num_children = 0
         self._known: tuple[int, int] | None = None
+
+    @property
+    def is_branch(self) -> bool:
+        return ":" in self.id
 
     def next_child(self) -> str:
         """Ids are dealt out by order of issue, which a replay repeats; completion has no order."""

@@ -16,15 +16,16 @@ from typing import Any
 
 from ramify.engine import observe
 from ramify.engine.action import Action, Final, read_action, said
+from ramify.engine.branch import Search
 from ramify.engine.call import LiveCall, Outcome
 from ramify.engine.host import Host
 from ramify.engine.run import NATIVE_TOOLS, Run
 from ramify.engine.typed import AnswerType, Mismatch
-from ramify.errors import HostCallError, LimitReached, ModelError, SandboxError, SessionDied
+from ramify.errors import HostCallError, LimitReached, ModelError, RamifyError, SandboxError, SessionDied
 from ramify.sandbox.base import Ran, Session
 from ramify.types.event import CellRan
 from ramify.types.message import Message
-from ramify.types.trajectory import Cell, Stop
+from ramify.types.trajectory import Cell, Fork, Stop
 
 ChildLoop = Callable[[Run, LiveCall], Coroutine[Any, Any, Outcome]]
 
@@ -56,9 +57,10 @@ async def run_child(run: Run, call: LiveCall) -> Outcome:
 class RlmLoop:
     """One call with its session. ``answer`` may be asked again: the session and its history go on."""
 
-    def __init__(self, run: Run, call: LiveCall, before: RlmLoop | None = None) -> None:
+    def __init__(self, run: Run, call: LiveCall, before: RlmLoop | None = None, search: Search | None = None) -> None:
         """``before`` is the loop of the question before, whose session goes on here."""
-        self.run, self.call = run, call
+        self.run, self.call, self._search = run, call, search
+        self._branched_at = -1
         self.session: Session | None = None
         self._opening: asyncio.Task[Session] | None = None
         if before is not None:
@@ -83,8 +85,13 @@ class RlmLoop:
         text = f"{question}\n\n{kind.instruction()}" if kind else question
         self._pending = [*self._before_question(), Message("user", text)]
         self._begin_to_open()
+        return await self._go_on()
+
+    async def _go_on(self) -> Outcome:
+        """Turn after turn until there is an answer, in several continuations where the search wants them."""
         while True:
-            outcome = await self._step()
+            width = self._search.width(self.call) if self._search and self._branched_at != self.call.turn else 1
+            outcome = await (self._branch(width) if width > 1 else self._step())
             if outcome is not None:
                 return outcome
 
@@ -169,6 +176,53 @@ class RlmLoop:
             )
             return None
         return Outcome(Stop.FINAL, value)
+
+    # --- branches ----------------------------------------------------------------------------------------------
+
+    async def _branch(self, width: int) -> Outcome:
+        """The next turn in ``width`` continuations at once; the outcome of the one that is chosen."""
+        assert self._search is not None
+        self._branched_at = self.call.turn
+        forks: list[RlmLoop] = []
+        try:
+            for number in range(1, width):
+                forks.append(await self._fork(number))
+            outcomes = await asyncio.gather(self._go_on(), *(fork._go_on_and_end() for fork in forks))
+        finally:
+            for fork in forks:
+                await fork.close()
+        index = self._search.choose([outcome.answer for outcome in outcomes])
+        chosen = [self, *forks][index].call.id
+        self.run.note(self.call, f"of {width} continuations of turn {self._branched_at}, {chosen} answers")
+        return outcomes[index]
+
+    async def _fork(self, number: int) -> RlmLoop:
+        """A continuation with a session of its own: forked, or where nothing has happened in it yet, a fresh one."""
+        run, origin = self.run, self.call
+        call = LiveCall(
+            f"{origin.id}:{number}", "rlm", origin.client, origin.depth, origin.question, context=origin.context
+        )
+        call.go_on_from(origin)
+        call.num_turns_before = origin.num_turns_before + origin.turn
+        fork = RlmLoop(run, call, search=self._search)
+        if origin.turn:
+            fork.session = await (await self._open()).fork()
+            run.keep(fork.session)
+        fork._kind, fork._pending, fork._reused = self._kind, list(self._pending), self._reused
+        fork._deferred, fork._partial, fork._last_text = self._deferred, self._partial, self._last_text
+        fork._num_idle, fork._branched_at = self._num_idle, 0  # where this very branching is
+        run.begin(call, Fork(origin.id, origin.turn - 1))
+        return fork
+
+    async def _go_on_and_end(self) -> Outcome:
+        outcome = Outcome(Stop.CANCELLED, error="cancelled")
+        try:
+            outcome = await self._go_on()
+        except RamifyError as error:
+            outcome = Outcome(Stop.ERROR, error=str(error), failure=error)
+        finally:
+            self.run.end(self.call, outcome)
+        return outcome
 
     # --- cells -------------------------------------------------------------------------------------------------
 
@@ -355,7 +409,7 @@ class RlmLoop:
         )
 
     def _observation(self, action: Action, reports: list[str], notes: list[str]) -> list[Message]:
-        turn, most = self.call.turn, self.run.limits.max_turns
+        turn, most = self.call.num_turns_before + self.call.turn, self.run.limits.max_turns
         warnings = observe.running_low(self.run.ledger.standing(), turn, most)
         text = observe.observation(reports, notes, turn, most, warnings)
         if not action.tool_call_ids:

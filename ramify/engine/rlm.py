@@ -29,6 +29,7 @@ import msgspec
 
 from ramify.clients.base import Client, Sampling
 from ramify.engine import sync
+from ramify.engine.branch import Search, config_of, search_of
 from ramify.engine.citations import Citation, Cited
 from ramify.engine.conversation import Conversation
 from ramify.engine.limits import Limits
@@ -109,32 +110,38 @@ class RLM:
 
     def completion(
         self, prompt: Any, query: str | None = None, *, answer_type: Any = None, cite: bool = False,
-        cache: bool = False, on_event: Listener | None = None,
+        cache: bool = False, search: Search | int | None = None, on_event: Listener | None = None,
     ) -> Result:  # fmt: skip
         """Answer ``query`` over ``prompt`` (text, a dict or list of texts, any plain value, or what ``load`` returned).
 
         Without ``query``, ``prompt`` is the question. ``answer_type`` is a type or a JSON schema that the answer must
         meet; ``cite`` asks for citations and checks them; ``cache`` uses replies to the same requests kept in the store.
+        ``search`` runs several continuations of a turn and chooses among their answers: a number (of first turns, by
+        vote), ``Branches`` or a ``Search``.
         Raises ConfigError for wrong input, and the model's or sandbox's error where that left no answer. A limit is no
         error: see ``Result.stop``."""
         return self._in_thread(
-            self.acompletion(prompt, query, answer_type=answer_type, cite=cite, cache=cache, on_event=on_event)
+            self.acompletion(
+                prompt, query, answer_type=answer_type, cite=cite, cache=cache, search=search, on_event=on_event
+            )
         )
 
     async def acompletion(
         self, prompt: Any, query: str | None = None, *, answer_type: Any = None, cite: bool = False,
-        cache: bool = False, on_event: Listener | None = None,
+        cache: bool = False, search: Search | int | None = None, on_event: Listener | None = None,
     ) -> Result:  # fmt: skip
         """``completion`` on the caller's event loop. Cancelling it cancels the tree."""
-        running = self.start(prompt, query, answer_type=answer_type, cite=cite, cache=cache, on_event=on_event)
+        running = self.start(
+            prompt, query, answer_type=answer_type, cite=cite, cache=cache, search=search, on_event=on_event
+        )
         return checked(await running.result())
 
     async def stream(
         self, prompt: Any, query: str | None = None, *, answer_type: Any = None, cite: bool = False,
-        cache: bool = False,
+        cache: bool = False, search: Search | int | None = None,
     ) -> AsyncIterator[AnyEvent]:  # fmt: skip
         """The events of a run as they happen, ``RunEnded`` the last; leaving the loop early cancels the run."""
-        running = self.start(prompt, query, answer_type=answer_type, cite=cite, cache=cache)
+        running = self.start(prompt, query, answer_type=answer_type, cite=cite, cache=cache, search=search)
         try:
             async for event in running.events():
                 yield event
@@ -144,18 +151,21 @@ class RLM:
 
     def start(
         self, prompt: Any, query: str | None = None, *, answer_type: Any = None, cite: bool = False,
-        cache: bool = False, on_event: Listener | None = None, metadata: Mapping[str, Any] | None = None,
+        cache: bool = False, search: Search | int | None = None, on_event: Listener | None = None,
+        metadata: Mapping[str, Any] | None = None,
     ) -> Running:  # fmt: skip
         """A run that goes on while the caller does other things; needs a running event loop. Its ``result`` is data: it
         raises nothing for what a model did. ``metadata`` is kept with the run's configuration."""
         asked = question(prompt, query, answer_type, cite)
+        chosen = search_of(search)
         listeners = checked_listener(on_event)
         journal = self.store.create(self.store.new_id(asked.text)) if self.store else None
         recorder = Recorder(journal, listeners)
-        setup = msgspec.structs.replace(self._setup, config={**self._setup.config, **(metadata or {})})
+        config = {**self._setup.config, **config_of(chosen), **(metadata or {})}
         return Running(
-            setup, asked, self._shared.use(), id=journal.id if journal else _new_id(), recorder=recorder,
-            cache=self._cache(cache), close=functools.partial(_put_away, self.store, journal),
+            msgspec.structs.replace(self._setup, config=config), asked, self._shared.use(),
+            id=journal.id if journal else _new_id(), recorder=recorder, cache=self._cache(cache), search=chosen,
+            close=functools.partial(_put_away, self.store, journal),
         )  # fmt: skip
 
     def conversation(self, prompt: Any) -> Conversation:
@@ -165,16 +175,22 @@ class RLM:
 
     # --- going on, and again -----------------------------------------------------------------------------------
 
-    async def aresume(self, run: str, *, answer_type: Any = None, on_event: Listener | None = None) -> Result:
+    async def aresume(
+        self, run: str, *, answer_type: Any = None, search: Search | int | None = None,
+        on_event: Listener | None = None,
+    ) -> Result:  # fmt: skip
         """Go on with a stored run that was cut off: no reply that was recorded is paid for again; what was in flight is
         sent again and counted as possibly paid. A run that has ended is answered from the record."""
         store = self._need_store("resume")
         recording = Recording(store.events(run))
         if recording.ended is not None:
             return self._from_record(run)
-        return checked(await self.restart(run, answer_type=answer_type, on_event=on_event).result())
+        return checked(await self.restart(run, answer_type=answer_type, search=search, on_event=on_event).result())
 
-    def restart(self, run: str, *, answer_type: Any = None, on_event: Listener | None = None) -> Running:
+    def restart(
+        self, run: str, *, answer_type: Any = None, search: Search | int | None = None,
+        on_event: Listener | None = None,
+    ) -> Running:  # fmt: skip
         """As ``start``, for a stored run that was cut off. Raises ConfigError for one that has ended."""
         store = self._need_store("resume")
         recording = Recording(store.events(run))
@@ -184,35 +200,47 @@ class RLM:
         journal = store.reopen(run)
         recorder = Recorder(journal, listeners, held=recording.holds, since_s=recording.last_s)
         try:
-            return self._again(recording, answer_type, recorder, journal.close)
+            return self._again(recording, answer_type, search, recorder, journal.close)
         except BaseException:
             journal.close()
             raise
 
-    async def areplay(self, run: str, *, answer_type: Any = None, on_event: Listener | None = None) -> Result:
+    async def areplay(
+        self, run: str, *, answer_type: Any = None, search: Search | int | None = None,
+        on_event: Listener | None = None,
+    ) -> Result:  # fmt: skip
         """Run a stored run's cells again against its recorded replies, without asking any model. Raises ReplayDiverged
         where the run asks something else than it did."""
         recording = Recording(self._need_store("replay").events(run), strict=True)
         recorder = Recorder(None, checked_listener(on_event))
-        result = await self._again(recording, answer_type, recorder, _nothing).result()
+        result = await self._again(recording, answer_type, search, recorder, _nothing).result()
         return checked(result)
 
-    def resume(self, run: str, *, answer_type: Any = None, on_event: Listener | None = None) -> Result:
+    def resume(
+        self, run: str, *, answer_type: Any = None, search: Search | int | None = None,
+        on_event: Listener | None = None,
+    ) -> Result:  # fmt: skip
         """``aresume``, waited for."""
-        return self._in_thread(self.aresume(run, answer_type=answer_type, on_event=on_event))
+        return self._in_thread(self.aresume(run, answer_type=answer_type, search=search, on_event=on_event))
 
-    def replay(self, run: str, *, answer_type: Any = None, on_event: Listener | None = None) -> Result:
+    def replay(
+        self, run: str, *, answer_type: Any = None, search: Search | int | None = None,
+        on_event: Listener | None = None,
+    ) -> Result:  # fmt: skip
         """``areplay``, waited for."""
-        return self._in_thread(self.areplay(run, answer_type=answer_type, on_event=on_event))
+        return self._in_thread(self.areplay(run, answer_type=answer_type, search=search, on_event=on_event))
 
-    def _again(self, recording: Recording, answer_type: Any, recorder: Recorder, close: Any) -> Running:
+    def _again(
+        self, recording: Recording, answer_type: Any, search: Search | int | None, recorder: Recorder, close: Any
+    ) -> Running:
         started = recording.started
         if len(recording.questions) > 1:
             raise ConfigError(f"run {started.id} is a conversation of {len(recording.questions)} questions: ask anew")
         asked = self._question_of(started, answer_type)
         return Running(
-            self._setup, asked, self._shared.use(), id=started.id, recorder=recorder, recording=recording, close=close
-        )
+            self._setup, asked, self._shared.use(), id=started.id, recorder=recorder, recording=recording,
+            search=search_of(search, started.config), close=close,
+        )  # fmt: skip
 
     def _question_of(self, started: RunStarted, kind: Any) -> Question:
         config, value = started.config, None

@@ -178,7 +178,8 @@ class Run:
             again = self.recording.last_word(call.id, call.turn)
             if again is not None:
                 return again
-        return self.closing or (Stop.MAX_TURNS if call.turn >= self.limits.max_turns else None)
+        num_turns = call.num_turns_before + call.turn
+        return self.closing or (Stop.MAX_TURNS if num_turns >= self.limits.max_turns else None)
 
     def was_skipped(self, call: LiveCall, turn: int, cell: int) -> bool:
         """In a run that is repeated: whether the run was closing by then, so that this cell was left out."""
@@ -244,7 +245,7 @@ class Run:
             if reply is not None:
                 self.ledger.charge(reply.usage, reply.cost)
                 return reply
-        if self.cache is not None:
+        if self.cache is not None and not call.is_branch:  # branches ask the same to get different replies
             reply = self.cache.get(digest)
             if reply is not None:
                 return msgspec.structs.replace(reply, usage=Usage(), cost=None if reply.cost is None else 0.0)

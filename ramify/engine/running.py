@@ -17,6 +17,7 @@ import msgspec
 
 from ramify.clients.base import Client
 from ramify.engine import observe
+from ramify.engine.branch import Search
 from ramify.engine.call import LiveCall, Outcome, context_ref, jsonable
 from ramify.engine.citations import Citation, Cited
 from ramify.engine.loop import RlmLoop
@@ -96,12 +97,13 @@ class Running:
         thread: Thread | None = None,
         recording: Replies | None = None,
         cache: Cache | None = None,
+        search: Search | None = None,
         close: Callable[[], None] = lambda: None,
     ) -> None:
         self.id = id
         self.recorder = recorder
         self._setup, self._question, self._use, self._thread = setup, question, use, thread
-        self._recording, self._cache, self._close = recording, cache, close
+        self._recording, self._cache, self._search, self._close = recording, cache, search, close
         self._run: Run | None = None
         self._wanted: Stop | None = None
         self._task = asyncio.get_running_loop().create_task(self._drive())
@@ -208,7 +210,7 @@ class Running:
             client = models.rlm(0)
             has_tools = bool(self._setup.tools.functions or self._setup.tools.values)
             direct = self._question.is_direct(self._setup.scaffold, client.window, has_tools)
-            if self._thread is None and direct:
+            if self._thread is None and direct and self._search is None:
                 return await self._answer_directly(run, client, context)
             return await self._answer_by_loop(run, client, context)
         finally:
@@ -234,7 +236,7 @@ class Running:
         call = LiveCall(
             str(thread.num_questions) if thread else "0", "rlm", client, 0, self._question.text, context=context
         )
-        loop = RlmLoop(run, call, before)
+        loop = RlmLoop(run, call, before, self._search)
         fork = None
         if before is not None and before.call.messages:
             call.go_on_from(before.call)

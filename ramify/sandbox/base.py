@@ -36,8 +36,13 @@ class Caps(msgspec.Struct, frozen=True):
     kill: bool = False
     """A session can be ended from outside without harm to the host."""
     fork: bool = False
+    """A live session can be forked, idle or waiting for the host."""
+    starts_processes: bool = False
+    """Cells may start processes of their own."""
     shares_context: bool = False
     """Sessions over the same context share its memory."""
+    full_python: bool = True
+    """All of the language and its standard library, as CPython has them."""
 
 
 MIN_MEMORY_BYTES = 64 << 20
@@ -57,6 +62,26 @@ class SandboxSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Kept of one cell's output for the host, head and tail; the session keeps up to sixteen times as much."""
     packages: tuple[str, ...] = ()
     """Third-party packages of the host that sessions may import; imported ahead of time where the provider can."""
+    image: str = ""
+    """Where sessions run in a container or a cloud: an image (e2b: a template, daytona: a snapshot or image) that has
+    python3 of version 3.11 or later, and ``packages``. Empty: the provider's plain Python."""
+    tier: str = "B"
+    """Of the jail: the weakest accepted. A: namespaces, the host's files are not there; B: Landlock, they cannot be
+    opened; C: no system call that names a file. The strongest that this machine has is taken."""
+    files_bytes: int = 16 << 20
+    """Most that a session may write into its folder; 0: it has none. In the jail, tier A."""
+    mounts: tuple[tuple[str, str], ...] = ()
+    """(file or folder of this machine, where sessions see it), read-only. In the jail."""
+    cpu_s: int = 3600
+    """Processor time of a session's whole life, its threads together. In the jail."""
+    rollback: bool = False
+    """Keep a fork from before each cell, and go on with it where the cell had to be killed. Sessions then write no
+    files. In the jail."""
+    pool: int = 2
+    """Sessions kept ready. In the jail."""
+    all_memory_bytes: int = 0
+    """Most that all sessions of a sandbox may use together; 0: three quarters of what the machine has. The one that
+    uses most is ended when it is more. In the jail."""
     allow_weaker: bool = False
     """Accept a provider that does not isolate what the default would."""
 
@@ -70,6 +95,11 @@ class SandboxSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 f"sandbox memory_bytes is {self.memory_bytes:,}, in which no Python session runs: "
                 f"give at least {MIN_MEMORY_BYTES:,}"
             )
+        if self.tier not in ("A", "B", "C"):
+            raise ConfigError(f"sandbox tier is {self.tier!r}: give 'A', 'B' or 'C'")
+        for name in ("files_bytes", "cpu_s", "pool", "all_memory_bytes"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"sandbox {name} is {getattr(self, name)!r}: it cannot be negative")
 
 
 class Ran(msgspec.Struct, frozen=True):
@@ -111,6 +141,24 @@ class Session(Protocol):
         copy of ``x`` as the host would get it, or TypeError. ``after_cell()``, where there is one, gives ``Ran.note``."""
         ...
 
+    async def fork(self) -> Session:
+        """A branch: a second session that goes on from here, sharing nothing that either can change.
+
+        While the session is idle, or while its cell waits for the host (in another task's ``run``); then the branch
+        first has to ``resume``. Raises SandboxError where ``caps.fork`` is false, and while threads, an event loop or
+        open files would be lost or shared, with the remedy. From then on the files that the session wrote are
+        read-only in both (``process``: both go on in one folder)."""
+        ...
+
+    async def resume(self, *, answer: Answer, timeout_s: float | None = None) -> Ran:
+        """In a branch forked in the middle of a cell: go on with the cell to its end. What the cell was waiting for is
+        asked of ``answer`` anew, so that branches may be answered differently."""
+        ...
+
+    async def close_tree(self) -> None:
+        """Close this session, those that it was forked from, and all their branches."""
+        ...
+
     def interrupt(self, reason: str) -> None:
         """Stop the running cell: KeyboardInterrupt in its main thread, a kill after the grace time."""
         ...
@@ -146,7 +194,15 @@ class Sandbox(Protocol):
 
 
 PROVIDERS = {
+    "daytona": "ramify.sandbox.cloud.daytona",
+    "docker": "ramify.sandbox.docker",
+    "e2b": "ramify.sandbox.cloud.e2b",
     "inprocess": "ramify.sandbox.inprocess",
+    "ipython": "ramify.sandbox.ipython",
+    "jail": "ramify.sandbox.jail.provider",
+    "modal": "ramify.sandbox.cloud.modal",
+    "monty": "ramify.sandbox.monty",
+    "prime": "ramify.sandbox.cloud.prime",
     "process": "ramify.sandbox.process",
 }
 """Provider -> the module whose ``open_provider(spec)`` makes it; loaded when it is asked for."""

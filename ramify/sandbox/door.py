@@ -6,13 +6,16 @@ Decides how bytes move between a socket and the event loop at the least cost. Le
 
 from __future__ import annotations
 
+import array
 import asyncio
 import contextlib
+import signal
 import socket
 from collections import deque
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol, runtime_checkable
 
+from ramify.errors import SandboxError
 from ramify.sandbox.base import Caps
 
 
@@ -56,13 +59,43 @@ class Door(Protocol):
         ...
 
 
+def how_it_ended(status: int) -> str:
+    """An exit status, as ``subprocess`` gives it, in words."""
+    if status >= 0:
+        return f"its process exited with status {status}"
+    try:
+        name = signal.Signals(-status).name
+    except ValueError:
+        name = "unknown"
+    return f"its process was killed by signal {-status} ({name})"
+
+
+@runtime_checkable
+class ForkingDoor(Door, Protocol):
+    """A door whose guest can go on in two processes."""
+
+    async def prepare_branch(self) -> None:
+        """Whatever must be waited for before ``begin_branch``. Raises SandboxError."""
+        ...
+
+    def begin_branch(self, frame: list[Any]) -> Door:
+        """Send ``frame`` with what a branch needs, and let one process be created. The door to the branch."""
+        ...
+
+    def end_branch(self, door: Any) -> None:
+        """The branch behind ``door`` has come, or will not: no process may be created any more."""
+        ...
+
+
 SCRATCH_BYTES = 1 << 18
+MAX_UNSENT_BYTES = 64 << 20
+"""Waiting to be sent to a guest; from there on it is not heard until it has read."""
 
 
 class SocketStream:
     """Bytes over a socket, without a transport in between: two callbacks less on every round trip."""
 
-    __slots__ = ("_backlog", "_loop", "_lost", "_received", "_scratch", "_sock", "_view")
+    __slots__ = ("_backlog", "_is_paused", "_loop", "_lost", "_received", "_scratch", "_sock", "_unsent", "_view")
 
     def __init__(self, sock: socket.socket, scratch: bytearray) -> None:
         sock.setblocking(False)
@@ -72,6 +105,9 @@ class SocketStream:
         """Shared by all streams of a loop, since ``received`` does not keep what it is given."""
         self._view = memoryview(scratch)
         self._backlog: deque[memoryview] | None = None
+        self._unsent = 0
+        """Bytes in the backlog."""
+        self._is_paused = False
 
     def attach(self, received: Callable[[memoryview], None], lost: Callable[[], None]) -> None:
         self._received, self._lost = received, lost
@@ -91,16 +127,34 @@ class SocketStream:
             self._lost()
 
     def pause(self) -> None:
-        if self._sock.fileno() >= 0:
-            self._loop.remove_reader(self._sock)
+        self._is_paused = True
+        self._listen()
 
     def resume(self) -> None:
-        if self._sock.fileno() >= 0:
+        self._is_paused = False
+        self._listen()
+
+    def _listen(self) -> None:
+        """Read, or not: a guest that asks and does not read its answers must not fill the host's memory with them."""
+        if self._sock.fileno() < 0:
+            return
+        if self._is_paused or self._unsent > MAX_UNSENT_BYTES:
+            self._loop.remove_reader(self._sock)
+        else:
             self._loop.add_reader(self._sock, self._readable)
+
+    def write_with(self, data: list[Any], fds: Sequence[int]) -> None:
+        """Send buffers and descriptors at once, or raise SandboxError."""
+        count = -1
+        if self._backlog is None:
+            with contextlib.suppress(OSError):
+                count = self._sock.sendmsg(data, [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))])
+        if count != sum(map(len, data)):
+            raise SandboxError("the session does not read what it is sent")
 
     def write(self, data: list[Any]) -> None:
         if self._backlog is not None:
-            self._backlog += [memoryview(part) for part in data]
+            self._keep(self._backlog, [memoryview(part) for part in data])
             return
         try:
             count = self._sock.send(data[0]) if len(data) == 1 else self._sock.sendmsg(data[:64])
@@ -110,8 +164,17 @@ class SocketStream:
             return  # the reader will see the end
         rest = self._after(deque(memoryview(part) for part in data), count)
         if rest:
-            self._backlog = rest
+            self._backlog = deque()
+            self._keep(self._backlog, rest)
             self._loop.add_writer(self._sock, self._writable)
+
+    def _keep(self, backlog: deque[memoryview], parts: Iterable[memoryview]) -> None:
+        was = self._unsent
+        for part in parts:
+            backlog.append(part)
+            self._unsent += len(part)
+        if was <= MAX_UNSENT_BYTES < self._unsent:
+            self._listen()
 
     @staticmethod
     def _after(parts: deque[memoryview], count: int) -> deque[memoryview]:
@@ -124,12 +187,18 @@ class SocketStream:
     def _writable(self) -> None:
         backlog = self._backlog
         assert backlog is not None
+        was = self._unsent
         try:
-            self._after(backlog, self._sock.send(backlog[0]))
+            count = self._sock.send(backlog[0])
+            self._after(backlog, count)
+            self._unsent -= count
         except (BlockingIOError, InterruptedError):
             return
         except OSError:
             backlog.clear()
+            self._unsent = 0
+        if self._unsent <= MAX_UNSENT_BYTES < was:
+            self._listen()
         if not backlog:
             self._backlog = None
             self._loop.remove_writer(self._sock)

@@ -8,7 +8,7 @@ an empty environment; the host's end is ``process.py``. Standard library only.
                                └────fork──> template ──fork──> session        (has decoded a large context once)
 
     host:    config, then open{id,seed}+[wire, spool]  template{id}+[control, context]  compile{module,source}
-             signal{pid,signal}  retire
+             signal{pid,signal}  adopt{pid}  disown{pid}  retire
     server:  ready | failed{message}, then opened{id,pid}+[pidfd]  failed{id,message}  exited{pid,status}
 """
 
@@ -31,6 +31,7 @@ import socket
 import struct
 import sys
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -47,9 +48,13 @@ PRELOAD = (
 MAX_FILE_BYTES = 256 << 20
 """Largest file that a session may write, its raw output included."""
 MAX_FILES = 256
+_OUT_OF_REACH = 8
+"""Descriptors above those, for the guest."""
 GUEST_BYTES = 32 << 20
 """Address space that the guest keeps for itself when a cell has used up its own."""
-_TEMPLATE = ""
+_TEMPLATE = None
+BRANCH = False
+"""Of a process that a session became by forking: it was given nothing."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
@@ -100,38 +105,41 @@ class Server:
     """Forks sessions and templates on request, and sees to their end. A template is a server too."""
 
     def __init__(self, control: Control, config: dict[str, Any]) -> None:
-        self._control = control
-        self._config = config
+        self.control = control
+        self.config = config
         self._context: Any = None
         self._has_context = False
-        self._children: dict[int, str] = {}
-        """Process -> its folder; none for a template."""
+        self.children: dict[int, Any] = {}
+        """Process -> what its session was given (``prepare``); _TEMPLATE for a template."""
         self._num_opened = 0
         self._is_retiring = False
+        self.is_ending = False
+        self.pid = os.getpid()
 
     def serve(self) -> None:
         """Until the host is gone, or this template is retired and empty."""
+        self.pid = os.getpid()
         awake, wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC) if hasattr(os, "pipe2") else _pipe()
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
         poll = select.poll()
         poll.register(awake, select.POLLIN)
-        poll.register(self._control.sock, select.POLLIN)
-        while not (self._is_retiring and not self._children):
+        poll.register(self.control.sock, select.POLLIN)
+        while not (self._is_retiring and not self.children):
             for fd, _ in poll.poll():
                 if fd == awake:
                     os.read(awake, 4096)
                     self._reap()
                     continue
                 try:
-                    self._obey(*self._control.receive())
-                    while self._control.has_frame():
-                        self._obey(*self._control.receive())
+                    self.obey(*self.control.receive())
+                    while self.control.has_frame():
+                        self.obey(*self.control.receive())
                 except (EOFError, OSError):
                     self._end()
         os._exit(0)
 
-    def _obey(self, header: dict[str, Any], fds: list[int]) -> None:
+    def obey(self, header: dict[str, Any], fds: list[int]) -> None:
         op = header["op"]
         if op == "open":
             self._open(header, fds)
@@ -141,26 +149,55 @@ class Server:
             with contextlib.suppress(SyntaxError, ValueError):  # the session that installs it will tell
                 guest.precompile(header["source"], f"<{header['module']}>")
         elif op == "signal":
-            if header["pid"] in self._children:
+            if header["pid"] in self.children:
                 os.kill(header["pid"], header["signal"])
+        elif op == "adopt":  # a session's branch, which may outlive it
+            self.children[header["pid"]] = BRANCH
+        elif op == "disown":  # it ended before the session that it came from, which buried it
+            if self.children.get(header["pid"]) is BRANCH:
+                del self.children[header["pid"]]
         elif op == "retire":
             self._is_retiring = True
 
     # -- forking
 
     def _open(self, header: dict[str, Any], fds: list[int]) -> None:
-        self._num_opened += 1
-        folder = os.path.join(self._config["folder"], f"{os.getpid()}-{self._num_opened}")
+        given = _TEMPLATE
         try:
-            os.mkdir(folder, 0o700)
+            given = self.prepare()
             pid = os.fork()
         except OSError as error:
+            if given is not _TEMPLATE:
+                self.clear(given)
             self._refuse(header["id"], fds, f"no process for it: {error}")
             return
         if not pid:
-            _in_child(lambda: self._session(folder, header["seed"], *fds))
-        self._children[pid] = folder
+            _in_child(lambda: self._session(given, header["seed"], *fds))
+        self.children[pid] = given
         self._opened(header["id"], pid, fds)
+
+    # -- what a session is given; the jail does this otherwise
+
+    def prepare(self) -> Any:
+        """What the next session gets, made before it is forked: here its folder."""
+        self._num_opened += 1
+        folder = os.path.join(self.config["folder"], f"{os.getpid()}-{self._num_opened}")
+        os.mkdir(folder, 0o700)
+        return folder
+
+    def enter(self, given: Any, wire: int, spool: int) -> tuple[int, int, tuple[int, int]]:
+        """In the session's process: take what was prepared, and let go of everything else. Returns the two descriptors,
+        where they are now, and the limits of memory."""
+        os.setsid()
+        tie_to_parent(self.pid)
+        wire, spool = keep_only(wire, spool)
+        os.chdir(given)
+        os.environ.update(HOME=given, TMPDIR=given)
+        return wire, spool, set_limits(self.config["memory_bytes"], mapped_bytes())
+
+    def clear(self, given: Any) -> None:
+        """After the session's end."""
+        shutil.rmtree(given, ignore_errors=True)
 
     def _template(self, header: dict[str, Any], fds: list[int]) -> None:
         try:
@@ -170,12 +207,12 @@ class Server:
             return
         if not pid:
             _in_child(lambda: self._become_template(*fds))
-        self._children[pid] = _TEMPLATE
+        self.children[pid] = _TEMPLATE
         self._opened(header["id"], pid, fds)
 
     def _opened(self, id: int, pid: int, fds: list[int]) -> None:
         pidfd = os.pidfd_open(pid) if hasattr(os, "pidfd_open") else -1
-        self._control.send({"op": "opened", "id": id, "pid": pid}, (pidfd,) if pidfd >= 0 else ())
+        self.control.send({"op": "opened", "id": id, "pid": pid}, (pidfd,) if pidfd >= 0 else ())
         for fd in [*fds, pidfd]:
             if fd >= 0:
                 os.close(fd)
@@ -183,40 +220,35 @@ class Server:
     def _refuse(self, id: int, fds: list[int], message: str) -> None:
         for fd in fds:
             os.close(fd)
-        self._control.send({"op": "failed", "id": id, "message": message})
+        self.control.send({"op": "failed", "id": id, "message": message})
 
     def _become_template(self, control: int, context: int) -> None:
-        _quiet_signals()
-        _tie_to_parent()
-        self._control.sock.close()
-        self._control = Control(socket.socket(fileno=control))
-        self._children = {}
+        quiet_signals()
+        tie_to_parent(self.pid)
+        self.control.sock.close()
+        self.control = Control(socket.socket(fileno=control))
+        self.children = {}
         try:
             with mmap.mmap(context, 0, prot=mmap.PROT_READ) as data, memoryview(data) as view:
                 self._context, _ = guest.unpack_value(view)
         except Exception as error:  # noqa: BLE001  (told to the host, which raises it)
-            self._control.send({"op": "failed", "message": f"its context did not decode: {error}"})
+            self.control.send({"op": "failed", "message": f"its context did not decode: {error}"})
             os._exit(1)
         os.close(context)
         self._has_context = True
         gc.collect()
         gc.freeze()
-        self._control.send({"op": "ready"})
+        self.control.send({"op": "ready"})
         self.serve()
 
-    def _session(self, folder: str, seed: str, wire: int, spool: int) -> None:
+    def _session(self, given: Any, seed: str, wire: int, spool: int) -> None:
         """The rest of a session's life."""
-        _quiet_signals()
-        os.setsid()
-        _tie_to_parent()
-        wire, spool = _keep_only(wire, spool)
-        os.chdir(folder)
-        os.environ.update(HOME=folder, TMPDIR=folder)
-        memory = set_limits(self._config["memory_bytes"])
+        quiet_signals()
+        wire, spool, memory = self.enter(given, wire, spool)
         random.seed(seed)
         session = guest.Guest(
-            wire, wire, guest.FileSpool(spool), max_output_bytes=self._config["max_output_bytes"], owns_process=True,
-            memory_limits=memory,
+            wire, wire, guest.FileSpool(spool), max_output_bytes=self.config["max_output_bytes"], owns_process=True,
+            memory_limits=memory, can_fork=True,
         )  # fmt: skip
         if self._has_context:
             session.bind("context", self._context, True)
@@ -232,44 +264,45 @@ class Server:
             pid = _next_dead()
             if not pid:
                 break
-            folder = self._children.pop(pid, None)
-            if folder:
+            is_ours, given = pid in self.children, self.children.pop(pid, _TEMPLATE)
+            if given is not _TEMPLATE:
                 with contextlib.suppress(OSError):
                     os.killpg(pid, signal.SIGKILL)
             _, status = os.waitpid(pid, 0)
-            self._end_strays()
-            if folder:
-                shutil.rmtree(folder, ignore_errors=True)
-            if folder is not None:
+            self.end_strays()
+            if given is not _TEMPLATE and given is not BRANCH:
+                self.clear(given)
+            if is_ours:
                 with contextlib.suppress(OSError):
-                    self._control.send({"op": "exited", "pid": pid, "status": os.waitstatus_to_exitcode(status)})
+                    self.control.send({"op": "exited", "pid": pid, "status": os.waitstatus_to_exitcode(status)})
 
-    def _end_strays(self) -> None:
+    def end_strays(self) -> None:
         """Processes that left their session's group fall to us when it ends, since we are the subreaper."""
         with contextlib.suppress(OSError), open(f"/proc/self/task/{os.getpid()}/children") as file:
             for pid in map(int, file.read().split()):
-                if pid not in self._children:
+                if pid not in self.children:
                     os.kill(pid, signal.SIGKILL)
 
     def _end(self) -> None:
         """The host is gone: so is everything."""
+        self.is_ending = True
         signal.set_wakeup_fd(-1)
         deadline = time.monotonic() + 2.0
         while time.monotonic() < deadline:
-            for pid, folder in self._children.items():
-                if folder:
+            for pid, given in self.children.items():
+                if given is not _TEMPLATE:
                     with contextlib.suppress(OSError):
                         os.kill(pid, signal.SIGKILL)
             self._reap()
-            self._end_strays()
-            if not self._children and not _has_children():
+            self.end_strays()
+            if not self.children and not _has_children():
                 break
             time.sleep(0.002)
-        for pid in self._children:  # a template that hangs
+        for pid in self.children:  # a template that hangs
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
         if not self._has_context:
-            shutil.rmtree(self._config["folder"], ignore_errors=True)
+            shutil.rmtree(self.config["folder"], ignore_errors=True)
         os._exit(0)
 
 
@@ -300,7 +333,7 @@ def _in_child(life: Any) -> None:
         os._exit(70)
 
 
-def _quiet_signals() -> None:
+def quiet_signals() -> None:
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
@@ -317,16 +350,15 @@ def _prctl(option: int, value: int) -> None:
         _libc.prctl(option, value, 0, 0, 0)
 
 
-def _tie_to_parent() -> None:
+def tie_to_parent(parent: int) -> None:
     """Die with the parent, also where it is killed; and inherit what our own children leave behind."""
-    parent = os.getppid()
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    if parent == 1 or os.getppid() != parent:
+    if os.getppid() != parent:
         os._exit(1)
 
 
-def _keep_only(wire: int, spool: int) -> tuple[int, int]:
+def keep_only(wire: int, spool: int) -> tuple[int, int]:
     """Close every descriptor but standard input, the wire and the spool, which go where no loop over numbers goes."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     wire = fcntl.fcntl(wire, fcntl.F_DUPFD_CLOEXEC, min(MAX_FILES, most - 8))
@@ -339,25 +371,29 @@ def _keep_only(wire: int, spool: int) -> tuple[int, int]:
     return wire, spool
 
 
-def set_limits(memory_bytes: int) -> tuple[int, int]:
+def set_limits(memory_bytes: int, mapped: int) -> tuple[int, int]:
     """What one session may take. Returns the address space for a cell, on top of what it was forked with, and for
     the guest."""
-    memory = _mapped_bytes() + memory_bytes
-    limits = {"CORE": 0, "FSIZE": MAX_FILE_BYTES, "NOFILE": MAX_FILES, "AS": memory + GUEST_BYTES}
+    memory = mapped + memory_bytes
+    limits = {"CORE": 0, "FSIZE": MAX_FILE_BYTES, "NOFILE": MAX_FILES + _OUT_OF_REACH, "AS": memory + GUEST_BYTES}
     for name, limit in limits.items():
         number = getattr(resource, f"RLIMIT_{name}")
         hard = resource.getrlimit(number)[1]
         limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
         with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(number, (limit, limit))
+            resource.setrlimit(number, (min(limit, MAX_FILES) if name == "NOFILE" else limit, limit))
     most = resource.getrlimit(resource.RLIMIT_AS)[1]
     return (memory, memory + GUEST_BYTES) if most == resource.RLIM_INFINITY else (min(memory, most), most)
 
 
-def _mapped_bytes() -> int:
+def mapped_bytes(proc: int | None = None) -> int:
+    """Address space of this process. ``proc``: a descriptor of /proc, where it has no name."""
     try:
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[0]) * mmap.PAGESIZE
+        fd = os.open("/proc/self/statm" if proc is None else "self/statm", os.O_RDONLY | os.O_CLOEXEC, dir_fd=proc)
+        try:
+            return int(os.read(fd, 256).split()[0]) * mmap.PAGESIZE
+        finally:
+            os.close(fd)
     except OSError:
         return 0
 
@@ -379,36 +415,48 @@ def main(control_fd: int) -> None:
     control = Control(socket.socket(fileno=control_fd))
     config, _ = control.receive()
     try:
-        if _prepare(control, config):
-            control.send({"op": "ready"})
-            Server(control, config).serve()
+        preload(config["paths"], (*PRELOAD, *config["packages"]))
+        settle()
+        control.send({"op": "ready"})
+        Server(control, config).serve()
+    except NotImportable as error:
+        control.send({"op": "failed", "message": str(error)})
     except OSError:
         pass  # the host went away while we started
     finally:
         shutil.rmtree(config["folder"], ignore_errors=True)
 
 
-def _prepare(control: Control, config: dict[str, Any]) -> bool:
-    """Import what sessions will want, and arrange to be the first to go. False where an import failed."""
-    global _libc
-    sys.path += config["paths"]
-    for name in (*PRELOAD, *config["packages"]):
+class NotImportable(Exception):
+    """A package that sessions should have."""
+
+
+def preload(paths: list[str], names: Sequence[str]) -> None:
+    """Import what sessions will want. Raises NotImportable."""
+    sys.path += [path for path in paths if path not in sys.path]
+    for name in names:
         try:
             importlib.import_module(name)
         except Exception as error:  # noqa: BLE001  (a package may raise anything when imported)
-            control.send({"op": "failed", "message": f"'{name}' cannot be imported: {type(error).__name__}: {error}"})
-            return False
+            raise NotImportable(f"'{name}' cannot be imported: {type(error).__name__}: {error}") from None
+
+
+def settle(proc: int | None = None) -> None:
+    """Before the first fork: be the first to go when memory runs out, and have everything at hand."""
+    global _libc
     if sys.platform == "linux":
         import ctypes
 
         _libc = ctypes.CDLL(None)
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-        with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-            file.write("1000")  # if memory runs out, sessions go before anything of the user's
+        with contextlib.suppress(OSError):
+            path = "/proc/self/oom_score_adj" if proc is None else "self/oom_score_adj"
+            fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC, dir_fd=proc)
+            os.write(fd, b"1000")  # sessions go before anything of the user's
+            os.close(fd)
     _warm_up()
     gc.collect()
     gc.freeze()
-    return True
 
 
 _libc: Any = None

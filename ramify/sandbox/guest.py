@@ -7,6 +7,7 @@ it two file descriptors and calls ``Guest(...).serve()``. Standard library only,
     frame = u32 length of the rest | u8 version | u32 header length | header (JSON) | blobs      (little endian)
 
     host:   run{id,code}  set{id,name,value}  get{id,name}  install{id,module,source}  ret{id,value}  err{id,kind,…}
+            seed{id,seed}  fork{id}+[wire, spool]
     guest:  hello  out{skip,…}  call{id,name,value}  done{id,value,error,…}  ok{id}  value{id,value}  failed{id,…}
 
 ``"blobs"`` in a header lists the lengths of the raw parts after it; ``"tags": true`` says that ``value`` is not plain
@@ -349,6 +350,8 @@ _CHUNK = 1 << 16
 _read, _readv, _write, _writev, _getpid = os.read, os.readv, os.write, os.writev, os.getpid
 _signal: Any = sys.modules["_signal"]
 """The functions under ``signal``'s, which spend microseconds of every cell on making enums."""
+_os_fork: Any = getattr(os, "fork", None)
+_close, _dup2, _waitpid = os.close, os.dup2, os.waitpid
 _clock, _get_ident = time.monotonic, threading.get_ident
 
 
@@ -371,8 +374,12 @@ def open_frame(view: memoryview) -> tuple[memoryview, int]:
 class Reader:
     """Bytes from a descriptor -> frames. A long frame gets a buffer of its own and is read straight into it."""
 
-    def __init__(self, fd: int) -> None:
+    def __init__(self, fd: int, receive: Any = None) -> None:
+        """``receive``: ``recvmsg`` of a socket, where descriptors may come along."""
         self.fd = fd
+        self.receive = receive
+        self.fds: list[int] = []
+        """Descriptors that came along and were not taken yet."""
         self.data = bytearray()
         self.have = 0
 
@@ -402,12 +409,19 @@ class Reader:
         if len(self.data) > self.have:
             count = _readv(self.fd, [memoryview(self.data)[self.have :]])
         else:
-            chunk = _read(self.fd, _CHUNK)
+            chunk = _read(self.fd, _CHUNK) if self.receive is None else self._receive()
             count = len(chunk)
             self.data += chunk
         if not count:
             raise EOFError
         self.have += count
+
+    def _receive(self) -> bytes:
+        data, ancillary, _, _ = self.receive(_CHUNK, 32)
+        for _, _, packed in ancillary:
+            self.fds += struct.unpack(f"{len(packed) // 4}i", packed[: len(packed) // 4 * 4])
+        chunk: bytes = data
+        return chunk
 
 
 def write_all(fd: int, parts: list[Buffer]) -> None:
@@ -779,10 +793,14 @@ class Guest:
         max_output_bytes: int,
         owns_process: bool,
         memory_limits: tuple[int, int] | None = None,
+        can_fork: bool = False,
     ) -> None:
         """``memory_limits``: bytes of address space in a cell, and the little more that the guest has for itself, so
-        that it can still speak when a cell has used up all it may have."""
-        self._reader = Reader(read_fd)
+        that it can still speak when a cell has used up all it may have. ``can_fork``: the wire is a socket over which
+        the host may hand it what a branch needs."""
+        self._receive: Any = _receiver(read_fd) if can_fork else None
+        self._reader = Reader(read_fd, self._receive)
+        self._branches: list[int] = []
         self._write_fd = write_fd
         self._poll = select.poll()
         self._poll.register(read_fd, select.POLLIN)
@@ -833,6 +851,8 @@ class Guest:
             except KeyboardInterrupt:
                 continue  # it came too late for its cell
             self._obey(header, blobs)
+            if self._branches:
+                self._bury_branches()
         if self._loop is not None:
             self._loop.close()
 
@@ -846,6 +866,10 @@ class Guest:
                 self.bind(header["name"], self._value_of(header, blobs), header["reserved"])
             elif op == "context":
                 self.bind("context", unpack_value(blobs[0])[0], True)
+            elif op == "seed":
+                import random
+
+                random.seed(header["seed"])
             elif op == "install":
                 self.install(header["module"], header["source"])
             elif op == "get":
@@ -1039,6 +1063,67 @@ class Guest:
             self._spool.write(error.encode("utf-8", "backslashreplace"))
         os._exit(1 if error else 0)
 
+    # -- branches
+
+    def _fork(self, id: int) -> None:
+        """Go on in two processes from here; the branch has a wire and a spool of its own, and waits for what we wait
+        for."""
+        fds, self._reader.fds = self._reader.fds, []
+        reason, pid = self._cannot_fork(fds), -1
+        if reason is None:
+            try:
+                pid = _os_fork()
+            except OSError as error:
+                reason = f"no process for a branch: {error.strerror}"
+        if not pid:
+            self._become_branch(*fds)
+            return
+        for fd in fds:
+            _close(fd)
+        if reason is None:
+            self._branches.append(pid)
+            self._send({"op": "ok", "id": id})
+        else:
+            self._send({"op": "failed", "id": id, "kind": "SandboxError", "message": reason})
+
+    def _cannot_fork(self, fds: list[int]) -> str | None:
+        assert isinstance(self._spool, FileSpool)
+        self._bury_branches()
+        if len(sys._current_frames()) > 1:
+            return "threads are alive, which a branch would lack: wait for them, or use the batched calls instead"
+        if self._loop is not None:
+            if self._loop.is_running() or sys.modules["asyncio"].all_tasks(self._loop):
+                return "an event loop has work: await its tasks first"
+            self._loop.close()
+            self._loop = None
+        known = {self._reader.fd, self._write_fd, self._spool.fd, *fds}
+        count = sum(fd not in known for fd in _open_descriptors())
+        if count:
+            return f"files, pipes or sockets are open ({count}), which a branch would share: close them first"
+        return None if len(fds) == 2 else "no descriptor is free"
+
+    def _become_branch(self, wire: int, spool: int) -> None:
+        self._pid = _getpid()
+        self._branches = []
+        os.setsid()
+        assert isinstance(self._spool, FileSpool)
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # they are above what code may open
+        for fd, place in ((wire, self._write_fd), (spool, self._spool.fd)):
+            _dup2(fd, place, inheritable=False)
+            _close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        self._spool.at = 0
+        self._spool.attach()
+        self._reader = Reader(self._reader.fd, self._receive)
+        self._send({"op": "hello", "pid": self._pid})
+
+    def _bury_branches(self) -> None:
+        for pid in self._branches[:]:
+            with contextlib.suppress(OSError):
+                if _waitpid(pid, os.WNOHANG)[0]:
+                    self._branches.remove(pid)
+
     # -- interrupts
 
     def on_interrupt(self, *_: object) -> None:
@@ -1223,6 +1308,9 @@ class Guest:
         text, end = open_frame(view)
         header = _from_json(str(text, "utf-8"))
         blobs = split_blobs(view, end, header["blobs"]) if "blobs" in header else []
+        if header["op"] == "fork":
+            self._fork(header["id"])
+            return
         ticket: _Ticket | None = self._command
         if header["op"] in ("ret", "err"):
             ticket = self._calls.pop(header["id"], None)  # None: its caller was interrupted
@@ -1237,6 +1325,29 @@ class Guest:
             if ticket.frame is None:
                 ticket.rouse()
                 return
+
+
+def _receiver(fd: int) -> Any:
+    """``recvmsg`` of the socket ``fd``, which stays open as long as the process."""
+    import socket
+
+    end = socket.socket(fileno=fd)
+    receive = end.recvmsg
+    _KEPT.append(end)
+    return receive
+
+
+_KEPT: list[Any] = []
+
+
+def _open_descriptors() -> list[int]:
+    """From 3 to the most that code may open."""
+    poll = select.poll()
+    numbers = range(3, min(resource.getrlimit(resource.RLIMIT_NOFILE)[0], 1024))
+    for fd in numbers:
+        poll.register(fd, 0)
+    closed = {fd for fd, event in poll.poll(0) if event & select.POLLNVAL}
+    return [fd for fd in numbers if fd not in closed]
 
 
 def _complete_builtins() -> None:

@@ -31,8 +31,10 @@ def load(name, path):
     sys.modules[name] = module = u.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-load("ramify_guest", sys.argv[1])
-load("ramify_forkserver", sys.argv[2]).main(int(sys.argv[3]))
+*names, fd = sys.argv[2:]
+for name in names:
+    last = load("ramify_" + name.replace("/", "_"), f"{sys.argv[1]}/{name}.py")
+last.main(int(fd))
 """
 ENVIRONMENT = {
     "PYTHONHASHSEED": "0",
@@ -197,13 +199,14 @@ class Link:
                 future.exception()  # seen
 
 
-def start_server(config: dict[str, Any]) -> Server:
-    """A fork server in a process of its own, which gets no more of the host than one descriptor. Needs no event loop."""
+def start_server(config: dict[str, Any], modules: Sequence[str] = ("guest", "forkserver")) -> Server:
+    """A fork server in a process of its own, which gets no more of the host than one descriptor. Needs no event loop.
+
+    ``modules``: files of this room that it loads, in order; the last one's ``main`` is its life."""
     ours, theirs = socket.socketpair()
     complaints = anonymous_file("ramify-errors")
     with theirs:
-        files = [os.path.join(_HERE, name) for name in ("guest.py", "forkserver.py")]
-        command = [sys.executable, "-s", "-S", "-P", "-c", _BOOT, *files, str(theirs.fileno())]
+        command = [sys.executable, "-s", "-S", "-P", "-c", _BOOT, _HERE, *modules, str(theirs.fileno())]
         process = subprocess.Popen(
             command, env=ENVIRONMENT, pass_fds=[theirs.fileno()], cwd="/", start_new_session=True,
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=complaints,

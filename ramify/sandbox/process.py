@@ -17,6 +17,7 @@ import os
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -42,7 +43,7 @@ _FDS_PER_SESSION = 3
 
 
 class ProcessSandbox:
-    """Implements ``base.Sandbox``."""
+    """Implements ``base.Sandbox``. What the jail does otherwise are ``start`` and ``make_door``."""
 
     warning: str | None = WARNING
 
@@ -53,17 +54,19 @@ class ProcessSandbox:
                 "or use the provider 'inprocess' for debugging"
             )
         is_linux = sys.platform == "linux"
-        self.caps = Caps(limits_memory=is_linux, interrupt=True, kill=True, shares_context=True)
-        self._spec = spec
-        self._paths = locate(spec.packages)
+        self.caps = Caps(
+            limits_memory=is_linux, interrupt=True, kill=True, fork=is_linux, starts_processes=True, shares_context=True
+        )  # fmt: skip
+        self.spec = spec
+        self.paths = locate(spec.packages)
         self._server: asyncio.Task[Link] | None = None
         self._processes: list[subprocess.Popen[bytes]] = []
         self._folders: list[str] = []
-        self._sessions: set[GuestSession] = set()
+        self.sessions: set[GuestSession] = set()
         self._templates: dict[int, tuple[weakref.ref[SharedContext], asyncio.Task[Link]]] = {}
         self._retired: list[Link] = []
         self._compiled: set[tuple[str, str]] = set()
-        self._scratch = bytearray(SCRATCH_BYTES)
+        self.scratch = bytearray(SCRATCH_BYTES)
         self._is_closed = False
 
     async def open(self, *, context: Context | None = None, seed: str = "") -> GuestSession:
@@ -72,22 +75,22 @@ class ProcessSandbox:
         if context is not None and not isinstance(context, SharedContext):
             raise ConfigError(f"a context must be a SharedContext, not {type(context).__name__}")
         large = context is not None and context.fd is not None
-        link = await (self._template(context) if large and context is not None else self._base())
-        session = await self._fork(link, seed)
+        link = await (self._template(context) if large and context is not None else self.base())
+        session = await self.fork(link, seed)
         if context is not None and not large:
             await session.set_context(context.buffer())
         return session
 
     # -- servers
 
-    async def _base(self) -> Link:
+    async def base(self) -> Link:
         """The fork server, started when the first session is asked for, and again should it have been killed."""
         if self._server is None or _is_gone(self._server):
             self._server = asyncio.ensure_future(self._start())
         return await asyncio.shield(self._server)
 
     async def _start(self) -> Link:
-        server = _launched.pop(self._spec, None) or _start(self._spec, self._paths)
+        server = self.start()
         self._processes.append(server.process)
         self._folders.append(server.folder)
         link = Link(server.control, server.complaints)
@@ -98,9 +101,13 @@ class ProcessSandbox:
             raise
         return link
 
+    def start(self) -> Server:
+        """A fork server."""
+        return _launched.pop(self.spec, None) or _start(self.spec, self.paths)
+
     async def _template(self, context: SharedContext) -> Link:
         """The process that has decoded ``context``; made for its first session, kept as long as the context."""
-        base = await self._base()
+        base = await self.base()
         key, loop = context.serial, asyncio.get_running_loop()
         if key not in self._templates or _is_gone(self._templates[key][1]):
             self._retire_over(_MAX_TEMPLATES - 1)
@@ -151,8 +158,9 @@ class ProcessSandbox:
 
     # -- sessions
 
-    async def _fork(self, link: Link, seed: str) -> GuestSession:
-        _make_room(_FDS_PER_SESSION * (len(self._sessions) + 1) + 128)
+    async def fork(self, link: Link, seed: str) -> GuestSession:
+        """A session forked from ``link``'s process."""
+        _make_room(_FDS_PER_SESSION * (len(self.sessions) + 1) + 128)
         ours, theirs = socket.socketpair()
         spool = _spool()
         try:
@@ -162,18 +170,32 @@ class ProcessSandbox:
             ours.close()
             os.close(spool)
             raise
-        door = ProcessDoor(self.caps, ours, self._scratch, link, reply["pid"], fds[0] if fds else -1, spool)
+        door = self.make_door(ours, link, reply["pid"], fds[0] if fds else -1, spool)
         session = GuestSession(
-            door, cell_s=self._spec.cell_s, grace_s=self._spec.grace_s, max_output_bytes=self._spec.max_output_bytes,
-            on_close=self._sessions.discard, on_install=self._compile_once(link),
+            door, cell_s=self.spec.cell_s, grace_s=self.spec.grace_s, max_output_bytes=self.spec.max_output_bytes,
+            on_close=self.closed, on_fork=self.opened, on_install=self._compile_once(link),
         )  # fmt: skip
-        self._sessions.add(session)
+        self.sessions.add(session)
         try:
             await session.ready()
         except BaseException:
             await session.close()
             raise
+        self.opened(session)
         return session
+
+    def opened(self, session: GuestSession) -> None:
+        """A session or a branch is there."""
+        self.sessions.add(session)
+
+    def closed(self, session: GuestSession) -> None:
+        self.sessions.discard(session)
+
+    def compiled(self) -> None:
+        """Sessions forked from now on are ahead of those forked before."""
+
+    def make_door(self, sock: socket.socket, link: Link, pid: int, pidfd: int, spool: int) -> ProcessDoor:
+        return ProcessDoor(self.caps, sock, self.scratch, link, pid, pidfd, spool)
 
     def _compile_once(self, link: Link) -> Callable[[str, str], None]:
         """Sessions forked after the first ``install`` of a module find it compiled."""
@@ -184,12 +206,13 @@ class ProcessSandbox:
                 self._compiled.add(key)
                 with contextlib.suppress(SandboxError):
                     link.tell({"op": "compile", "module": module, "source": source})
+                self.compiled()
 
         return on_install
 
     async def close(self) -> None:
         self._is_closed = True
-        await asyncio.gather(*(session.close() for session in [*self._sessions]))
+        await asyncio.gather(*(session.close() for session in [*self.sessions]))
         started = [task for task in (self._server, *(task for _, task in self._templates.values())) if task is not None]
         self._templates.clear()
         await asyncio.gather(*started, return_exceptions=True)
@@ -245,32 +268,50 @@ def _start(spec: SandboxSpec, paths: list[str]) -> Server:
 class ProcessDoor:
     """The way to one forked session."""
 
-    __slots__ = (
-        "_exited",
-        "_link",
-        "_pid",
-        "_pidfd",
-        "_spool",
-        "_stream",
-        "attach",
-        "caps",
-        "pause",
-        "resume",
-        "write",
-    )
+    __slots__ = ("_exited", "_pid", "_spool", "caps", "link", "pause", "pidfd", "resume", "scratch", "stream", "write")
 
     def __init__(
         self, caps: Caps, sock: socket.socket, scratch: bytearray, link: Link, pid: int, pidfd: int, spool: int
     ) -> None:
         self.caps = caps
-        self._stream = SocketStream(sock, scratch)
-        self.attach, self.write = self._stream.attach, self._stream.write
-        self.pause, self.resume = self._stream.pause, self._stream.resume
-        self._link, self._pid, self._pidfd, self._spool = link, pid, pidfd, spool
-        self._exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        link.on_exit(pid, self._note_exit)
+        self.stream = SocketStream(sock, scratch)
+        self.write, self.pause, self.resume = self.stream.write, self.stream.pause, self.stream.resume
+        self.link, self._pid, self.pidfd, self._spool = link, pid, pidfd, spool
+        self.scratch = scratch
+        self._exited: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
+        if pid >= 0:
+            link.on_exit(pid, self._note_exit)
 
-    def _note_exit(self, status: int) -> None:
+    def attach(self, received: Callable[[memoryview], None], lost: Callable[[], None]) -> None:
+        self.stream.attach(received, lost)
+
+    async def prepare_branch(self) -> None:
+        """Whatever must be waited for before ``begin_branch``."""
+
+    def begin_branch(self, frame: list[Any]) -> BranchDoor:
+        sock, spool = self.send_branch(frame)
+        return BranchDoor(self.caps, sock, self.scratch, self.link, spool)
+
+    def send_branch(self, frame: list[Any]) -> tuple[socket.socket, int]:
+        """Send ``frame`` with a socket and a spool for a branch; our ends of them."""
+        ours, theirs = socket.socketpair()
+        spool = _spool()
+        with theirs:
+            try:
+                self.stream.write_with(frame, (theirs.fileno(), spool))
+            except BaseException:
+                ours.close()
+                os.close(spool)
+                raise
+        return ours, spool
+
+    def end_branch(self, door: BranchDoor) -> None:
+        """The branch is there, or will not come."""
+        if door.pidfd >= 0:
+            with contextlib.suppress(SandboxError):
+                self.link.tell({"op": "adopt", "pid": door.pid})
+
+    def _note_exit(self, status: int | None) -> None:
         if not self._exited.done():
             self._exited.set_result(status)
 
@@ -283,12 +324,12 @@ class ProcessDoor:
     def _signal(self, number: int) -> None:
         if self._exited.done():
             return
-        if self._pidfd >= 0:
+        if self.pidfd >= 0:
             with contextlib.suppress(OSError):
-                signal.pidfd_send_signal(self._pidfd, number)
+                signal.pidfd_send_signal(self.pidfd, number)
         else:  # the server is the parent: it knows whether the number still is this process
             with contextlib.suppress(SandboxError):
-                self._link.tell({"op": "signal", "pid": self._pid, "signal": int(number)})
+                self.link.tell({"op": "signal", "pid": self._pid, "signal": int(number)})
 
     def leftover(self, start: int) -> bytes:
         if self._spool < 0:
@@ -302,6 +343,8 @@ class ProcessDoor:
         if not self._exited.done():
             return "it closed its connection to the host"
         status = self._exited.result()
+        if status is None:
+            return "its process ended"
         if status >= 0:
             return f"its process exited with status {status}"
         try:
@@ -314,13 +357,72 @@ class ProcessDoor:
         if self._spool < 0:
             return
         self.kill()
-        self._stream.close()
+        self.stream.close()
         os.close(self._spool)
         self._spool = -1
         await asyncio.wait((self._exited,), timeout=5.0)
-        if self._pidfd >= 0:
-            os.close(self._pidfd)
-            self._pidfd = -1
+        if self.pidfd >= 0:
+            os.close(self.pidfd)
+            self.pidfd = -1
+
+
+class BranchDoor(ProcessDoor):
+    """The way to a session that another one became by forking. Its process is known once the kernel has told who spoke
+    first on its socket; its end shows on the descriptor of its process, for its parent is not the server."""
+
+    __slots__ = ("_sock",)
+
+    def __init__(self, caps: Caps, sock: socket.socket, scratch: bytearray, link: Link, spool: int) -> None:
+        super().__init__(caps, sock, scratch, link, -1, -1, spool)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        self._sock = sock
+
+    @property
+    def pid(self) -> int:
+        """Among the processes that the host sees, or -1."""
+        return self._pid
+
+    def attach(self, received: Callable[[memoryview], None], lost: Callable[[], None]) -> None:
+        asyncio.get_running_loop().add_reader(self._sock, self._first, received, lost)
+
+    def _first(self, received: Callable[[memoryview], None], lost: Callable[[], None]) -> None:
+        try:
+            data, ancillary, _, _ = self._sock.recvmsg(1 << 16, socket.CMSG_SPACE(12))
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            data, ancillary = b"", []
+        asyncio.get_running_loop().remove_reader(self._sock)
+        pid = next((struct.unpack("3i", packed)[0] for _, kind, packed in ancillary if kind == _SCM_CREDENTIALS), 0)
+        if not data or not self.is_proven(pid):
+            lost()
+            return
+        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 0)
+        asyncio.get_running_loop().add_reader(self.pidfd, self._gone)
+        received(memoryview(data))
+        self.stream.attach(received, lost)
+
+    def is_proven(self, pid: int) -> bool:
+        """Take ``pid`` for the branch, if it can be."""
+        with contextlib.suppress(OSError):
+            self.pidfd = os.pidfd_open(pid) if pid > 0 else -1
+        self._pid = pid
+        return self.pidfd >= 0
+
+    def _gone(self) -> None:
+        asyncio.get_running_loop().remove_reader(self.pidfd)
+        with contextlib.suppress(SandboxError):
+            self.link.tell({"op": "disown", "pid": self._pid})
+        self._note_exit(None)
+
+    async def close(self) -> None:
+        if self.pidfd < 0:
+            asyncio.get_running_loop().remove_reader(self._sock)
+            self._note_exit(None)
+        await super().close()
+
+
+_SCM_CREDENTIALS = 2
 
 
 def _is_gone(server: asyncio.Task[Link]) -> bool:

@@ -11,13 +11,14 @@ out the bytes (``wire.py``, ``door.py``) and what the guest does with them.
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import Callable
 from typing import Any
 
 from ramify.errors import HostCallError, SandboxError, SessionDied
 from ramify.sandbox import wire
 from ramify.sandbox.base import Answer, Caps, Ran
-from ramify.sandbox.door import Door
+from ramify.sandbox.door import Door, ForkingDoor
 from ramify.sandbox.guest import CodecError, Encoder, HeadTail, ProtocolError
 from ramify.types.trajectory import Cell
 
@@ -27,6 +28,8 @@ MAX_CALL_BYTES = 256 << 20
 """Bytes of arguments under way at once."""
 _WEIGHT_OF_JSON = 16
 """Small values take many times the memory of their JSON."""
+_FORK_S = 10.0
+"""Most time until a branch is there."""
 _INTERRUPTS = 5
 """How often an interrupt is repeated within the grace time: it may come before the cell began, or be swallowed."""
 
@@ -35,7 +38,7 @@ class _Running:
     """One cell under way."""
 
     __slots__ = (
-        "answer", "bug", "bytes", "changed", "chars", "clock_from", "code", "end", "id", "last_call", "limit_s", "loop",
+        "answer", "bug", "calls", "changed", "chars", "clock_from", "code", "end", "id", "last_call", "limit_s", "loop",
         "output", "stopped", "tasks", "timer", "worked_s",
     )  # fmt: skip
 
@@ -51,7 +54,8 @@ class _Running:
         self.output = HeadTail(max_output_bytes)
         self.chars = 0
         self.tasks: dict[int, asyncio.Task[None]] = {}
-        self.bytes: dict[int, int] = {}
+        self.calls: dict[int, tuple[str, list[Any], dict[str, Any], int]] = {}
+        """What is asked under each number: name, arguments and their weight in bytes."""
         self.last_call = 0
         self.worked_s = 0.0
         self.clock_from: float | None = now
@@ -61,6 +65,14 @@ class _Running:
 
     def worked(self, now: float) -> float:
         return self.worked_s + (now - self.clock_from if self.clock_from is not None else 0.0)
+
+    def copy(self, pending: dict[int, tuple[str, list[Any], dict[str, Any], int]]) -> _Running:
+        """The same cell in a branch, at the moment of forking."""
+        twin = _Running(self.id, self.code, self.answer, self.limit_s, 1, 0.0)
+        twin.output, twin.chars = copy.deepcopy(self.output), self.chars
+        twin.last_call, twin.calls = self.last_call, dict(pending)
+        twin.worked_s, twin.clock_from = self.worked_s, None
+        return twin
 
     def clock_stops(self, now: float) -> None:
         self.worked_s, self.clock_from = self.worked(now), None
@@ -85,8 +97,8 @@ class GuestSession:
 
     __slots__ = (
         "_assembler", "_cell", "_cell_s", "_closed", "_door", "_ended", "_failure", "_grace_s", "_hello",
-        "_is_paused", "_last_id", "_loop", "_max_output_bytes", "_on_close", "_on_install", "_upto",
-        "_waiting", "caps", "pid",
+        "_is_paused", "_last_id", "_left", "_loop", "_max_output_bytes", "_on_close", "_on_fork", "_on_install", "_upto",
+        "_waiting", "caps", "pid", "tree",
     )  # fmt: skip
 
     def __init__(
@@ -97,6 +109,7 @@ class GuestSession:
         grace_s: float,
         max_output_bytes: int,
         on_close: Callable[[GuestSession], None] = lambda session: None,
+        on_fork: Callable[[GuestSession], None] = lambda session: None,
         on_install: Callable[[str, str], None] = lambda module, source: None,
     ) -> None:
         self.caps: Caps = door.caps
@@ -104,7 +117,11 @@ class GuestSession:
         """Of the guest, as it says."""
         self._door = door
         self._cell_s, self._grace_s, self._max_output_bytes = cell_s, grace_s, max_output_bytes
-        self._on_close, self._on_install = on_close, on_install
+        self._on_close, self._on_fork, self._on_install = on_close, on_fork, on_install
+        self.tree: set[GuestSession] = {self}
+        """This session and every open one that is related to it by forking."""
+        self._left: _Running | None = None
+        """The cell that this branch was forked in, and that ``resume`` ends."""
         self._loop = asyncio.get_running_loop()
         self._assembler = wire.Assembler()
         self._hello: asyncio.Future[None] = self._loop.create_future()
@@ -134,9 +151,13 @@ class GuestSession:
         id = self._next_id()
         cell = _Running(id, code, answer, limit_s, self._max_output_bytes, self._loop.time())
         self._cell = cell
+        return await self._finish(cell, limit_s, {"op": "run", "id": id, "code": code})
+
+    async def _finish(self, cell: _Running, limit_s: float, request: dict[str, Any] | None) -> Ran:
         try:
             cell.timer = self._loop.call_later(limit_s, self._time_up, cell)
-            self._send({"op": "run", "id": id, "code": code})
+            if request is not None:
+                self._send(request)
             try:
                 done, note = await self._until_done(cell)
             except asyncio.CancelledError:
@@ -235,6 +256,8 @@ class GuestSession:
     def _check_free(self) -> None:
         if self._failure is not None or self._ended.done():
             raise SessionDied(f"the session has ended: {self._failure or 'its process is gone'}")
+        if self._left is not None:
+            raise SandboxError("this branch was forked in the middle of a cell: resume it first")
         if self._cell is not None or self._waiting is not None:
             raise SandboxError("the session is busy: one run, set, get or install at a time")
 
@@ -251,6 +274,93 @@ class GuestSession:
             shown = {k: v.encode("utf-8", "replace").decode() if isinstance(v, str) else v for k, v in header.items()}
             parts = wire.request(shown, encoder)
         self._door.write(parts)
+
+    async def seed(self, seed: str) -> None:
+        """Begin ``random`` anew."""
+        await self._ask({"op": "seed", "seed": seed})
+
+    def kill(self, reason: str) -> None:
+        """End the session at once; ``reason`` is what its user is told."""
+        self._fail(reason)
+
+    @property
+    def process(self) -> int:
+        """Descriptor of its process, or -1 where the door has none."""
+        return getattr(self._door, "pidfd", -1)
+
+    # -- branches
+
+    async def fork(self) -> GuestSession:
+        door, cell = self._door, self._cell
+        if not self.caps.fork or not isinstance(door, ForkingDoor):
+            raise SandboxError("sessions of this provider do not fork: use the provider 'jail' (or 'process')")
+        if cell is None:
+            self._check_free()
+        id, future = self._next_id(), self._loop.create_future()
+        self._check_waits(cell)
+        self._waiting = (id, future)
+        try:
+            await door.prepare_branch()
+            self._check_waits(cell, also_waiting=True)
+            pending = dict(cell.calls) if cell is not None else {}
+            behind = door.begin_branch(wire.request({"op": "fork", "id": id}))
+            branch = GuestSession(
+                behind, cell_s=self._cell_s, grace_s=self._grace_s, max_output_bytes=self._max_output_bytes,
+                on_close=self._on_close, on_fork=self._on_fork, on_install=self._on_install,
+            )  # fmt: skip
+            try:
+                await self._until_forked(future, branch)
+            except BaseException:
+                await branch.close()
+                raise
+            finally:
+                door.end_branch(behind)
+        finally:
+            self._waiting = None
+        branch.tree, branch._last_id = self.tree, self._last_id
+        if cell is not None and self._cell is cell and cell.end is None:
+            branch._left = cell.copy(pending)
+        self.tree.add(branch)
+        self._on_fork(branch)
+        return branch
+
+    def _check_waits(self, cell: _Running | None, *, also_waiting: bool = False) -> None:
+        """A cell may be forked only while it waits for the host and nothing else is asked of it."""
+        if self._failure is not None or self._ended.done():
+            raise SessionDied(f"the session has ended: {self._failure or 'its process is gone'}")
+        is_working = self._cell is not cell or (
+            cell is not None and (cell.end is not None or cell.stopped is not None or not cell.tasks)
+        )
+        if is_working or (self._waiting is not None and not also_waiting):
+            raise SandboxError("the session is working: fork it while it is idle or waits for the host")
+
+    async def _until_forked(self, future: asyncio.Future[Any], branch: GuestSession) -> None:
+        try:
+            async with asyncio.timeout(_FORK_S):
+                await future
+        except _Refused as error:
+            raise SandboxError(f"the session cannot be forked: {error}") from None
+        except SessionDied:
+            raise SessionDied(f"the session ended while it was forked: {await self._why()}") from None
+        except TimeoutError:
+            self._fail(f"it did not fork within {_FORK_S:g} s")
+            raise SessionDied(f"the session ended: {self._failure}") from None
+        await branch.ready(_FORK_S)
+
+    async def resume(self, *, answer: Answer, timeout_s: float | None = None) -> Ran:
+        cell, self._left = self._left, None
+        if cell is None:
+            raise SandboxError("nothing to resume: this session was not forked in the middle of a cell")
+        self._cell = cell
+        cell.answer = answer
+        if timeout_s is not None:
+            cell.limit_s = cell.worked_s + timeout_s
+        for id, (name, args, kwargs, _) in cell.calls.items():
+            cell.tasks[id] = self._loop.create_task(self._answer(cell, id, name, args, kwargs))
+        return await self._finish(cell, cell.limit_s - cell.worked_s, None)
+
+    async def close_tree(self) -> None:
+        await asyncio.gather(*(session.close() for session in [*self.tree]))
 
     # -- stopping
 
@@ -318,6 +428,7 @@ class GuestSession:
     async def _close(self) -> None:
         self._failure = self._failure or "it was closed"
         self._on_close(self)
+        self.tree.discard(self)
         await self._door.close()
         self._lost()
 
@@ -335,7 +446,7 @@ class GuestSession:
         cell = self._cell
         if cell is not None and cell.end is None:
             if type(message) is wire.Done:
-                self._finish(cell, message, blobs)
+                self._ended_cell(cell, message, blobs)
                 return
             if type(message) is wire.Asked:
                 self._called(cell, message, blobs, size)
@@ -343,7 +454,7 @@ class GuestSession:
             if type(message) is wire.Out:
                 self._printed(cell, message, blobs)
                 return
-        elif self._waiting is not None:
+        if self._waiting is not None:
             if self._replied(message, blobs, *self._waiting):
                 return
         elif type(message) is wire.Hello and not self._hello.done():
@@ -360,7 +471,7 @@ class GuestSession:
         cell.chars = message.chars
         self._upto = message.upto
 
-    def _finish(self, cell: _Running, message: wire.Done, blobs: list[memoryview]) -> None:
+    def _ended_cell(self, cell: _Running, message: wire.Done, blobs: list[memoryview]) -> None:
         if message.id != cell.id:
             raise ProtocolError(f"the end of cell {message.id}, while {cell.id} runs")
         note = wire.value_of(message, message.note, blobs)
@@ -395,9 +506,9 @@ class GuestSession:
         if not cell.tasks:
             cell.clock_stops(self._loop.time())
         long = sum(map(len, blobs))
-        cell.bytes[message.id] = long + _WEIGHT_OF_JSON * (size - long)
+        cell.calls[message.id] = (message.name, args, kwargs, long + _WEIGHT_OF_JSON * (size - long))
         cell.tasks[message.id] = self._loop.create_task(self._answer(cell, message.id, message.name, args, kwargs))
-        if len(cell.tasks) >= MAX_CALLS or sum(cell.bytes.values()) > MAX_CALL_BYTES:
+        if len(cell.tasks) >= MAX_CALLS or sum(call[-1] for call in cell.calls.values()) > MAX_CALL_BYTES:
             self._is_paused = True
             self._door.pause()
 
@@ -434,7 +545,7 @@ class GuestSession:
 
     def _settle(self, cell: _Running, id: int) -> None:
         cell.tasks.pop(id, None)
-        cell.bytes.pop(id, None)
+        cell.calls.pop(id, None)
         if not cell.tasks and cell.end is None:
             cell.clock_from = self._loop.time()
         if self._is_paused:

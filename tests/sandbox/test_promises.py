@@ -1,31 +1,44 @@
 """Every provider keeps every promise that it claims: the suite that ships, put to the providers of this machine."""
 
 import asyncio
+from collections.abc import Iterator
 
+import jail_tiers as tiers
 import pytest
 
-from ramify.sandbox.base import SandboxSpec, open_sandbox
-from ramify.sandbox.check import Finding, check_one
+from ramify.sandbox.base import Sandbox, SandboxSpec, open_sandbox
+from ramify.sandbox.check import check_one
 from ramify.sandbox.promises import PROMISES, Promise
 
+Held = tuple[asyncio.Runner, Sandbox, SandboxSpec]
 SPECS = {
     "process": SandboxSpec(provider="process", memory_bytes=256 << 20, max_output_bytes=100_000),
     "inprocess": SandboxSpec(provider="inprocess", max_output_bytes=100_000),
+    **{
+        f"jail {tier}": SandboxSpec(provider="jail", tier=tier, memory_bytes=256 << 20, max_output_bytes=100_000)
+        for tier in tiers.TIERS
+    },
 }
 
 
-async def put(spec: SandboxSpec, promise: Promise) -> Finding:
-    sandbox = open_sandbox(spec)
-    try:
-        return await check_one(sandbox, spec, promise)
-    finally:
-        await sandbox.close()
+@pytest.fixture(scope="module", params=SPECS)
+def held(request: pytest.FixtureRequest) -> Iterator[Held]:
+    """A provider's sandbox, opened once for all promises, and the loop that it lives on."""
+    spec = SPECS[request.param]
+    with asyncio.Runner() as runner:
+        sandbox = runner.run(opened(spec))
+        yield runner, sandbox, spec
+        runner.run(sandbox.close())
+
+
+async def opened(spec: SandboxSpec) -> Sandbox:
+    return tiers.open_jail(spec) if spec.provider == "jail" else open_sandbox(spec)
 
 
 @pytest.mark.parametrize("promise", PROMISES, ids=[promise.name for promise in PROMISES])
-@pytest.mark.parametrize("provider", SPECS)
-def test_promise(provider: str, promise: Promise) -> None:
-    finding = asyncio.run(put(SPECS[provider], promise))
+def test_promise(held: Held, promise: Promise) -> None:
+    runner, sandbox, spec = held
+    finding = runner.run(check_one(sandbox, spec, promise))
     if finding.kept is None:
         pytest.skip(finding.detail)
     assert finding.kept, finding.detail

@@ -1,0 +1,338 @@
+"""Figures of the jail, beside code in this process, a bare Python, bubblewrap around one, and an IPython kernel.
+
+    python benchmarks/sandbox.py            a table; medians of interleaved rounds on this machine
+    python benchmarks/sandbox.py --quick    fewer rounds and a short soak, within two minutes on two cores
+    python benchmarks/sandbox.py --json     also prints, as its last line, the figures as JSON; see engine.py
+
+Absolute times belong to the machine and its load; quote ratios. What is promised as a rate stands here as time per
+piece: 10,000 cells/s are 100 µs each. Exits with 1 where a figure misses its floor. `--provider process` measures the
+sessions without walls.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+import time
+import warnings
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from engine import Figure, present, ratio, show
+from sandbox_peers import INSTALL_BUBBLEWRAP, INSTALL_IPYKERNEL, bare_subprocess, bubblewrap, in_process, ipykernel
+
+from ramify.sandbox.base import Sandbox, SandboxSpec, Session, open_sandbox
+from ramify.sandbox.context import SharedContext
+
+MB = 1_000_000
+Figures = AsyncIterator[Figure]
+
+
+class Bench(NamedTuple):
+    """What every figure needs."""
+
+    spec: SandboxSpec
+    quick: bool
+    soak: int
+    """Lifecycles."""
+
+    def times(self, full: int) -> int:
+        return max(full // 5, 3) if self.quick else full
+
+    @asynccontextmanager
+    async def sandbox(self, **changes: Any) -> AsyncIterator[Sandbox]:
+        """A sandbox whose first session has been."""
+        fields = {name: getattr(self.spec, name) for name in self.spec.__struct_fields__}
+        made = open_sandbox(SandboxSpec(**{**fields, **changes}))
+        try:
+            await (await made.open()).close()
+            yield made
+        finally:
+            await made.close()
+
+
+async def answer(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    return args[0] if args else None
+
+
+async def run(session: Session, code: str = "x = 1") -> str | None:
+    cell = (await session.run(code, answer=answer)).cell
+    if cell.error:
+        raise RuntimeError(cell.error)
+    return cell.value
+
+
+HOST = "__all__ = ['host']\ndef host(*args):\n    return call_host('host', *args)\n"
+
+
+async def timed(work: Callable[[], Awaitable[Any]]) -> float:
+    began = time.perf_counter()
+    await work()
+    return time.perf_counter() - began
+
+
+def middle(values: Sequence[float | None], scale: float) -> float | None:
+    known = [value for value in values if value is not None]
+    return median(known) * scale if known else None
+
+
+# --- from nothing to the first cell --------------------------------------------------------------------------------
+
+
+async def first_cell(b: Bench) -> Figures:
+    found: dict[str, list[float | None]] = {name: [] for name in ("jail", "exec here", "subprocess", "bubblewrap")}
+    sessions: list[Session] = []
+    async with b.sandbox(pool=0) as sandbox:
+
+        async def create() -> None:
+            sessions.append(await sandbox.open())
+            await run(sessions[-1])
+
+        for _ in range(b.times(100)):
+            found["jail"].append(await timed(create))
+            await sessions.pop().close()
+            found["exec here"].append(in_process())
+            found["subprocess"].append(await asyncio.to_thread(bare_subprocess))
+            found["bubblewrap"].append(await asyncio.to_thread(bubblewrap))
+    kernel = await asyncio.to_thread(ipykernel, 2 if b.quick else 5, 20)
+    if kernel is None:
+        print(f"ipykernel is not installed, so its column stays empty: {INSTALL_IPYKERNEL}", file=sys.stderr)
+    ms = {name: middle(values, 1e3) for name, values in found.items()}
+    ms["ipykernel"] = middle(kernel.first_s, 1e3) if kernel else None
+    ours, bwrap = ms.pop("jail"), ms["bubblewrap"]
+    if bwrap is None:
+        print(f"bubblewrap is not installed, so it is not compared: {INSTALL_BUBBLEWRAP}", file=sys.stderr)
+    yield Figure("a session and its first cell, no pool", ours, "ms", present(**ms))
+    yield Figure("the same, to bubblewrap + Python", ratio(ours, bwrap), "×", {}, 1 / 6 if bwrap else None)
+    yield Figure("the same from the pool", await from_pool(b), "ms", {}, 1.0)
+    async with b.sandbox() as sandbox:
+        session = await sandbox.open()
+        laps = [await timed(lambda: run(session)) for _ in range(b.times(5000))]
+    against = present(ipykernel=middle(kernel.cell_s, 1e6) if kernel else None)
+    yield Figure("`x = 1`, there and back", middle(laps, 1e6), "µs", against, 60)
+
+
+async def from_pool(b: Bench) -> float | None:
+    laps = []
+    async with b.sandbox(pool=4) as sandbox:
+        for _ in range(b.times(100)):
+            await asyncio.sleep(0.03)  # until the pool is full again
+            began = time.perf_counter()
+            session = await sandbox.open()
+            await run(session)
+            laps.append(time.perf_counter() - began)
+            await session.close()
+    return middle(laps, 1e3)
+
+
+# --- many ----------------------------------------------------------------------------------------------------------
+
+
+async def many_sessions(b: Bench) -> Figures:
+    count, cells = 64, b.times(500)
+
+    async def work(session: Session) -> None:
+        for _ in range(cells):
+            await run(session)
+
+    async with b.sandbox() as sandbox:
+        sessions = [await sandbox.open() for _ in range(count)]
+        laps = [await timed(lambda: asyncio.gather(*map(work, sessions))) for _ in range(2 if b.quick else 3)]
+    each = min(laps) / (count * cells)
+    yield Figure(f"a cell, 64 sessions on one loop ({1 / each:,.0f} cells/s)", each * 1e6, "µs", {}, 100)
+
+
+async def lifecycle(sandbox: Sandbox) -> None:
+    session = await sandbox.open()
+    for code in ("x = 1", "x += 1", "print(x)"):
+        await run(session, code)
+    await session.close()
+
+
+async def lifecycles(sandbox: Sandbox, count: int, at_once: int = 4) -> None:
+    async def work(share: int) -> None:
+        for _ in range(share):
+            await lifecycle(sandbox)
+
+    await asyncio.gather(*(work(count // at_once) for _ in range(at_once)))
+
+
+async def throughput(b: Bench) -> Figures:
+    count = b.times(2000)
+    async with b.sandbox() as sandbox:
+        seconds = await timed(lambda: lifecycles(sandbox, count)) / count
+    yield Figure(f"a lifecycle: open, 3 cells, close ({1 / seconds:,.0f}/s)", seconds * 1e3, "ms", {}, 5)
+
+
+async def soak(b: Bench) -> Figures:
+    async with b.sandbox() as sandbox:
+        await lifecycles(sandbox, 100)
+        before = await settled()
+        seconds = await timed(lambda: lifecycles(sandbox, b.soak))
+        after = await settled()
+    print(f"soak: {b.soak:,} lifecycles in {seconds:.0f} s; before {before}, after {after}", file=sys.stderr)
+    for name in before:
+        value = float(max(after[name] - before[name], 0))
+        yield Figure(f"{b.soak:,} lifecycles: {name} left", value, "", {}, 10.0 if name == "MB of the host" else 0)
+
+
+async def settled() -> dict[str, int]:
+    """What this process has, once the pool is full and the dead are buried."""
+    await asyncio.sleep(1)
+    links = []
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            links.append(os.readlink(f"/proc/self/fd/{fd}"))
+        except OSError:
+            continue
+    mounts = {pid: _mounts(pid) for pid in _below(os.getpid())}
+    return {
+        "processes": len(mounts), "descriptors": len(links), "memory files": sum("memfd:" in link for link in links),
+        "mounts": _mounts("self") + max(mounts.values(), default=0), "MB of the host": _resident_mb(),
+    }  # fmt: skip
+
+
+def _resident_mb() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") // MB
+
+
+def _below(root: int) -> list[int]:
+    tree: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                tree[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            except OSError:
+                continue
+    found = {root}
+    while more := {pid for pid, parent in tree.items() if parent in found} - found:
+        found |= more
+    return sorted(found - {root})
+
+
+def _mounts(pid: int | str) -> int:
+    try:
+        return len(Path(f"/proc/{pid}/mountinfo").read_text().splitlines())
+    except OSError:
+        return 0
+
+
+# --- forks and what is shared --------------------------------------------------------------------------------------
+
+
+async def forks(b: Bench) -> Figures:
+    ms: dict[int, float | None] = {}
+    async with b.sandbox(pool=0, memory_bytes=4 << 30) as sandbox:
+        if not sandbox.caps.fork:
+            return
+        for size in (0, 100 * MB, 500 * MB):
+            session = await sandbox.open()
+            await run(session, f"text = 'a' * {size}")
+            laps = []
+            for _ in range(b.times(50)):
+                began = time.perf_counter()
+                branch = await session.fork()
+                laps.append(time.perf_counter() - began)
+                await branch.close()
+            ms[size] = middle(laps, 1e3)
+            await session.close()
+    yield Figure("fork of a live session, empty", ms[0], "ms", {})
+    yield Figure("fork of a live session with a 100 MB string", ms[100 * MB], "ms", {}, 3)
+    yield Figure("the same with 500 MB, to 100 MB", ratio(ms[500 * MB], ms[100 * MB]), "×", {}, 1.5)
+
+
+async def children_share(b: Bench) -> Figures:
+    context = SharedContext("some text of some length " * (100 * MB // 25))
+    async with b.sandbox(pool=0) as sandbox:
+        sessions = [await sandbox.open(context=context) for _ in range(20)]
+        for session in sessions:
+            await run(session, "context.count('text')")
+        private = [_private_mb(session) for session in sessions]
+    known = [value for value in private if value is not None]
+    if not known:
+        print("the memory of sessions cannot be read by this user: run it as root", file=sys.stderr)
+    yield Figure("20 children over a 100 MB context: memory of each", max(known, default=None), "MB", {}, 2)  # type: ignore[type-var]
+
+
+def _private_mb(session: Session) -> float | None:
+    """Of the process behind a session: pages that no other shares."""
+    try:
+        told = Path(f"/proc/self/fdinfo/{session.process}").read_text()  # type: ignore[attr-defined]
+        pid = next(int(line.split()[1]) for line in told.splitlines() if line.startswith("Pid:"))
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        return sum(int(line.split()[1]) for line in lines if line.startswith("Private_")) * 1024 / MB
+    except (OSError, AttributeError, StopIteration):
+        return None
+
+
+# --- calls ---------------------------------------------------------------------------------------------------------
+
+
+CALLS = """
+import time
+laps, data = [], {data}
+for _ in range({times}):
+    began = time.perf_counter()
+    _r = host(data)
+    laps.append(time.perf_counter() - began)
+sorted(laps)[len(laps) // 2]
+"""
+
+
+async def call_s(session: Session, data: str, times: int) -> float:
+    """Median, as the session sees it."""
+    return float(await run(session, CALLS.format(data=data, times=times)) or 0)
+
+
+async def callbacks(b: Bench) -> Figures:
+    async with b.sandbox() as sandbox:
+        session = await sandbox.open()
+        await session.install("host_names", HOST)
+        small = await call_s(session, "'small'", b.times(2000))
+        large = await call_s(session, "'a' * 1_000_000", b.times(100))
+    yield Figure("a call to the host and back", small * 1e6, "µs", {}, 60)
+    yield Figure("the same with 1 MB each way", large * 1e3, "ms", {}, 1)
+
+
+FIGURES: dict[str, Callable[[Bench], Figures]] = {
+    figure.__name__: figure
+    for figure in (first_cell, many_sessions, throughput, forks, children_share, callbacks, soak)
+}  # fmt: skip
+
+
+async def measure(bench: Bench, names: Sequence[str]) -> list[Figure]:
+    figures = []
+    for name in names:
+        async for figure in FIGURES[name](bench):
+            print(f"{figure.name}: {figure.value} {figure.unit}", file=sys.stderr)
+            figures.append(figure)
+    return figures
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Figures of the jail beside those of others.")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds; within two minutes on two cores")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON on the last line")
+    parser.add_argument("--soak", type=int, metavar="N", help="lifecycles of the soak (100,000; quick: 1,000)")
+    parser.add_argument("--provider", default="jail", help="whose sessions (jail)")
+    parser.add_argument("--only", metavar="NAME", action="append", choices=FIGURES, help=f"of: {', '.join(FIGURES)}")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    bench = Bench(
+        SandboxSpec(provider=options.provider), options.quick, options.soak or (1000 if options.quick else 100_000)
+    )
+    figures = asyncio.run(measure(bench, options.only or list(FIGURES)))
+    show(figures)
+    if options.json:
+        print(json.dumps({"figures": [figure.as_json() for figure in figures]}))
+    return 1 if any(figure.holds is False for figure in figures) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

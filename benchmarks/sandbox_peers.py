@@ -1,0 +1,84 @@
+"""What else could hold a session: code in this process, a bare Python, bubblewrap around one, an IPython kernel.
+
+Each is brought from nothing to the end of its first cell. Decides how they are started; ``sandbox.py`` compares.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+HERE = Path(__file__).parent
+INSTALL_BUBBLEWRAP = "apt-get install bubblewrap"
+INSTALL_IPYKERNEL = "benchmarks/.venv/bin/pip install ipykernel jupyter_client"
+_CODE = "exec(compile('x = 1', '<cell>', 'exec')); print('done')"
+
+
+def in_process() -> float:
+    """No walls at all."""
+    began = time.perf_counter()
+    namespace = {"__name__": "__main__"}
+    exec(compile("x = 1", "<cell>", "exec"), namespace)
+    return time.perf_counter() - began
+
+
+def python() -> str:
+    return os.path.realpath(sys.executable)
+
+
+def bare_subprocess() -> float:
+    """A fresh interpreter, without site packages: no walls."""
+    return _run([python(), "-I", "-S", "-c", _CODE])
+
+
+def bubblewrap() -> float | None:
+    """The same in namespaces of its own, with nothing but the system to read."""
+    path = shutil.which("bwrap")
+    if path is None:
+        return None
+    walls = [path, "--unshare-all", "--die-with-parent", "--clearenv", "--dev", "/dev", "--tmpfs", "/tmp"]
+    shown = [sys.base_prefix, "/usr", "/lib", "/lib64"]
+    for folder in dict.fromkeys(os.path.realpath(each) for each in shown if os.path.exists(each)):
+        walls += ["--ro-bind", folder, folder]
+    for link in ("/lib", "/lib64"):
+        if os.path.islink(link):
+            walls += ["--symlink", os.readlink(link), link]
+    return _run([*walls, python(), "-I", "-S", "-c", _CODE])
+
+
+def _run(command: list[str]) -> float:
+    began = time.perf_counter()
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    seconds = time.perf_counter() - began
+    if done.stdout != "done\n":
+        raise RuntimeError(f"{command[0]} failed: {done.stderr.strip()[-300:]}")
+    return seconds
+
+
+class Kernel(NamedTuple):
+    """Seconds of each start with its first cell, and of each further cell."""
+
+    first_s: list[float]
+    cell_s: list[float]
+
+
+def ipykernel(starts: int, cells: int) -> Kernel | None:
+    """In the environment of the peers, or in this one; None where it is not installed."""
+    for candidate in (str(HERE / ".venv/bin/python"), sys.executable):
+        if not Path(candidate).exists():
+            continue
+        check = [candidate, "-c", "import ipykernel, jupyter_client"]
+        if subprocess.run(check, capture_output=True, check=False).returncode == 0:
+            command = [candidate, str(HERE / "sandbox_ipykernel.py"), str(starts), str(cells)]
+            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+            if done.returncode:
+                print(f"ipykernel: {done.stderr.strip().splitlines()[-1]}", file=sys.stderr)
+                return None
+            return Kernel(**json.loads(done.stdout.splitlines()[-1]))
+    return None

@@ -1,0 +1,82 @@
+"""The provider ``modal``: every session in a Modal sandbox of its own, over the bytes of one ``exec``.
+
+Decides which sandbox is asked for: no network, limits of memory and processor, an end by itself. Not run against the
+real service: its double in the tests has the SDK's names and signatures.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from ramify.sandbox.base import Caps, SandboxSpec
+from ramify.sandbox.cloud import sdk
+from ramify.sandbox.remote import Carries, RemoteSandbox
+
+APP = "ramify"
+
+
+class ModalService:
+    """Implements ``remote.Service``."""
+
+    name = "modal"
+    carries: Carries = "bytes"
+
+    def __init__(self, modal: Any) -> None:
+        self._modal = modal
+
+    async def start(self, command: list[str], spec: SandboxSpec) -> ModalStream:
+        modal = self._modal
+        app = await modal.App.lookup.aio(APP, create_if_missing=True)
+        image = modal.Image.from_registry(spec.image) if spec.image else modal.Image.debian_slim(python_version="3.12")
+        box = await modal.Sandbox.create.aio(
+            app=app, image=image, block_network=True, timeout=sdk.LIFETIME_S, cpu=sdk.NUM_CPUS,
+            memory=(spec.memory_bytes + sdk.OVERHEAD_BYTES) >> 20,
+        )  # fmt: skip
+        try:
+            return ModalStream(box, await box.exec.aio(*command, text=False))
+        except BaseException:
+            await box.terminate.aio()
+            raise
+
+    async def close(self) -> None:
+        """Nothing is held between sessions."""
+
+
+class ModalStream:
+    """Implements ``remote.Stream``."""
+
+    def __init__(self, box: Any, process: Any) -> None:
+        self._box = box
+        self._stdin = process.stdin
+        self._stdout = aiter(process.stdout)
+
+    async def send(self, data: bytes) -> None:
+        self._stdin.write(data)
+        await self._stdin.drain.aio()
+
+    async def receive(self) -> bytes:
+        async for data in self._stdout:
+            if data:
+                return bytes(data)
+        return b""
+
+    async def close(self) -> None:
+        await self._box.terminate.aio()
+
+
+def open_provider(spec: SandboxSpec) -> RemoteSandbox:
+    """What ``base.open_sandbox`` calls."""
+    modal = sdk.load("modal", "modal")
+    file = os.environ.get("MODAL_CONFIG_PATH", "~/.modal.toml")
+    sdk.need_key("modal", ("MODAL_TOKEN_ID", "MODAL_TOKEN_SECRET"), file)
+    caps = Caps(
+        isolates_files=True,
+        isolates_network=True,
+        isolates_processes=True,
+        limits_memory=True,
+        interrupt=True,
+        kill=True,
+        starts_processes=True,
+    )
+    return RemoteSandbox(spec, ModalService(modal), caps, None)

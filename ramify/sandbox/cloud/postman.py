@@ -1,0 +1,80 @@
+"""Carries a command's input and output through files, for a service that offers no stream. Runs there, stdlib only.
+
+in.0, in.1, …     written by the host, whole: "LENGTH\\n" and that many bytes of input; removed when read
+out.0, out.1, …   appended to: lines of output; the line "-" says that the next file goes on, "." that it is over
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from typing import IO
+
+MAX_FILE_BYTES = 4 << 20
+_SHORTEST_S, _LONGEST_S = 0.005, 0.1
+
+
+def deliver(folder: str, sink: IO[bytes]) -> None:
+    """The host's files to the command's input, one after the other."""
+    number, oldest, wait_s = 0, 0, _SHORTEST_S
+    while True:
+        path = os.path.join(folder, f"in.{number}")
+        found = _whole(path)
+        if found is None:
+            time.sleep(wait_s)
+            wait_s = min(wait_s * 1.5, _LONGEST_S)
+            continue
+        os.remove(path)
+        number, wait_s = number + 1, _SHORTEST_S
+        data, reading = found
+        while oldest < reading:
+            os.remove(os.path.join(folder, f"out.{oldest}"))
+            oldest += 1
+        sink.write(data)
+        sink.flush()
+
+
+def _whole(path: str) -> tuple[bytes, int] | None:
+    """A file's content and which output the host is at, if all of it is there."""
+    try:
+        with open(path, "rb") as file:
+            head, newline, data = file.read().partition(b"\n")
+    except FileNotFoundError:
+        return None
+    if not newline:
+        return None
+    length, reading = map(int, head.split())
+    return (data, reading) if len(data) >= length else None
+
+
+def collect(folder: str, source: IO[bytes]) -> None:
+    """The command's output to files, until it ends."""
+    number, size = 0, 0
+    file = open(os.path.join(folder, "out.0"), "wb", buffering=0)  # noqa: SIM115  (it changes on the way)
+    for line in source:
+        file.write(line)
+        size += len(line)
+        if size > MAX_FILE_BYTES and line.endswith(b"\n"):
+            number, size = number + 1, 0
+            following = open(os.path.join(folder, f"out.{number}"), "wb", buffering=0)  # noqa: SIM115
+            file.write(b"-\n")
+            file.close()
+            file = following
+    file.write(b"\n.\n")
+    file.close()
+
+
+def main(folder: str, command: list[str]) -> None:
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        threading.Thread(target=deliver, args=(folder, process.stdin), daemon=True).start()
+        collect(folder, process.stdout)
+        os._exit(process.wait() & 0xFF)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])

@@ -1,0 +1,152 @@
+"""The provider ``docker``: every session in a container of its own, on an engine of this machine.
+
+Decides what a container may do (nothing but compute in memory: no network, no capability, no privilege to gain, a root
+that cannot be written, limits of memory, processor and processes) and that the engine really enforces it: what it says
+of the container is compared with what was asked for. Leaves out the engine's HTTP (``docker_engine.py``) and the guest's
+way in (``remote.py``).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from urllib.parse import quote
+
+from ramify.errors import SandboxError
+from ramify.sandbox.base import Caps, SandboxSpec
+from ramify.sandbox.docker_engine import Attached, Engine, EngineError, find_socket
+from ramify.sandbox.remote import Carries, RemoteSandbox
+
+IMAGE = "python:3.12-slim"
+NUM_CPUS = 1.0
+MAX_PROCESSES = 256
+SCRATCH_BYTES = 256 << 20
+"""Of files in memory at /tmp, counted against the container's memory."""
+_OVERHEAD_BYTES = 128 << 20
+"""What Python and the guest need beside ``memory_bytes``."""
+_NOBODY = "65534:65534"
+_NUM_USUAL_CAPABILITIES = 11
+"""What a container has if none is dropped; an engine may list them instead of saying ALL."""
+
+
+class DockerService:
+    """Implements ``remote.Service``."""
+
+    name = "docker"
+    carries: Carries = "bytes"
+
+    def __init__(self, engine: Engine, allow_weaker: bool) -> None:
+        self._engine = engine
+        self._allow_weaker = allow_weaker
+
+    async def start(self, command: list[str], spec: SandboxSpec) -> Container:
+        wanted = container(command, spec)
+        id = await self._create(wanted)
+        try:
+            running = Container(self._engine, id, await self._engine.attach(id))
+        except BaseException:
+            await _remove(self._engine, id)
+            raise
+        try:
+            await self._engine.ask("start a container", "POST", f"/containers/{id}/start")
+            if not self._allow_weaker:
+                said = await self._engine.ask("describe a container", "GET", f"/containers/{id}/json")
+                _compare(wanted, said)
+        except BaseException:
+            await running.close()
+            raise
+        return running
+
+    async def _create(self, wanted: dict[str, Any]) -> str:
+        try:
+            made = await self._engine.ask("create a container", "POST", "/containers/create", wanted)
+        except EngineError as error:
+            if error.status != 404:
+                raise
+            await self._pull(wanted["Image"])
+            made = await self._engine.ask("create a container", "POST", "/containers/create", wanted)
+        return str(made["Id"])
+
+    async def _pull(self, image: str) -> None:
+        has_tag = ":" in image.rpartition("/")[2]
+        query = quote(image if has_tag or "@" in image else f"{image}:latest", safe="")
+        steps = await self._engine.ask(f"pull the image '{image}'", "POST", f"/images/create?fromImage={query}")
+        for step in steps if isinstance(steps, list) else [steps]:
+            if isinstance(step, dict) and "error" in step:
+                raise SandboxError(f"sandbox 'docker': the image '{image}' could not be pulled: {step['error']}")
+
+    async def close(self) -> None:
+        """Nothing is held between sessions."""
+
+
+class Container:
+    """Implements ``remote.Stream``."""
+
+    def __init__(self, engine: Engine, id: str, attached: Attached) -> None:
+        self._engine = engine
+        self._id = id
+        self._attached = attached
+        self.send, self.receive = attached.send, attached.receive
+
+    async def close(self) -> None:
+        await self._attached.close()
+        await _remove(self._engine, self._id)
+
+
+async def _remove(engine: Engine, id: str) -> None:
+    try:
+        await engine.ask("remove a container", "DELETE", f"/containers/{id}?force=true&v=true")
+    except EngineError as error:
+        if error.status not in (404, 409):  # gone, or being removed
+            raise
+
+
+def container(command: list[str], spec: SandboxSpec) -> dict[str, Any]:
+    """What the engine is asked to create."""
+    memory = spec.memory_bytes + _OVERHEAD_BYTES
+    return {
+        "Image": spec.image or IMAGE, "Entrypoint": command[:1], "Cmd": command[1:], "User": _NOBODY, "WorkingDir": "/tmp",
+        "AttachStdin": True, "AttachStdout": True, "AttachStderr": True, "OpenStdin": True, "StdinOnce": True,
+        "Tty": False, "NetworkDisabled": True, "Labels": {"ramify": "session"},
+        "HostConfig": {
+            "NetworkMode": "none", "ReadonlyRootfs": True, "CapDrop": ["ALL"], "Privileged": False,
+            "SecurityOpt": ["no-new-privileges"], "Memory": memory, "MemorySwap": memory,
+            "NanoCpus": int(NUM_CPUS * 1e9), "PidsLimit": MAX_PROCESSES, "IpcMode": "private", "AutoRemove": True,
+            "Tmpfs": {"/tmp": f"rw,nosuid,nodev,mode=1777,size={SCRATCH_BYTES}"}, "LogConfig": {"Type": "none"},
+        },
+    }  # fmt: skip
+
+
+def _compare(wanted: dict[str, Any], said: dict[str, Any]) -> None:
+    """Raises SandboxError if the engine has left out a protection that was asked for."""
+    asked, given = wanted["HostConfig"], said.get("HostConfig") or {}
+    missing = [
+        name
+        for name in ("NetworkMode", "ReadonlyRootfs", "Privileged", "Memory", "PidsLimit")
+        if given.get(name) != asked[name]
+    ]
+    dropped = given.get("CapDrop") or ()
+    if "ALL" not in dropped and len(dropped) < _NUM_USUAL_CAPABILITIES:
+        missing.append("CapDrop")
+    if not any(option.startswith("no-new-privileges") for option in given.get("SecurityOpt") or ()):
+        missing.append("SecurityOpt")
+    if (said.get("Config") or {}).get("User") != wanted["User"]:
+        missing.append("User")
+    if missing:
+        raise SandboxError(
+            f"sandbox 'docker': this engine did not apply {', '.join(missing)} to the container, as it says itself; "
+            "use another engine, or accept it with SandboxSpec(allow_weaker=True)"
+        )
+
+
+def open_provider(spec: SandboxSpec) -> RemoteSandbox:
+    """What ``base.open_sandbox`` calls."""
+    caps = Caps(
+        isolates_files=True,
+        isolates_network=True,
+        isolates_processes=True,
+        limits_memory=True,
+        interrupt=True,
+        kill=True,
+        starts_processes=True,
+    )
+    return RemoteSandbox(spec, DockerService(Engine(find_socket()), spec.allow_weaker), caps, None)

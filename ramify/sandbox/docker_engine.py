@@ -1,0 +1,181 @@
+"""A container engine's HTTP API over its unix socket: plain requests, and the attached stream of a container.
+
+Decides where an engine is looked for and how its answers become values or one-line errors. Leaves out what is asked of
+it (``docker.py``). Podman's compatible service speaks the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import struct
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import quote
+
+from ramify.errors import ConfigError, SandboxError
+
+_FRAME = struct.Struct(">BxxxI")
+_STDERR = 2
+_MAX_FRAME_BYTES = 64 << 20
+HOW_TO_GET_ONE = (
+    "start Docker or Podman (podman system service), or set DOCKER_HOST=unix:///path/to/its.sock; "
+    "to get one, see https://docs.docker.com/engine/install"
+)
+
+
+class EngineError(SandboxError):
+    """The engine answered with an error."""
+
+    def __init__(self, what: str, status: int, message: str) -> None:
+        super().__init__(f"the container engine could not {what}: {message} (status {status})")
+        self.status = status
+
+
+def find_socket() -> str:
+    """Path of the engine's socket. Raises ConfigError for a DOCKER_HOST that is none, SandboxError where there is no
+    engine."""
+    host = os.environ.get("DOCKER_HOST", "")
+    if host and not host.startswith("unix://"):
+        raise ConfigError(
+            f"DOCKER_HOST is {host!r}, and only unix:// sockets are spoken: set it to unix:///path/to/its.sock"
+        )
+    paths = [host.removeprefix("unix://")] if host else list(_usual_places())
+    for path in paths:
+        if os.path.exists(path):
+            return path
+    raise SandboxError(f"sandbox 'docker': no engine at {' or '.join(paths)}; {HOW_TO_GET_ONE}")
+
+
+def _usual_places() -> Iterator[str]:
+    yield "/var/run/docker.sock"
+    yield os.path.expanduser("~/.docker/run/docker.sock")
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    if runtime:
+        yield os.path.join(runtime, "docker.sock")
+        yield os.path.join(runtime, "podman", "podman.sock")
+
+
+class Engine:
+    """One engine; a connection of its own for every request."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    async def ask(self, what: str, method: str, path: str, body: Any = None) -> Any:
+        """The decoded answer to a request; ``what`` says in an error what could not be done. Raises EngineError."""
+        reader, writer = await self._send(method, path, body, "Connection: close\r\n")
+        try:
+            status, headers = await _head(reader)
+            data = await _body(reader, status, headers)
+        except (asyncio.IncompleteReadError, ValueError, OSError) as error:
+            raise SandboxError(f"the container engine at {self._path} broke off ({what}): {error}") from None
+        finally:
+            await _shut(writer)
+        if status >= 400:
+            raise EngineError(what, status, _message(data))
+        return _decoded(data)
+
+    async def attach(self, container: str) -> Attached:
+        """The stream of a container that was created with its standard input open."""
+        path = f"/containers/{quote(container)}/attach?stream=1&stdin=1&stdout=1&stderr=1"
+        reader, writer = await self._send("POST", path, None, "Upgrade: tcp\r\nConnection: Upgrade\r\n")
+        try:
+            status, headers = await _head(reader)
+            if status not in (101, 200):
+                message = _message(await _body(reader, status, headers))
+                raise EngineError("attach to a container", status, message)
+        except (asyncio.IncompleteReadError, ValueError, OSError) as error:
+            await _shut(writer)
+            raise SandboxError(f"the container engine at {self._path} broke off (attach): {error}") from None
+        except BaseException:
+            await _shut(writer)
+            raise
+        return Attached(reader, writer)
+
+    async def _send(
+        self, method: str, path: str, body: Any, more: str
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        data = b"" if body is None else json.dumps(body).encode()
+        kind = "Content-Type: application/json\r\n" if data else ""
+        try:
+            reader, writer = await asyncio.open_unix_connection(self._path)
+        except OSError as error:
+            raise SandboxError(
+                f"sandbox 'docker': no engine answers at {self._path} ({error.strerror or error}); {HOW_TO_GET_ONE}"
+            ) from None
+        head = f"{method} {path} HTTP/1.1\r\nHost: docker\r\n{kind}Content-Length: {len(data)}\r\n{more}\r\n"
+        writer.write(head.encode() + data)
+        return reader, writer
+
+
+class Attached:
+    """Standard input and output of a container without a terminal: what it says comes in frames, told by stream."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+
+    async def send(self, data: bytes) -> None:
+        self._writer.write(data)
+        await self._writer.drain()
+
+    async def receive(self) -> bytes:
+        """Output of either stream; b"" at the end."""
+        try:
+            while True:
+                _, size = _FRAME.unpack(await self._reader.readexactly(_FRAME.size))
+                if size > _MAX_FRAME_BYTES:
+                    raise SandboxError(f"the container engine sent a frame of {size:,} bytes")
+                if size:
+                    return await self._reader.readexactly(size)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return b""
+
+    async def close(self) -> None:
+        await _shut(self._writer)
+
+
+async def _shut(writer: asyncio.StreamWriter) -> None:
+    writer.close()
+    with contextlib.suppress(OSError):
+        await writer.wait_closed()
+
+
+async def _head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
+    first, *lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+    headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    return int(first.split()[1]), headers
+
+
+async def _body(reader: asyncio.StreamReader, status: int, headers: dict[str, str]) -> bytes:
+    if status in (204, 304):
+        return b""
+    if "content-length" in headers:
+        return await reader.readexactly(int(headers["content-length"]))
+    if headers.get("transfer-encoding", "").lower() != "chunked":
+        return await reader.read()
+    parts = []
+    while size := int((await reader.readline()).split(b";")[0], 16):
+        parts.append((await reader.readexactly(size + 2))[:-2])
+    return b"".join(parts)
+
+
+def _decoded(data: bytes) -> Any:
+    """A JSON answer; of a stream of JSON lines (a pull), the list of them; else the text."""
+    try:
+        return json.loads(data) if data else None
+    except ValueError:
+        pass
+    try:
+        return [json.loads(line) for line in data.splitlines() if line.strip()]
+    except ValueError:
+        return data.decode("utf-8", "replace")
+
+
+def _message(data: bytes) -> str:
+    answer = _decoded(data)
+    said = answer.get("message", answer) if isinstance(answer, dict) else answer
+    return " ".join(str(said).split())[:500]

@@ -1,0 +1,54 @@
+"""The provider ``ipython``: the process sessions, whose cells run in a real IPython.
+
+Decides that IPython is loaded ahead of time and set up in every session. Leaves out how (``ipython_cells.py``, which
+runs there) and all that a session is beside (``process.py``). For users who know their notebook: ``%timeit``,
+``!command``, ``Out[3]``, ``obj?``.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import msgspec
+
+from ramify.errors import SandboxError
+from ramify.sandbox.base import Caps, Context, SandboxSpec
+from ramify.sandbox.process import ProcessSandbox
+from ramify.sandbox.session import GuestSession
+
+WARNING = (
+    "sandbox 'ipython': code runs in a process of its own, without the host's environment and under limits of memory "
+    "and time, but with your user's rights: it can read your files and use the network. Do not run hostile code in it."
+)
+_LOADED = ("IPython", "IPython.core.interactiveshell")
+
+
+class IPythonSandbox:
+    """Implements ``base.Sandbox``."""
+
+    warning: str | None = WARNING
+
+    def __init__(self, spec: SandboxSpec) -> None:
+        if importlib.util.find_spec("IPython") is None:
+            raise SandboxError("sandbox 'ipython' needs IPython: pip install 'ramify[ipython]'")
+        self._process = ProcessSandbox(msgspec.structs.replace(spec, packages=(*spec.packages, *_LOADED)))
+        self.caps: Caps = self._process.caps
+        self._cells = (Path(__file__).parent / "ipython_cells.py").read_text("utf-8")
+
+    async def open(self, *, context: Context | None = None, seed: str = "") -> GuestSession:
+        session = await self._process.open(context=context, seed=seed)
+        try:
+            await session.install("ramify_ipython", self._cells)
+        except BaseException:
+            await session.close()
+            raise
+        return session
+
+    async def close(self) -> None:
+        await self._process.close()
+
+
+def open_provider(spec: SandboxSpec) -> IPythonSandbox:
+    """What ``base.open_sandbox`` calls."""
+    return IPythonSandbox(spec)

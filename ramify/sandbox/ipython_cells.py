@@ -1,0 +1,125 @@
+"""Runs inside a session of the provider ``ipython``: its cells go through IPython.
+
+Decides what stays the session's (where output goes, how errors and echoes are shown, which names are reserved) and what
+becomes IPython's: magics, ``!commands``, ``In`` and ``Out``, ``_`` and ``__``, ``obj?``, a ``;`` that keeps quiet.
+Installed as a module of the guest; needs nothing but IPython and the guest.
+"""
+
+# mypy: disable-error-code="misc, attr-defined, no-untyped-call, import-not-found, import-untyped"
+# IPython is there where this runs, and need not be where it is checked.
+
+from __future__ import annotations
+
+import builtins
+import os
+import sys
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from IPython.core import compilerop, interactiveshell
+from IPython.core.displayhook import DisplayHook
+from IPython.core.inputtransformer2 import leading_empty_lines
+from traitlets.config import Config
+
+if TYPE_CHECKING:
+    call_host: Any
+
+guest: Any = call_host.__self__  # noqa: F821  (a module of the guest is given it)
+ramify_guest: Any = sys.modules[type(guest).__module__]
+
+
+class Compiler(compilerop.CachingCompiler):
+    """Names code as the guest does, so that tracebacks read the same."""
+
+    name = "<cell>"
+
+    def get_code_name(self, raw_code: str, transformed_code: str, number: int) -> str:
+        return self.name
+
+
+class Echo(DisplayHook):
+    """Keeps the echo for the guest, and prints nothing."""
+
+    text: str | None = None
+
+    def compute_format_data(self, result: Any) -> tuple[dict[str, str], dict[str, Any]]:
+        self.text = ramify_guest.safe_repr(result)
+        return {"text/plain": self.text}, {}
+
+    def write_output_prompt(self) -> None:
+        pass
+
+    def write_format_data(self, format_dict: Any, md_dict: Any = None) -> None:
+        pass
+
+    def finish_displayhook(self) -> None:
+        pass
+
+
+class Shell(interactiveshell.InteractiveShell):
+    """IPython without a terminal, a history on disk or a profile."""
+
+    displayhook_class = Echo
+    compiler_class = Compiler
+    system = interactiveshell.InteractiveShell.system_raw
+
+    def showtraceback(self, *args: Any, **options: Any) -> None:
+        """The guest shows errors."""
+
+    def showsyntaxerror(self, *args: Any, **options: Any) -> None:
+        pass
+
+    def showindentationerror(self) -> None:
+        pass
+
+
+def make_shell() -> Shell:
+    folder = os.path.join(os.path.dirname(os.environ["HOME"]), "ipython")
+    config = Config()
+    config.HistoryManager.enabled = False
+    shell = Shell.instance(
+        config=config, user_module=guest.module, user_ns=guest.namespace, ipython_dir=folder
+    )  # fmt: skip
+    shell.loop_runner = guest._await
+    shell.input_transformer_manager.cleanup_transforms.remove(leading_empty_lines)  # it would shift the lines of errors
+    bind_exits()
+    return shell
+
+
+def bind_exits() -> None:
+    """IPython's own want a terminal to leave, and it hides the ones among the builtins."""
+    for name in ("exit", "quit"):
+        guest.namespace[name] = getattr(builtins, name)
+
+
+def execute(source: str, name: str) -> tuple[str | None, str | None]:
+    """What ``Guest._execute`` does: (echo, error)."""
+    try:
+        guest._live = True
+        try:
+            return run(source, name)
+        except BaseException as error:  # noqa: BLE001  (an interrupt may rise anywhere)
+            return None, guest._describe(error)
+    finally:
+        guest._live = False
+
+
+def run(source: str, name: str) -> tuple[str | None, str | None]:
+    shell.compile.name = name
+    shell.displayhook.text = None
+    if "_oh" not in guest.namespace:  # a cell has cleared its globals
+        shell.init_user_ns()
+        bind_exits()
+    result = shell.run_cell(source, store_history=True)
+    ramify_guest.remember_source(name, source)
+    error = result.error_before_exec or result.error_in_exec
+    if error is not None:
+        return None, guest._describe(error)
+    return shell.displayhook.text, None
+
+
+warnings.filterwarnings("ignore", message="To exit: use")
+shell = make_shell()
+guest._hidden |= {interactiveshell.__file__, compilerop.__file__}
+guest._execute = execute
+__all__: list[str] = []

@@ -1,0 +1,77 @@
+"""How much memory all sessions of a sandbox use together, and what happens when it is too much.
+
+Decides what is counted (pages of a session's own, beyond those it was forked with), how often, and that the one that
+uses most is ended. Leaves out the limit of each session, which the kernel keeps: sixteen sessions may each stay within
+theirs and still be more than the machine has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import mmap
+import os
+import time
+from typing import Protocol
+
+_EVERY_S = 0.25
+_SHARE = 0.75
+_CGROUP = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+class Killable(Protocol):
+    def kill(self, reason: str) -> None: ...
+
+
+def machine_bytes() -> int:
+    """Memory of this machine, or of the container that we are in."""
+    total = os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
+    for path in _CGROUP:
+        with contextlib.suppress(OSError, ValueError), open(path) as file:
+            total = min(total, int(file.read()))
+    return total
+
+
+class Budget:
+    """Watches sessions while there are any."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit = limit_bytes or int(machine_bytes() * _SHARE)
+        self._sessions: dict[Killable, tuple[int, int]] = {}
+        """Session -> (process, pages at its beginning)."""
+        self._timer: asyncio.TimerHandle | None = None
+
+    def watch(self, session: Killable, pid: int) -> None:
+        self._sessions[session] = (pid, _own_pages(pid))
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(_EVERY_S, self._look)
+
+    def forget(self, session: Killable) -> None:
+        self._sessions.pop(session, None)
+        if not self._sessions and self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _look(self) -> None:
+        started = time.perf_counter()
+        used = {
+            session: max(_own_pages(pid) - before, 0) * mmap.PAGESIZE
+            for session, (pid, before) in self._sessions.items()
+        }
+        if sum(used.values()) > self._limit:
+            largest = max(used, key=lambda session: used[session])
+            largest.kill(
+                f"all sessions together used {sum(used.values()) >> 20:,} MB of {self._limit >> 20:,} MB, "
+                f"this one most of it ({used[largest] >> 20:,} MB)"
+            )
+        pause_s = max(_EVERY_S, 20 * (time.perf_counter() - started))
+        self._timer = asyncio.get_running_loop().call_later(pause_s, self._look)
+
+
+def _own_pages(pid: int) -> int:
+    try:
+        with open(f"/proc/{pid}/statm") as file:
+            words = file.read().split()
+        return int(words[1]) - int(words[2])
+    except (OSError, IndexError, ValueError):
+        return 0

@@ -1,0 +1,133 @@
+"""The host's answers when a session asks to create a process: no, except once when the host itself has asked for it.
+
+Decides that a grant is used up by one request, of the right process while it has one thread. Leaves out who asks for a
+grant (``branch.py``). A filter of system calls cannot do this alone: it knows no "once".
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import struct
+
+_RECEIVE, _SEND = 0xC0502100, 0xC0182101
+_REQUEST_BYTES = 80
+_CONTINUE = 1
+_EPERM = 1
+_PATIENCE = 32
+"""Refusals at once; from there on each takes a little longer, so that a session cannot keep the host busy."""
+_SLOWEST_S = 0.05
+
+
+class Listener:
+    """Where one session's requests for processes arrive."""
+
+    __slots__ = ("_fd", "_grant", "_holders", "_loop", "_refused", "branches")
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._loop = asyncio.get_running_loop()
+        self._grant: int | None = None
+        self._refused = 0
+        self._holders = 1
+        self.branches: set[int] = set()
+        """Processes that were created here with leave."""
+        self._loop.add_reader(fd, self._readable)
+
+    def grant_one(self, pid: int) -> None:
+        """Let process ``pid`` (of the host's numbers) create one process."""
+        self._grant = pid
+
+    def withdraw(self) -> bool:
+        """Take an unused grant back; whether there was one."""
+        unused, self._grant = self._grant is not None, None
+        return unused
+
+    def hold(self) -> None:
+        """A branch's requests arrive here too."""
+        self._holders += 1
+
+    def drop(self) -> None:
+        """A session of the tree has ended."""
+        self._holders -= 1
+        if not self._holders:
+            self.close()
+
+    def _readable(self) -> None:
+        request = bytearray(_REQUEST_BYTES)
+        try:
+            fcntl.ioctl(self._fd, _RECEIVE, request)
+        except OSError:
+            if not _is_alive(self._fd):
+                self._stop_reading()
+            return
+        id, pid = struct.unpack_from("<QI", request)
+        if self._grant is not None and self._grant == pid and _has_one_thread(pid):
+            self._grant = None
+            self._answer(id, 0, _CONTINUE)
+            return
+        self._refused += 1
+        if self._refused <= _PATIENCE:
+            self._answer(id, -_EPERM, 0)
+        else:
+            wait_s = min((self._refused - _PATIENCE) * 0.001, _SLOWEST_S)
+            self._loop.call_later(wait_s, self._answer, id, -_EPERM, 0)
+
+    def _answer(self, id: int, error: int, flags: int) -> None:
+        if self._fd >= 0:
+            with contextlib.suppress(OSError):  # who asked has gone
+                fcntl.ioctl(self._fd, _SEND, struct.pack("<QqiI", id, 0, error, flags))
+
+    def _stop_reading(self) -> None:
+        self._loop.remove_reader(self._fd)
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            self._stop_reading()
+            os.close(self._fd)
+            self._fd = -1
+
+
+def _is_alive(fd: int) -> bool:
+    """Whether any process is left that the filter binds."""
+    import select
+
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return not any(event & select.POLLHUP for _, event in poll.poll(0))
+
+
+def _has_one_thread(pid: int) -> bool:
+    """A second thread could take the grant, or be lost in the branch."""
+    try:
+        return len(os.listdir(f"/proc/{pid}/task")) == 1
+    except OSError:
+        return False
+
+
+def parent_of(pid: int) -> int:
+    """-1 where there is no such process."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return int(file.read().rpartition(")")[2].split()[1])
+    except OSError:
+        return -1
+
+
+def children_of(pid: int) -> list[int]:
+    try:
+        with open(f"/proc/{pid}/task/{pid}/children") as file:
+            return [int(word) for word in file.read().split()]
+    except OSError:
+        return []
+
+
+def pid_of(pidfd: int) -> int:
+    """The number of a process among the host's, or -1 where it has ended."""
+    try:
+        with open(f"/proc/self/fdinfo/{pidfd}") as file:
+            return next((int(line.split()[1]) for line in file if line.startswith("Pid:")), -1)
+    except OSError:
+        return -1

@@ -1,0 +1,206 @@
+"""What the kernel offers to confine a process, one small function each: namespaces, mounts, Landlock, capabilities.
+
+Decides how each system call is made (ctypes, no dependency) and what its failure says. Leaves out what is used when
+(``zygote.py``, ``confine.py``) and the filter of system calls (``seccomp.py``). Loaded in the zygote, so standard library
+only. The numbers below 400 differ by architecture and are therefore called through the C library.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import struct
+
+NEWTIME, NEWNS, NEWCGROUP, NEWUTS = 0x80, 0x20000, 0x2000000, 0x4000000
+NEWIPC, NEWUSER, NEWPID, NEWNET = 0x8000000, 0x10000000, 0x20000000, 0x40000000
+
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
+MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000
+_MNT_DETACH = 2
+_AT_FDCWD, _AT_RECURSIVE, _AT_EMPTY_PATH = -100, 0x8000, 0x1000
+
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS, PR_SET_CHILD_SUBREAPER = 1, 4, 38, 36
+
+_MOVE_MOUNT, _FSOPEN, _FSCONFIG, _FSMOUNT, _FSPICK = 429, 430, 431, 432, 433
+_MOUNT_SETATTR = 442
+_LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
+_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_syscall = _libc.syscall
+_syscall.restype = ctypes.c_long
+
+
+class Denied(OSError):
+    """The kernel refused; ``what`` was asked for."""
+
+    def __init__(self, number: int, what: str) -> None:
+        super().__init__(number, f"{what}: {os.strerror(number)}")
+        self.what = what
+
+
+def checked(result: int, what: str) -> int:
+    """``result`` of a call of the C library. Raises Denied where it is negative."""
+    if result < 0:
+        raise Denied(ctypes.get_errno(), what)
+    return result
+
+
+def syscall(number: int, *arguments: object, what: str) -> int:
+    """A system call by number: ints, bytes and None as its arguments."""
+    return checked(_syscall(ctypes.c_long(number), *map(_argument, arguments)), what)
+
+
+def _argument(value: object) -> object:
+    return ctypes.c_long(value) if isinstance(value, int) else value
+
+
+def prctl(option: int, value: int) -> None:
+    checked(_libc.prctl(ctypes.c_int(option), *map(ctypes.c_ulong, (value, 0, 0, 0))), f"prctl {option}")
+
+
+def unshare(flags: int, what: str) -> None:
+    """Leave the namespaces of ``flags`` for new ones."""
+    checked(_libc.unshare(ctypes.c_int(flags)), what)
+
+
+def set_host_name(name: str) -> None:
+    checked(_libc.sethostname(name.encode(), ctypes.c_size_t(len(name))), "sethostname")
+
+
+# ------------------------------------------------------------------------------------------------ mounts
+
+
+def mount(source: str | None, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
+    encoded = [text.encode() if text is not None else None for text in (source, target, kind, options)]
+    result = _libc.mount(encoded[0], encoded[1], encoded[2], ctypes.c_ulong(flags), encoded[3])
+    checked(result, f"mount {kind or source or 'flags'} on {target}")
+
+
+def unmount(target: str) -> None:
+    checked(_libc.umount2(target.encode(), _MNT_DETACH), f"unmount {target}")
+
+
+def make_read_only(target: str) -> None:
+    """A mount and all below it: no writing, no set-uid, no devices. Mount flags that are locked stay as they are."""
+    attributes = struct.pack("4Q", MS_RDONLY | MS_NOSUID | MS_NODEV, 0, 0, 0)
+    what = f"make {target} read-only (mount_setattr, Linux 5.12)"
+    syscall(_MOUNT_SETATTR, _AT_FDCWD, target.encode(), _AT_RECURSIVE, attributes, len(attributes), what=what)
+
+
+def pivot(root: str) -> None:
+    """Make ``root``, a mount, the only file system that there is."""
+    os.chdir(root)
+    syscall(_PIVOT_ROOT[os.uname().machine], b".", b".", what="pivot_root")
+    unmount(".")
+    os.chdir("/")
+
+
+def memory_mount(options: dict[str, str]) -> int:
+    """A file system of memory that is mounted nowhere yet: a descriptor for ``place_mount`` and ``freeze_mount``."""
+    context = syscall(_FSOPEN, b"tmpfs", 1, what="fsopen tmpfs (Linux 5.2)")
+    try:
+        for name, value in options.items():
+            syscall(_FSCONFIG, context, 1, name.encode(), value.encode(), 0, what=f"fsconfig {name}")
+        syscall(_FSCONFIG, context, 6, None, None, 0, what="fsconfig create")
+        return syscall(_FSMOUNT, context, 1, MS_NOSUID | MS_NODEV | MS_NOEXEC, what="fsmount")
+    finally:
+        os.close(context)
+
+
+def place_mount(fd: int, target: str) -> None:
+    syscall(_MOVE_MOUNT, fd, b"", _AT_FDCWD, target.encode(), 4, what=f"move_mount to {target}")
+
+
+def freeze_mount(fd: int) -> None:
+    """Make the file system behind a mount read-only, wherever it is mounted. Denied (busy) while a file is open for
+    writing."""
+    context = syscall(_FSPICK, fd, b"", 1 | 8, what="fspick")
+    try:
+        syscall(_FSCONFIG, context, 0, b"ro", None, 0, what="fsconfig ro")
+        syscall(_FSCONFIG, context, 7, None, None, 0, what="make its files read-only")
+    finally:
+        os.close(context)
+
+
+# ------------------------------------------------------------------------------------------------ Landlock
+
+_READ_FILE, _READ_DIR, _EXECUTE, _WRITE_FILE, _TRUNCATE = 1 << 2, 1 << 3, 1 << 0, 1 << 1, 1 << 14
+_FILE_RIGHTS = _READ_FILE | _WRITE_FILE | _TRUNCATE
+_NO_WRITER_NEEDS = _EXECUTE | 1 << 6 | 1 << 9 | 1 << 10 | 1 << 11 | 1 << 15
+"""Devices, sockets, fifos and ioctl on devices: not for files of one's own either."""
+
+
+def landlock_version() -> int:
+    """0 where there is none."""
+    return max(int(_syscall(ctypes.c_long(_LANDLOCK_CREATE), None, ctypes.c_size_t(0), ctypes.c_uint(1))), 0)
+
+
+def _rights(version: int) -> int:
+    """Every right to files that this kernel can deny."""
+    return ((1 << 13) - 1) | (version >= 2) << 13 | (version >= 3) << 14 | (version >= 5) << 15
+
+
+class Landlock:
+    """Which files may be read: opened once, put into force by any number of processes."""
+
+    def __init__(self, readable: list[str], version: int) -> None:
+        self._rights = _rights(version)
+        size = 24 if version >= 6 else 16 if version >= 4 else 8
+        self._attributes = struct.pack("3Q", self._rights, 3, 3)[:size]  # files; TCP; abstract sockets and signals
+        self._rules = [rule for path in readable if (rule := self._rule(path, _READ_FILE | _READ_DIR)) is not None]
+
+    def _rule(self, path: str, rights: int) -> bytes | None:
+        try:
+            fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        except OSError:
+            return None  # what is not there needs no rule
+        rights &= self._rights if os.path.isdir(path) else _FILE_RIGHTS
+        return struct.pack("<Qi", rights, fd)
+
+    def enforce(self, writable: str | None) -> None:
+        """On this process, for good. Needs no_new_privs. No mount can be changed afterwards."""
+        size = len(self._attributes)
+        rules = syscall(_LANDLOCK_CREATE, self._attributes, size, 0, what="landlock_create_ruleset (Linux 5.13)")
+        own = self._rule(writable, self._rights & ~_NO_WRITER_NEEDS) if writable is not None else None
+        for rule in [*self._rules, *([own] if own is not None else [])]:
+            syscall(_LANDLOCK_ADD, rules, 1, rule, 0, what="landlock_add_rule")
+        syscall(_LANDLOCK_RESTRICT, rules, 0, what="landlock_restrict_self")
+
+
+# ------------------------------------------------------------------------------------------------ rights
+
+_NO_CAPABILITIES = (struct.pack("Ii", 0x20080522, 0), bytes(24))
+
+
+def drop_capabilities() -> None:
+    checked(_libc.capset(*_NO_CAPABILITIES), "capset")
+
+
+def become(uid: int) -> None:
+    """Be user and group ``uid`` for good, in no other group."""
+    os.setgroups([])
+    os.setresgid(uid, uid, uid)
+    os.setresuid(uid, uid, uid)
+
+
+def map_ids(proc: int, inside: int, uid: int, gid: int) -> None:
+    """Name the one user and group that this process's new user namespace has. ``proc`` is a descriptor of /proc."""
+    for name, text in (
+        ("setgroups", "deny"),
+        ("uid_map", f"{inside} {uid} 1"),
+        ("gid_map", f"{inside} {gid} 1"),
+    ):
+        put(f"self/{name}", text, proc)
+
+
+def put(path: str, text: str, folder: int | None = None) -> None:
+    """Write to a file of the kernel's. Raises Denied."""
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC, dir_fd=folder)
+        try:
+            os.write(fd, text.encode())
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise Denied(error.errno or 0, f"write {path}") from None

@@ -1,0 +1,108 @@
+"""Which tier this machine reaches, found by building the walls and letting a trial session attack them.
+
+Decides how the answer is had without an event loop, and that it is asked for once in a process. Leaves out the walls
+(``walls.py``). What a session may count on is what was tried, never what a version number promises.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+from collections.abc import Mapping
+
+import msgspec
+
+from ramify.errors import SandboxError
+from ramify.sandbox.guest import open_frame
+from ramify.sandbox.link import Server, start_server
+
+MODULES = ("guest", "forkserver", "jail/primitives", "jail/seccomp", "jail/confine", "jail/walls", "jail/zygote")
+_WAIT_S = 30.0
+_REMEDIES = {
+    "A": "for tier A allow user namespaces (sysctl kernel.unprivileged_userns_clone=1, "
+    "kernel.apparmor_restrict_unprivileged_userns=0; docker: --security-opt seccomp=unconfined), or run as root",
+    "B": "for tier B use a kernel with Landlock (Linux 5.13 or later, lsm=landlock,…)",
+    "C": "for tier C use a kernel with CONFIG_SECCOMP_FILTER on x86_64 or aarch64",
+}
+
+
+class Reached(msgspec.Struct, frozen=True):
+    """The strongest tier of this machine."""
+
+    tier: str | None
+    """None: not even C."""
+    missing: dict[str, str]
+    """Stronger tier -> what the kernel refused."""
+    landlock: int = 0
+    """Version that is in force, 0 for none."""
+
+
+_found: dict[frozenset[int], Reached] = {}
+
+
+def learn(server: Server) -> None:
+    """Take the answer, once, from a zygote that was started with ``reports``."""
+    _found[frozenset()] = read_walls(server)
+
+
+def probe(deny: frozenset[int] = frozenset()) -> Reached:
+    """The answer of a zygote that was started for the question. ``deny``: numbers of system calls to do without."""
+    if deny not in _found:
+        server = start_server({**EMPTY, "deny": sorted(deny), "probes": True, "reports": True}, MODULES)
+        try:
+            _found[deny] = read_walls(server)
+        finally:
+            server.control.close()
+            server.process.kill()
+            server.process.wait()
+            os.close(server.complaints)
+    return _found[deny]
+
+
+EMPTY = {
+    "paths": [], "packages": [], "folder": "", "memory_bytes": 1 << 30, "max_output_bytes": 1 << 16, "mounts": [],
+    "cpu_s": 60, "files_bytes": 1 << 20, "tiers": "ABC", "deny": [], "probes": False, "reports": False,
+}  # fmt: skip
+"""A zygote's configuration, to be changed."""
+
+
+def read_walls(server: Server) -> Reached:
+    """The first frame of a zygote that reports. Blocks the milliseconds that it takes to build walls."""
+    sock = server.control
+    header = msgspec.json.decode(open_frame(memoryview(_receive(sock)))[0])
+    if header["op"] == "walls":
+        return Reached(header["tier"], header["missing"], header["landlock"])
+    if "missing" in header:
+        return Reached(None, header["missing"])
+    raise SandboxError(f"the jail could not be tried out: {header.get('message', header)}")
+
+
+def _receive(sock: socket.socket) -> bytes:
+    size = int.from_bytes(_exactly(sock, 4), "little")
+    return _exactly(sock, size)
+
+
+def _exactly(sock: socket.socket, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        if not select.select([sock], [], [], _WAIT_S)[0]:
+            raise SandboxError(f"the jail could not be tried out: no answer within {_WAIT_S:g} s")
+        part = b""
+        with contextlib.suppress(OSError):
+            part = sock.recv(count - len(data))
+        if not part:
+            raise SandboxError("the jail could not be tried out: its process ended")
+        data += part
+    return data
+
+
+def unreachable(asked: str, missing: Mapping[str, str]) -> str:
+    """The error for a machine without tier ``asked``: what failed, and how to get it."""
+    tried = "; ".join(f"tier {tier}: {why}" for tier, why in missing.items() if tier <= asked)
+    remedies = "; ".join(_REMEDIES[tier] for tier in missing if tier <= asked)
+    return (
+        f"sandbox 'jail' does not reach tier {asked} on this machine ({tried}): {remedies}; "
+        "or accept less: allow_weaker=True (--allow-weaker)"
+    )

@@ -1,0 +1,237 @@
+"""The provider ``jail``: sessions of full Python that reach no file, no network and no process, in milliseconds.
+
+Decides which tier is taken and says what is missing, what each session is given, and how many are kept ready. Leaves
+out how sessions are had from a fork server (``process.py``), the walls (``walls.py``, ``confine.py``, ``seccomp.py``), and
+the budget of memory (``budget.py``).
+
+    JailSandbox ──Link──> zygote in its walls ──┬─fork─> confined session <──SocketStream──> GuestSession
+                    └──Link──> template ────────┴─fork─> confined session       asks for a process ──> Listener
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+from collections import deque
+
+from ramify.errors import ConfigError, RamifyError, SandboxError
+from ramify.sandbox.base import Caps, Context, Sandbox, SandboxSpec, Session
+from ramify.sandbox.jail.budget import Budget, machine_bytes
+from ramify.sandbox.jail.door import JailDoor
+from ramify.sandbox.jail.notify import pid_of
+from ramify.sandbox.jail.probe import EMPTY, MODULES, Reached, learn, probe, unreachable
+from ramify.sandbox.jail.rollback import RollbackSession
+from ramify.sandbox.link import Link, Server, start_server
+from ramify.sandbox.packages import locate
+from ramify.sandbox.process import ProcessSandbox
+from ramify.sandbox.session import GuestSession
+
+_NOT_HERE = (
+    "sandbox 'jail' needs Linux and this is {platform}: run inside a container or WSL2, use provider 'docker', a cloud "
+    "one or 'monty', or accept no isolation: SandboxSpec(provider='process', allow_weaker=True)"
+)
+_FORBIDDEN = ("/", "/proc", "/sys", "/dev", "/run")
+WEAKER = {
+    "B": "sandbox 'jail' at tier B: files of this machine cannot be opened, but their names, sizes and times can be seen",
+    "C": "sandbox 'jail' at tier C: the filter of system calls is the only wall",
+}
+
+
+class JailSandbox(ProcessSandbox):
+    """Implements ``base.Sandbox``."""
+
+    def __init__(self, spec: SandboxSpec, *, deny: frozenset[int] = frozenset()) -> None:
+        """``deny``: numbers of system calls to do without, as on a poorer kernel."""
+        if sys.platform != "linux":
+            raise SandboxError(_NOT_HERE.format(platform=sys.platform))
+        check_mounts(spec.mounts)
+        check_memory(spec)
+        super().__init__(spec)
+        self._deny = deny
+        if not deny:
+            _hear(spec)
+        self.reached: Reached = probe(deny)
+        self.warning = self._settle_tier()
+        self._budget = Budget(spec.all_memory_bytes)
+        self._ready: deque[GuestSession] = deque()
+        self._filling: asyncio.Task[None] | None = None
+        self._leaving: set[asyncio.Task[None]] = set()
+        self.caps = Caps(
+            isolates_files=True, isolates_network=True, isolates_processes=True, limits_memory=True, interrupt=True,
+            kill=True, fork=True, shares_context=True,
+        )  # fmt: skip
+
+    def _settle_tier(self) -> str | None:
+        tier, spec = self.reached.tier, self.spec
+        if tier is None or (tier > spec.tier and not spec.allow_weaker):
+            raise SandboxError(unreachable(spec.tier, self.reached.missing))
+        return WEAKER[tier] if tier > spec.tier else None
+
+    def describe(self) -> list[str]:
+        """The tier, and what keeps what away."""
+        tier, landlock = str(self.reached.tier), self.reached.landlock
+        files = {
+            "A": "not there (mount namespace)",
+            "B": "cannot be opened (Landlock)",
+            "C": "cannot be named (seccomp)",
+        }
+        spaces = "namespace and seccomp" if tier == "A" else "seccomp"
+        lines = [
+            f"tier {tier}; files: {files[tier]}; network: {spaces}; processes: {spaces}",
+            f"seccomp: yes; Landlock: {f'version {landlock}' if landlock else 'no'}",
+        ]
+        return lines + [f"no tier {stronger}: {why}" for stronger, why in self.reached.missing.items()]
+
+    async def open(self, *, context: Context | None = None, seed: str = "") -> Session:  # type: ignore[override]
+        session = await super().open(context=context, seed=seed)
+        return RollbackSession(session) if self.spec.rollback else session
+
+    def start(self) -> Server:
+        if not self._deny and self.spec in _launched:
+            _hear(self.spec)
+            _heard.discard(self.spec)
+            return _launched.pop(self.spec)
+        return _start(self.spec, self.paths, self._deny, reports=False)
+
+    # -- sessions kept ready
+
+    async def fork(self, link: Link, seed: str) -> GuestSession:
+        if link is not await self.base():
+            return await super().fork(link, seed)
+        session = await self._take(seed)
+        if session is None:
+            session = await super().fork(link, seed)
+        if self._filling is None and self.spec.pool:
+            self._filling = asyncio.ensure_future(self._fill())
+        return session
+
+    async def _take(self, seed: str) -> GuestSession | None:
+        while self._ready:
+            session = self._ready.popleft()
+            with contextlib.suppress(RamifyError):
+                await session.seed(seed)
+                return session
+            await session.close()
+        return None
+
+    async def _fill(self) -> None:
+        try:
+            with contextlib.suppress(RamifyError):  # whoever wants a session next is told
+                while len(self._ready) < self.spec.pool:
+                    self._ready.append(await super().fork(await self.base(), ""))
+        finally:
+            self._filling = None
+
+    def compiled(self) -> None:
+        """Those that are ready know nothing of it: they make room for better ones, once there is time."""
+        old = [*self._ready]
+        self._ready.clear()
+        for session in old:
+            session.kill("it was never taken")
+            self._leaving.add(task := asyncio.ensure_future(session.close()))
+            task.add_done_callback(self._leaving.discard)
+
+    def opened(self, session: GuestSession) -> None:
+        super().opened(session)
+        self._budget.watch(session, pid_of(session.process))
+
+    def closed(self, session: GuestSession) -> None:
+        super().closed(session)
+        self._budget.forget(session)
+
+    def make_door(self, sock: socket.socket, link: Link, pid: int, pidfd: int, spool: int) -> JailDoor:
+        return JailDoor(self.caps, sock, self.scratch, link, pid, pidfd, spool)
+
+    async def close(self) -> None:
+        if self._filling is not None:
+            self._filling.cancel()
+            await asyncio.wait((self._filling,))
+        await super().close()
+        if self._leaving:
+            await asyncio.wait(self._leaving)
+
+
+def check_mounts(mounts: tuple[tuple[str, str], ...]) -> None:
+    """Raises ConfigError for what cannot or may not be shown to sessions."""
+    for source, place in mounts:
+        if not os.path.exists(source):
+            raise ConfigError(f"sandbox mounts: there is no '{source}' on this machine")
+        real = os.path.realpath(source)
+        if real in _FORBIDDEN or real.startswith(("/proc/", "/sys/", "/dev/")):
+            raise ConfigError(f"sandbox mounts: '{source}' is not allowed: give a folder or file of your own data")
+        if not os.path.isabs(place) or os.path.normpath(place) != place or place in ("/", "/tmp", "/dev", "/proc"):
+            raise ConfigError(
+                f"sandbox mounts: '{place}' is no place for '{source}': give an absolute path such as /data"
+            )
+
+
+def check_memory(spec: SandboxSpec) -> None:
+    """Raises ConfigError for what this machine does not have."""
+    most, default = machine_bytes(), SandboxSpec().memory_bytes
+    for name, wanted in (("memory_bytes", spec.memory_bytes), ("all_memory_bytes", spec.all_memory_bytes)):
+        if wanted > max(most, default):
+            raise ConfigError(f"sandbox {name} is {wanted:,}, more than the {most:,} bytes of this machine")
+
+
+def _start(spec: SandboxSpec, paths: list[str], deny: frozenset[int], *, reports: bool) -> Server:
+    config = EMPTY | {
+        "paths": paths, "packages": list(spec.packages), "memory_bytes": spec.memory_bytes,
+        "max_output_bytes": spec.max_output_bytes, "cpu_s": spec.cpu_s, "deny": sorted(deny), "reports": reports,
+        "files_bytes": 0 if spec.rollback else spec.files_bytes,
+        "mounts": [[place, os.path.realpath(source)] for source, place in spec.mounts],
+    }  # fmt: skip
+    return start_server(config, MODULES)
+
+
+_launched: dict[SandboxSpec, Server] = {}
+_heard: set[SandboxSpec] = set()
+"""Those of them whose report was read."""
+
+
+def launch(spec: SandboxSpec) -> None:
+    """Start the zygote that the next sandbox of ``spec`` will take, while the caller does other things."""
+    if sys.platform != "linux" or spec in _launched:
+        return
+    if not _launched:
+        atexit.register(_discard)
+    _launched[spec] = _start(spec, locate(spec.packages), frozenset(), reports=True)
+
+
+def _hear(spec: SandboxSpec) -> None:
+    """Take what the zygote that was launched for ``spec`` says of its walls."""
+    if spec in _launched and spec not in _heard:
+        _heard.add(spec)
+        learn(_launched[spec])
+
+
+def _discard() -> None:
+    """End what was launched and never taken."""
+    for server in _launched.values():
+        _end(server)
+    _launched.clear()
+
+
+def _end(server: Server) -> None:
+    server.control.close()
+    try:
+        server.process.wait(2.0)
+    except subprocess.TimeoutExpired:
+        server.process.kill()
+        server.process.wait()
+    os.close(server.complaints)
+
+
+def open_provider(spec: SandboxSpec) -> Sandbox:
+    """What ``base.open_sandbox`` calls. Where there is no jail, whoever accepts weaker gets processes, with their
+    warning."""
+    try:
+        return JailSandbox(spec)
+    except SandboxError:
+        if spec.allow_weaker:
+            return ProcessSandbox(spec)
+        raise

@@ -1,0 +1,77 @@
+"""A session that survives a cell which has to be killed: it goes on from a fork kept before the cell.
+
+Decides when the fork is made and what the caller is told. Leaves out forking. A session that cannot be forked at the
+moment (threads are alive) runs its cell without.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+from ramify.errors import SandboxError, SessionDied
+from ramify.sandbox.base import Answer, Caps, Ran
+from ramify.sandbox.session import GuestSession
+from ramify.types.trajectory import Cell
+
+
+class RollbackSession:
+    """Implements ``base.Session``."""
+
+    def __init__(self, session: GuestSession) -> None:
+        self._session = session
+        self.caps: Caps = session.caps
+
+    @property
+    def pid(self) -> int:
+        return self._session.pid
+
+    async def run(self, code: str, *, answer: Answer, timeout_s: float | None = None) -> Ran:
+        kept = await self._keep()
+        try:
+            ran = await self._session.run(code, answer=answer, timeout_s=timeout_s)
+        except SessionDied as died:
+            if kept is None:
+                raise
+            await self._session.close()
+            self._session, kept = kept, None
+            error = f"SessionDied: {died}\nThe session is as it was before this cell."
+            cell = Cell(code=code, stdout=died.stdout, error=error, stdout_chars=len(died.stdout))
+            return Ran(cell, None, "killed")
+        finally:
+            if kept is not None:
+                await kept.close()
+        return ran
+
+    async def _keep(self) -> GuestSession | None:
+        try:
+            return await self._session.fork()
+        except SessionDied:
+            raise
+        except SandboxError:
+            return None
+
+    async def resume(self, *, answer: Answer, timeout_s: float | None = None) -> Ran:
+        return await self._session.resume(answer=answer, timeout_s=timeout_s)
+
+    async def set(self, name: str, value: Any, *, reserved: bool = False) -> None:
+        await self._session.set(name, value, reserved=reserved)
+
+    async def get(self, name: str) -> Any:
+        return await self._session.get(name)
+
+    async def install(self, module: str, source: str) -> None:
+        await self._session.install(module, source)
+
+    async def fork(self) -> RollbackSession:
+        return RollbackSession(await self._session.fork())
+
+    async def close_tree(self) -> None:
+        with contextlib.suppress(SessionDied):
+            await self._session.close_tree()
+
+    def interrupt(self, reason: str) -> None:
+        self._session.interrupt(reason)
+
+    async def close(self) -> None:
+        await self._session.close()

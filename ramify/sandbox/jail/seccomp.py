@@ -1,0 +1,244 @@
+"""Which system calls a session may make: a list of what is allowed, turned into a filter for the kernel.
+
+Decides the list for x86_64 and aarch64, what is looked at in the arguments, and that creating a process is a question
+put to the host. All else fails with EPERM, so that Python code sees an exception. Leaves out when it is installed
+(``confine.py``) and how the host answers (``notify.py``). Standard library only.
+
+    number ──search tree over the allowed numbers──> ALLOW | EPERM | a few steps that look at an argument
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import struct
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ramify.sandbox.jail import primitives
+else:
+    primitives = sys.modules["ramify_jail_primitives"]
+
+_ANYWHERE = """
+    alarm=37/- arch_prctl=158/- brk=12/214 clock_getres=229/114 clock_gettime=228/113 clock_nanosleep=230/115
+    close=3/57 close_range=436/436 copy_file_range=326/285 dup=32/23 dup2=33/- dup3=292/24 epoll_create=213/-
+    epoll_create1=291/20 epoll_ctl=233/21 epoll_pwait=281/22 epoll_wait=232/- eventfd=284/- eventfd2=290/19
+    exit=60/93 exit_group=231/94 fadvise64=221/223 fdatasync=75/83 fstat=5/80 fsync=74/82 ftruncate=77/46
+    futex=202/98 get_robust_list=274/100 getcpu=309/168 getegid=108/177 geteuid=107/175 getgid=104/176
+    getgroups=115/158 getitimer=36/102 getpeername=52/205 getpgid=121/155 getpgrp=111/- getpid=39/172
+    getppid=110/173 getrandom=318/278 getresgid=120/150 getresuid=118/148 getrlimit=97/163 getrusage=98/165
+    getsid=124/156 getsockname=51/204 getsockopt=55/209 gettid=186/178 gettimeofday=96/169 getuid=102/174 lseek=8/62
+    madvise=28/233 membarrier=324/283 mprotect=10/226 mremap=25/216 munmap=11/215 nanosleep=35/101 pause=34/-
+    pipe=22/- pipe2=293/59 poll=7/- ppoll=271/73 pread64=17/67 preadv=295/69 preadv2=327/286 pselect6=270/72
+    pwrite64=18/68 pwritev=296/70 pwritev2=328/287 read=0/63 readv=19/65 recvfrom=45/207 recvmsg=47/212
+    restart_syscall=219/128 rseq=334/293 rt_sigaction=13/134 rt_sigpending=127/136 rt_sigprocmask=14/135
+    rt_sigreturn=15/139 rt_sigsuspend=130/133 rt_sigtimedwait=128/137 sched_get_priority_max=146/125
+    sched_get_priority_min=147/126 sched_getaffinity=204/123 sched_getparam=143/121 sched_getscheduler=145/120
+    sched_yield=24/124 select=23/- sendmsg=46/211 sendto=44/206 set_robust_list=273/99 set_tid_address=218/96
+    setitimer=38/103 setsid=112/157 shutdown=48/210 sigaltstack=131/132 sysinfo=99/179 time=201/- timerfd_create=283/85
+    timerfd_gettime=287/87 timerfd_settime=286/86 times=100/153 umask=95/166 uname=63/160 wait4=61/260 waitid=247/95
+    write=1/64 writev=20/66
+"""
+_WITH_PATHS = """
+    access=21/- chdir=80/49 faccessat=269/48 faccessat2=439/439 fchdir=81/50 fstatfs=138/44 getcwd=79/17 getdents=78/-
+    getdents64=217/61 lstat=6/- newfstatat=262/79 readlink=89/- readlinkat=267/78 stat=4/- statfs=137/43 statx=332/291
+"""
+_WITH_CHANGES = """
+    chmod=90/- creat=85/- fchmod=91/52 fchmodat=268/53 fchmodat2=452/452 link=86/- linkat=265/37 mkdir=83/-
+    mkdirat=258/34 rename=82/- renameat=264/38 renameat2=316/276 rmdir=84/- symlink=88/- symlinkat=266/36
+    truncate=76/45 unlink=87/- unlinkat=263/35 utimensat=280/88
+"""
+_OPENING = "open=2/- openat=257/56"
+_FILTERED = """
+    clone=56/220 clone3=435/435 fcntl=72/25 fork=57/- ioctl=16/29 mmap=9/222 prctl=157/167 prlimit64=302/261
+    socketpair=53/199
+"""
+
+_COLUMN = {"x86_64": 0, "aarch64": 1}
+_AUDIT = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+_SECCOMP = {"x86_64": 317, "aarch64": 277}
+_X32 = 0x40000000
+
+_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _GO, _AND, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x05, 0x54, 0x06
+Step = tuple[int, int, int, int]
+"""One instruction: what, steps to skip if true, if false, operand."""
+
+ALLOW, KILL, NOTIFY = 0x7FFF0000, 0x80000000, 0x7FC00000
+EPERM, ENOTTY, ENOSYS, EAFNOSUPPORT = (0x50000 | number for number in (1, 25, 38, 97))
+
+_THREAD = 0x10000
+_PLAIN_FORK = 0x01200000 | 17
+"""What ``fork`` asks of ``clone``: the child's number written down and cleared, SIGCHLD at its end."""
+_NEW_NAMESPACE = 0x7E020080
+_MAP_SHARED, _PROT_WRITE = 1, 2
+_FCNTL_COMMANDS = (0, 1, 2, 3, 5, 6, 7, 36, 37, 38, 1030, 1032, 1034)
+"""Not those that send signals or leases to others (F_SETOWN, F_SETSIG, F_SETLEASE, F_NOTIFY), nor F_ADD_SEALS."""
+_F_SETFL, _O_ASYNC = 4, 0o20000
+_STREAM, _SEQPACKET = 1, 5
+_O_TRUNC, _O_ACCMODE = 0o1000, 3
+_IOCTL_REQUESTS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
+"""Is it a terminal, its size, bytes to read, blocking or not, close on exec. Never TIOCSTI."""
+_PRCTL_OPTIONS = (15, 16)
+"""The thread's name."""
+_RLIMIT_NOFILE, _RLIMIT_AS = 7, 9
+"""What the guest itself changes, below the hard limit."""
+
+
+def numbers(table: str, machine: str) -> dict[str, int]:
+    """``name=x86_64/aarch64`` words -> the numbers of ``machine``; without calls that it does not have."""
+    column, found = _COLUMN[machine], {}
+    for word in table.split():
+        name, _, both = word.partition("=")
+        number = both.split("/")[column]
+        if number != "-":
+            found[name] = int(number)
+    return found
+
+
+def is_supported(machine: str) -> bool:
+    return machine in _COLUMN
+
+
+def filter_for(machine: str, *, paths: bool, changes: bool) -> bytes:
+    """The filter of a session; without ``paths``, one in which no call can name a file, and without ``changes`` none can
+    alter one: Landlock does not know modes and times, nor before Linux 6.2 lengths."""
+    allowed = numbers(_ANYWHERE + (_WITH_PATHS if paths else "") + (_WITH_CHANGES if changes else ""), machine)
+    looked_at = numbers(_FILTERED + (_OPENING if paths else ""), machine)
+    rules: dict[int, int | list[Step]] = dict.fromkeys(allowed.values(), ALLOW)
+    rules |= {number: _STEPS[name] for name, number in looked_at.items()}
+    return assemble(machine, rules, EPERM)
+
+
+def denying(machine: str, calls: set[int], answer: int = EPERM) -> bytes:
+    """A filter that denies ``calls`` and no others: what a poorer kernel looks like."""
+    return assemble(machine, dict.fromkeys(calls, answer), ALLOW)
+
+
+# ------------------------------------------------------------------------------------------------ arguments
+
+
+def _argument(index: int, half: int = 0) -> Step:
+    """Load the low (0) or high (1) 32 bits of an argument."""
+    return (_LOAD, 0, 0, 16 + 8 * index + 4 * half)
+
+
+def _end(answer: int) -> Step:
+    return (_RETURN, 0, 0, answer)
+
+
+def _one_of(index: int, values: tuple[int, ...], otherwise: list[Step]) -> list[Step]:
+    steps = [_argument(index)]
+    for value in values:
+        steps += [(_EQUAL, 0, 1, value), _end(ALLOW)]
+    return steps + otherwise
+
+
+def _opening(flags: int) -> list[Step]:
+    """Emptying a file that is opened for reading needs no right to write where Landlock is of before Linux 6.2."""
+    return [
+        _argument(flags), (_ANY_BIT, 1, 0, _O_TRUNC), _end(ALLOW),
+        (_AND, 0, 0, _O_ACCMODE), (_EQUAL, 0, 1, 0), _end(EPERM), _end(ALLOW),
+    ]  # fmt: skip
+
+
+_STEPS: dict[str, int | list[Step]] = {
+    "clone3": ENOSYS,  # its flags lie in memory; the C library falls back to clone
+    "fork": NOTIFY,
+    "clone": [
+        _argument(0),
+        (_ANY_BIT, 0, 1, _NEW_NAMESPACE), _end(EPERM),
+        (_ANY_BIT, 0, 1, _THREAD), _end(ALLOW),
+        (_EQUAL, 0, 1, _PLAIN_FORK), _end(NOTIFY),
+        (_EQUAL, 0, 1, 17), _end(NOTIFY),
+        _end(EPERM),
+    ],
+    "ioctl": _one_of(1, _IOCTL_REQUESTS, [_end(ENOTTY)]),
+    "fcntl": _one_of(
+        1, _FCNTL_COMMANDS,
+        [(_EQUAL, 1, 0, _F_SETFL), _end(EPERM), _argument(2), (_ANY_BIT, 0, 1, _O_ASYNC), _end(EPERM), _end(ALLOW)],
+    ),
+    "prctl": _one_of(0, _PRCTL_OPTIONS, [_end(EPERM)]),
+    "socketpair": [  # not datagrams: those of a pair can be sent to any other socket of the machine
+        _argument(0), (_EQUAL, 1, 0, 1), _end(EAFNOSUPPORT),
+        _argument(1), (_AND, 0, 0, 0xF), (_EQUAL, 1, 0, _STREAM), (_EQUAL, 0, 1, _SEQPACKET), _end(ALLOW), _end(EPERM),
+    ],
+    "open": _opening(1),
+    "openat": _opening(2),
+    "prlimit64": [
+        _argument(0), (_EQUAL, 1, 0, 0), _end(EPERM),
+        _argument(2), (_EQUAL, 0, 3, 0), _argument(2, 1), (_EQUAL, 0, 1, 0), _end(ALLOW),
+        _argument(1), (_EQUAL, 0, 1, _RLIMIT_AS), _end(ALLOW), (_EQUAL, 0, 1, _RLIMIT_NOFILE), _end(ALLOW), _end(EPERM),
+    ],
+    "mmap": [  # memory that is shared for writing would still be shared after a fork
+        _argument(3), (_ANY_BIT, 1, 0, _MAP_SHARED), _end(ALLOW),
+        _argument(2), (_ANY_BIT, 0, 1, _PROT_WRITE), _end(EPERM), _end(ALLOW),
+    ],
+}  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------ the filter
+
+
+def assemble(machine: str, rules: dict[int, int | list[Step]], otherwise: int) -> bytes:
+    """Rules by number -> instructions for the kernel."""
+    bodies: list[tuple[int, list[Step]]] = []
+    head = [
+        (_LOAD, 0, 0, 4), (_EQUAL, 1, 0, _AUDIT[machine]), _end(KILL),
+        (_LOAD, 0, 0, 0), (_AT_LEAST, 0, 1, _X32), _end(KILL),
+    ]  # fmt: skip
+    steps = head + _search(_ranges(rules, otherwise), bodies)
+    starts = []
+    for _, body in bodies:
+        starts.append(len(steps))
+        steps += body
+    for at, step in enumerate(steps):
+        if step[0] == _GO and step[3] < 0:
+            steps[at] = (_GO, 0, 0, starts[-step[3] - 1] - at - 1)
+    return b"".join(struct.pack("HBBI", *step) for step in steps)
+
+
+def _ranges(rules: dict[int, int | list[Step]], otherwise: int) -> list[tuple[int, int | list[Step]]]:
+    """(first number, rule) of each stretch of numbers with one rule."""
+    found: list[tuple[int, int | list[Step]]] = [(0, otherwise)]
+    for number in sorted(rules):
+        for start, rule in ((number, rules[number]), (number + 1, otherwise)):
+            if found[-1][0] == start:
+                found.pop()
+            if not found or (found[-1][1] is not rule and found[-1][1] != rule):
+                found.append((start, rule))
+    return found
+
+
+def _search(ranges: list[tuple[int, int | list[Step]]], bodies: list[tuple[int, list[Step]]]) -> list[Step]:
+    """Find the stretch that a number is in by halving. A body is gone to by its negative number, set right later."""
+    if len(ranges) == 1:
+        start, rule = ranges[0]
+        if isinstance(rule, int):
+            return [_end(rule)]
+        bodies.append((start, rule))
+        return [(_GO, 0, 0, -len(bodies))]
+    middle = len(ranges) // 2
+    below, above = _search(ranges[:middle], bodies), _search(ranges[middle:], bodies)
+    return [(_AT_LEAST, 0, 1, ranges[middle][0]), (_GO, 0, 0, len(below)), *below, *above]
+
+
+class _Program(ctypes.Structure):
+    _fields_ = (("count", ctypes.c_ushort), ("steps", ctypes.c_void_p))
+
+
+class Filter:
+    """A filter ready to be installed by any number of processes."""
+
+    def __init__(self, steps: bytes) -> None:
+        self._steps = ctypes.create_string_buffer(steps, len(steps))
+        self._program = _Program(len(steps) // 8, ctypes.addressof(self._steps))
+        self._number = _SECCOMP[os.uname().machine]
+
+    def install(self, *, listener: bool) -> int:
+        """On this process, for good. With ``listener``, the descriptor at which its questions arrive. Needs
+        no_new_privs."""
+        flags = 8 if listener else 0
+        return primitives.syscall(
+            self._number, 1, flags, ctypes.byref(self._program), what="seccomp filter (CONFIG_SECCOMP_FILTER)"
+        )

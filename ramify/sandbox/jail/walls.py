@@ -1,0 +1,311 @@
+"""The walls around all sessions of a zygote, and which of them this machine can have: found out by building them.
+
+Decides what each tier consists of and tries the strongest first. Leaves out what each session adds (``confine.py``).
+Standard library only.
+
+    A   namespaces: no file of the host is there, no network, no other process is seen   + Landlock where there is
+    B   Landlock: files are there and cannot be opened                                   no namespaces
+    C   no system call that names a file                                                 no namespaces, no Landlock
+
+All three have the filter of system calls; without it there is no jail.
+
+    zygote process ──fork──> tries A ──fork──> first process of its namespaces: goes on as the zygote
+                   └─ goes on itself as the zygote of B or C where that failed
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import sysconfig
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from ramify.sandbox.jail import confine, primitives, seccomp
+else:
+    primitives = sys.modules["ramify_jail_primitives"]
+    seccomp = sys.modules["ramify_jail_seccomp"]
+    confine = sys.modules["ramify_jail_confine"]
+
+TIERS = "ABC"
+_ROOT = "/tmp"
+"""Where the new root is put together; the host's own folder of that name is covered only for us."""
+_INSIDE = 1000
+_NOBODY, _FIRST_UID, _UIDS = 65534, 0x70000000, 0x0FFF0000
+_SPACES = (
+    primitives.NEWPID | primitives.NEWNET | primitives.NEWIPC | primitives.NEWUTS | primitives.NEWCGROUP
+)  # fmt: skip
+_SYSTEM = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo", "/etc/localtime")
+"""Shared libraries and time zones."""
+
+
+class Unreachable(Exception):
+    """No tier that was asked for can be had: tier -> what is missing."""
+
+    def __init__(self, missing: dict[str, str]) -> None:
+        super().__init__("; ".join(f"tier {tier}: {why}" for tier, why in missing.items()))
+        self.missing = missing
+
+
+class Walls(NamedTuple):
+    """Where the zygote is now."""
+
+    tier: str
+    missing: dict[str, str]
+    """Stronger tier -> why it was not to be had."""
+    proc: int
+    """A descriptor of /proc that sessions do not get, or -1."""
+    landlock: int
+    """Version, 0 for none."""
+    confinement: Any
+    outer: bool
+    """Whether this process is the one that the host started, and so must end what it leaves behind."""
+
+
+def build(config: dict[str, Any], let_go: Any, preload: Any) -> Walls:
+    """Put up the strongest walls of ``config["tiers"]``. Returns in the zygote, which may be another process than was
+    called; that one calls ``let_go`` and waits for the zygote's end. ``preload`` imports what sessions will want, inside
+    the walls if it can read it there. Raises Unreachable, and what ``preload`` raises."""
+    missing: dict[str, str] = {}
+    if not seccomp.is_supported(os.uname().machine):
+        raise Unreachable({"A": f"no table of system calls for {os.uname().machine}"})
+    for tier in config["tiers"]:
+        try:
+            if tier != "A":
+                return _no_spaces(config, missing, tier, preload)
+            walls = _spaces(config, missing, let_go)
+        except OSError as error:
+            missing[tier] = error.strerror or str(error)
+        else:
+            preload(False)
+            return walls
+    raise Unreachable(missing)
+
+
+# ------------------------------------------------------------------------------------------------ tier A
+
+
+def _spaces(config: dict[str, Any], missing: dict[str, str], let_go: Any) -> Walls:
+    """In a child, since half of a wall cannot be taken down again."""
+    told, tells = os.pipe()
+    pid = os.fork()
+    if not pid:
+        os.close(told)
+        try:
+            walls = _enter_spaces(config, missing)
+        except BaseException as error:  # noqa: BLE001  (told to the process that goes on without)
+            os.write(tells, str(getattr(error, "strerror", None) or error).encode()[:4000] or b"unknown")
+            os._exit(1)
+        os.close(tells)
+        return walls
+    os.close(tells)
+    with os.fdopen(told, "rb") as file:
+        why = file.read().decode("utf-8", "replace")
+    if why:
+        os.waitpid(pid, 0)
+        raise OSError(0, why)
+    let_go()
+    _wait_out(pid)
+    raise AssertionError
+
+
+def _wait_out(pid: int) -> None:
+    """Be nothing but the one who knows when ``pid`` has ended."""
+    os.closerange(3, 1 << 20)
+    os._exit(max(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), 0))
+
+
+def _enter_spaces(config: dict[str, Any], missing: dict[str, str]) -> Walls:
+    _die_with_parent()
+    proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    is_root = os.geteuid() == 0
+    if is_root:
+        primitives.unshare(primitives.NEWNS, "mount namespace as root")
+    else:
+        _own_user(proc)
+        primitives.unshare(primitives.NEWNS, "mount namespace in a user namespace")
+    readable, mounts = readable_paths(config), dict(config["mounts"])
+    _build_root(readable, mounts)
+    primitives.unshare(_SPACES, "namespaces of processes, network and names")
+    primitives.set_host_name("sandbox")
+    _go_on_as_first()
+    primitives.pivot(_ROOT)
+    if is_root:
+        _become_nobody(proc)
+    _die_with_parent()
+    readable += ["/dev/null", *mounts]
+    return _finish("A", missing, config, proc, readable, own_user=True, outer=False)
+
+
+def _own_user(proc: int) -> None:
+    uid, gid = os.geteuid(), os.getegid()
+    primitives.unshare(primitives.NEWUSER, "user namespace")
+    primitives.prctl(primitives.PR_SET_DUMPABLE, 1)
+    primitives.map_ids(proc, _INSIDE, uid, gid)
+
+
+def _become_nobody(proc: int) -> None:
+    """Root is above the limit of processes, in a user namespace too: stop being it for good."""
+    _drop_root()
+    primitives.prctl(primitives.PR_SET_DUMPABLE, 1)  # or its own files in /proc belong to root
+    _own_user(proc)
+    primitives.unshare(primitives.NEWNS, "mount namespace of an ordinary user")
+
+
+def _drop_root() -> None:
+    """To a user that owns nothing and runs nothing else, where this machine has such numbers."""
+    uid = _FIRST_UID + int.from_bytes(os.urandom(4), "little") % _UIDS
+    try:
+        primitives.become(uid)
+    except OSError:
+        primitives.become(_NOBODY)
+
+
+def _go_on_as_first() -> None:
+    """Fork; the child, process 1 of its namespace, goes on, and all others in it end when it does."""
+    pid = os.fork()
+    if pid:
+        _wait_out(pid)
+    _die_with_parent()
+
+
+def _die_with_parent() -> None:
+    primitives.prctl(primitives.PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _build_root(readable: list[str], mounts: dict[str, str]) -> None:
+    """A file system of memory with read-only views of what sessions may see. ``mounts``: place in it -> folder of the
+    host."""
+    places = {path: path for path in readable} | mounts
+    sources = {
+        place: (os.open(path, os.O_PATH | os.O_CLOEXEC), os.path.isdir(path)) for place, path in sorted(places.items())
+    }
+    primitives.mount(None, "/", None, primitives.MS_REC | primitives.MS_PRIVATE)
+    null = os.open("/dev/null", os.O_PATH | os.O_CLOEXEC)
+    flags = primitives.MS_NOSUID | primitives.MS_NODEV
+    primitives.mount("tmpfs", _ROOT, "tmpfs", flags, "size=4m,mode=755")
+    for place, (fd, is_folder) in sources.items():
+        _show(fd, _ROOT + place, is_folder)
+        primitives.make_read_only(_ROOT + place)
+        os.close(fd)
+    for link in _links():
+        _link(link)
+    for folder in (scratch_in([*readable, *mounts]), "/tmp", "/dev"):
+        os.makedirs(_ROOT + folder, exist_ok=True)
+    _show(null, _ROOT + "/dev/null", False)
+    os.close(null)
+    primitives.mount(None, _ROOT, None, 0x20 | primitives.MS_BIND | primitives.MS_RDONLY | flags)
+
+
+def _show(fd: int, target: str, is_folder: bool) -> None:
+    os.makedirs(target if is_folder else os.path.dirname(target), exist_ok=True)
+    if not is_folder and not os.path.exists(target):
+        with open(target, "w"):
+            pass
+    primitives.mount(f"/proc/self/fd/{fd}", target, None, primitives.MS_BIND | primitives.MS_REC)
+
+
+def _links() -> list[str]:
+    """Paths of the system that are links, as /lib is on a merged /usr."""
+    return [path for path in _SYSTEM if os.path.islink(path)]
+
+
+def _link(path: str) -> None:
+    if not os.path.lexists(_ROOT + path):
+        os.makedirs(os.path.dirname(_ROOT + path), exist_ok=True)
+        os.symlink(os.readlink(path), _ROOT + path)
+
+
+def scratch_in(shown: list[str]) -> str:
+    """Where a session's own folder goes: /tmp, unless that would hide something shown there."""
+    return "/scratch" if any(path.startswith("/tmp/") for path in shown) else "/tmp"
+
+
+def readable_paths(config: dict[str, Any]) -> list[str]:
+    """What Python itself needs, and the packages asked for: real paths, none inside another."""
+    wanted = [sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), os.path.join(sys.base_prefix, "lib")]
+    wanted += [path for path in sys.path if path.startswith("/")] + config["paths"]
+    wanted += _SYSTEM
+    found = sorted({os.path.realpath(path) for path in wanted if path and os.path.exists(path)})
+    return [path for path in found if not any(path.startswith(other + "/") for other in found)]
+
+
+# ------------------------------------------------------------------------------------------------ tiers B and C
+
+
+def _no_spaces(config: dict[str, Any], missing: dict[str, str], tier: str, preload: Any) -> Walls:
+    version = primitives.landlock_version()
+    if tier == "B" and not version:
+        raise OSError(0, "no Landlock (Linux 5.13, and 'landlock' in /sys/kernel/security/lsm)")
+    if config["mounts"] and tier == "C":
+        raise OSError(0, "no files can be read at this tier, so nothing can be mounted")
+    proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC) if os.path.isdir("/proc/self") else -1
+    readable = [*readable_paths(config), *dict(config["mounts"]).values(), "/dev/null"]
+    preload(tier == "C" or os.geteuid() == 0)
+    if os.geteuid() == 0:
+        _drop_root()
+    os.chdir("/")
+    return _finish(tier, missing, config, proc, readable, own_user=False, outer=True)
+
+
+# ------------------------------------------------------------------------------------------------ all tiers
+
+
+def _finish(
+    tier: str, missing: dict[str, str], config: dict[str, Any], proc: int, readable: list[str], *,
+    own_user: bool, outer: bool,
+) -> Walls:  # fmt: skip
+    primitives.prctl(primitives.PR_SET_NO_NEW_PRIVS, 1)
+    version = primitives.landlock_version() if tier in "AB" else 0
+    bounds = confine.Bounds(config["cpu_s"], config["files_bytes"] if tier == "A" else 0, scratch_in(readable))
+    confinement = confine.Confinement(
+        bounds,
+        own_user=own_user, paths=tier != "C", drops=own_user,
+        landlock=primitives.Landlock(readable, version) if version else None,
+    )  # fmt: skip
+    walls = Walls(tier, missing, proc, version, confinement, outer)
+    _try_out(walls)
+    return walls
+
+
+def _try_out(walls: Walls) -> None:
+    """A session that attacks: what it manages to do is what this tier does not stop here."""
+    scratch = walls.confinement.prepare()
+    pid = os.fork()
+    if not pid:
+        try:
+            walls.confinement.enter(scratch)
+            os.closerange(3, 1 << 20)
+            walls.confinement.limit()
+            walls.confinement.finish(None)
+        except OSError as error:
+            os.write(2, f"{error}\n".encode())
+            os._exit(100)
+        os._exit(sum(1 << number for number, attack in enumerate(_ATTACKS) if _succeeds(attack)))
+    if scratch >= 0:
+        os.close(scratch)
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if status:
+        names = [
+            name for number, name in enumerate(_ATTACK_NAMES) if status > 0 and status != 100 and status >> number & 1
+        ]
+        raise OSError(0, f"a trial session could {', '.join(names)}" if names else "a trial session did not start")
+
+
+def _succeeds(attack: Any) -> bool:
+    try:
+        attack()
+    except OSError:
+        return False
+    return True
+
+
+_ATTACK_NAMES = ("read a file", "open a socket", "create a process", "signal another")
+_ATTACKS = (
+    lambda: os.close(os.open("/etc/passwd", os.O_RDONLY)),
+    lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM).close(),
+    os.fork,
+    lambda: os.kill(os.getppid(), 0),
+)

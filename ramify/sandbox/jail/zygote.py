@@ -1,0 +1,131 @@
+"""The zygote: the fork server inside the walls. Every session and template of a jail is forked from it.
+
+Decides when it builds its walls, what it tells the host of them, and what a session of it is given. Leaves out what
+any fork server does (``forkserver.py``) and the walls themselves. Runs in a process of its own, started with an empty
+environment. Standard library only.
+
+    host:    config{tiers,…}                       besides what ``forkserver.py`` takes:  freeze{id,pid}
+    zygote:  walls{tier,missing,landlock} | failed{message}, then ready | failed{message}
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import socket
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ramify.sandbox import forkserver
+    from ramify.sandbox.jail import primitives, seccomp, walls
+else:
+    forkserver = sys.modules["ramify_forkserver"]
+    primitives = sys.modules["ramify_jail_primitives"]
+    seccomp = sys.modules["ramify_jail_seccomp"]
+    walls = sys.modules["ramify_jail_walls"]
+
+MORE = (
+    "abc", "argparse", "array", "ast", "asyncio", "base64", "binascii", "calendar", "cmath", "codecs", "colorsys",
+    "concurrent.futures", "configparser", "contextlib", "contextvars", "ctypes", "email.message", "fileinput", "fnmatch",
+    "getpass", "glob", "graphlib", "gzip", "html.parser", "http.client", "ipaddress", "json", "keyword", "locale",
+    "logging", "math", "mimetypes", "numbers", "optparse", "pathlib", "pickle", "platform", "queue", "re", "reprlib",
+    "sched", "secrets", "selectors", "shelve", "shlex", "shutil", "signal", "socket", "struct", "sysconfig", "tarfile",
+    "timeit", "tokenize", "types", "unicodedata", "unittest", "urllib.parse", "urllib.request", "weakref", "zipfile",
+    "xml.etree.ElementTree", "zlib", "zoneinfo", "encodings.idna", "encodings.latin_1", "encodings.ascii",
+    "encodings.cp1252", "encodings.utf_16", "_strptime",
+)  # fmt: skip
+"""Imported ahead of time where sessions cannot read the standard library."""
+
+
+class Zygote(forkserver.Server):
+    """Forks confined sessions."""
+
+    def __init__(self, control: Any, config: dict[str, Any], built: Any) -> None:
+        super().__init__(control, config)
+        self._walls = built
+
+    def prepare(self) -> int:
+        scratch: int = self._walls.confinement.prepare()
+        return scratch
+
+    def enter(self, given: int, wire: int, spool: int) -> tuple[int, int, tuple[int, int]]:
+        os.setsid()
+        confinement, proc = self._walls.confinement, self._walls.proc
+        mapped = forkserver.mapped_bytes(proc if proc >= 0 else None)
+        confinement.enter(given)
+        wire, spool = forkserver.keep_only(wire, spool)
+        forkserver.tie_to_parent(self.pid)
+        memory = forkserver.set_limits(self.config["memory_bytes"], mapped)
+        confinement.limit()
+        confinement.finish(wire)
+        return wire, spool, memory
+
+    def clear(self, given: int) -> None:
+        if given >= 0:
+            os.close(given)
+
+    def obey(self, header: dict[str, Any], fds: list[int]) -> None:
+        if header["op"] == "freeze":
+            self._freeze(header["id"], header["pid"])
+        else:
+            super().obey(header, fds)
+
+    def _freeze(self, id: int, pid: int) -> None:
+        """Nothing more is written in a session's folder: from now on it may have branches."""
+        given = self.children.get(pid, -1)
+        try:
+            if given is not None and given >= 0:
+                primitives.freeze_mount(given)
+        except OSError as error:
+            self.control.send({"op": "failed", "id": id, "message": str(error.strerror)})
+            return
+        self.control.send({"op": "frozen", "id": id})
+
+    def end_strays(self) -> None:
+        """A session can start nothing but branches, which the host ends; at the host's end they go like all else."""
+        if self.is_ending and self._walls.outer:
+            super().end_strays()
+
+
+def main(control_fd: int) -> None:
+    """The zygote's whole life."""
+    gc.disable()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    control = forkserver.Control(socket.socket(fileno=control_fd))
+    config, _ = control.receive()
+    try:
+        _live(control, config)
+    except (forkserver.NotImportable, walls.Unreachable) as error:
+        missing = getattr(error, "missing", None)
+        control.send({"op": "failed", "message": str(error), **({"missing": missing} if missing else {})})
+    except OSError:
+        pass  # the host went away while we started
+
+
+def _live(control: Any, config: dict[str, Any]) -> None:
+    sys.path[:] = [os.path.realpath(path) for path in sys.path]
+    config["paths"] = [os.path.realpath(path) for path in config["paths"]]
+    if config["deny"]:
+        _be_poorer(config["deny"])
+
+    def preload(more: bool) -> None:
+        if not config["probes"]:
+            names = (*forkserver.PRELOAD, *(MORE if more else ()), *config["packages"])
+            forkserver.preload(config["paths"], names)
+
+    built = walls.build(config, control.sock.close, preload)
+    if config["reports"]:
+        control.send({"op": "walls", "tier": built.tier, "missing": built.missing, "landlock": built.landlock})
+    if config["probes"]:
+        return
+    forkserver.settle(built.proc if built.proc >= 0 else None)
+    control.send({"op": "ready", "tier": built.tier, "missing": built.missing, "landlock": built.landlock})
+    Zygote(control, config, built).serve()
+
+
+def _be_poorer(deny: list[int]) -> None:
+    """Do without some system calls, as on a kernel or in a container that lacks them."""
+    primitives.prctl(primitives.PR_SET_NO_NEW_PRIVS, 1)
+    seccomp.Filter(seccomp.denying(os.uname().machine, set(deny))).install(listener=False)

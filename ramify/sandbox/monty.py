@@ -1,0 +1,458 @@
+"""The provider ``monty``: sessions in Monty, a small Python of its own (``pydantic-monty``), wherever that runs.
+
+Decides how a session's promises are kept without the guest: cells are fed to Monty's worker process, modules to install
+(they come from this package or its user, and are trusted) run in the host and lend the session their functions, and a
+cell that is stopped is undone, since the worker is begun again from what it held before. Leaves out most of Python:
+no ``del``, ``globals()``, generators, base classes, most of the standard library; exceptions of the host arrive as
+RuntimeError; a module's classes and objects of its own are not seen, and its ``namespace`` is as the last cell left it.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import contextlib
+import importlib
+import re
+import types
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from ramify.errors import ConfigError, HostCallError, SandboxError, SessionDied
+from ramify.sandbox.base import Answer, Caps, Context, Ran, SandboxSpec
+from ramify.sandbox.context import SharedContext
+from ramify.sandbox.guest import VALUE_CHARS, CodecError, Encoder, HeadTail, HostError, cut, portable, safe_repr
+from ramify.types.trajectory import Cell
+
+_MAX_WORKERS = 1024
+_AGAIN = "_lent_"
+"""Under this name a lent function is bound again to its own, which a cell has rebound."""
+_INPUT = re.compile(r"<python-input-(\d+)>")
+CAPS = Caps(
+    isolates_files=True,
+    isolates_network=True,
+    isolates_processes=True,
+    limits_memory=True,
+    kill=True,
+    full_python=False,
+)
+
+
+class MontySandbox:
+    """Implements ``base.Sandbox``."""
+
+    caps = CAPS
+    warning: str | None = None
+
+    def __init__(self, spec: SandboxSpec) -> None:
+        try:
+            self._monty: Any = importlib.import_module("pydantic_monty")
+        except ImportError:
+            raise SandboxError("sandbox 'monty' needs Monty: pip install 'ramify[monty]'") from None
+        if spec.packages:
+            raise ConfigError(
+                f"sandbox 'monty' has no packages, and '{spec.packages[0]}' was asked for: use another sandbox"
+            )
+        self._spec = spec
+        self._pool: Any = None
+        self._sessions: set[MontySession] = set()
+        self._is_closed = False
+
+    async def open(self, *, context: Context | None = None, seed: str = "") -> MontySession:
+        if self._is_closed:
+            raise SandboxError("the sandbox is closed: it opens no more sessions")
+        if context is not None and not isinstance(context, SharedContext):
+            raise ConfigError(f"a context must be a SharedContext, not {type(context).__name__}")
+        if self._pool is None:
+            self._pool = self._monty.AsyncMonty(max_processes=_MAX_WORKERS)
+            await self._pool.__aenter__()
+        session = MontySession(self._monty, self._pool, self._spec, self._sessions.discard)
+        self._sessions.add(session)
+        await session.begin()
+        await session.seed(seed)
+        if context is not None:
+            await session.set("context", context.value, reserved=True)
+        return session
+
+    async def close(self) -> None:
+        self._is_closed = True
+        await asyncio.gather(*(session.close() for session in [*self._sessions]))
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            await pool.__aexit__(None, None, None)
+
+
+class _Running:
+    """One cell under way."""
+
+    def __init__(self, answer: Answer, max_output_bytes: int) -> None:
+        self.answer = answer
+        self.output = HeadTail(max_output_bytes)
+        self.whole = HeadTail(16 * max_output_bytes)
+        self.chars = 0
+        self.worked_s = 0.0
+        self.stopped: str | None = None
+        self.stop = asyncio.Event()
+        self.bug: Exception | None = None
+        self.calls: set[Future[Any]] = set()
+
+    def printed(self, stream: str, text: str) -> None:
+        data = text.encode("utf-8", "backslashreplace")
+        self.output.add(data)
+        self.whole.add(data)
+        self.chars += len(text)
+
+    def interrupt(self, reason: str) -> None:
+        self.stopped = self.stopped or reason
+        self.stop.set()
+
+
+class MontySession:
+    """Implements ``base.Session``."""
+
+    caps = CAPS
+
+    def __init__(self, monty: Any, pool: Any, spec: SandboxSpec, on_close: Callable[[MontySession], None]) -> None:
+        self._monty, self._pool, self._spec, self._on_close = monty, pool, spec, on_close
+        self._loop = asyncio.get_running_loop()
+        self._checkout: Any = None
+        self._worker: Any = None
+        self._cell: _Running | None = None
+        self._num_cells = self._num_feeds = 0
+        self._cell_of: dict[int, int] = {}
+        self._is_busy = self._is_closed = False
+        self._reserved: dict[str, Any] = {}
+        self._lent: dict[str, Callable[..., Any]] = {}
+        self._modules: dict[str, types.ModuleType] = {}
+        self._names: set[str] = set()
+        self._namespace: dict[str, Any] = {}
+        self._last: Any = None
+        self._last_output = ""
+
+    async def begin(self, state: bytes | None = None) -> None:
+        """A fresh worker, or one that holds ``state``."""
+        limits = {"max_memory": self._spec.memory_bytes, "max_suspensions": 1_000_000}
+        self._checkout = self._pool.checkout(limits=limits)
+        self._worker = await self._checkout.__aenter__()
+        if state is not None:
+            await self._worker.load_session(state)
+
+    async def seed(self, seed: str) -> None:
+        await self._feed(f"import random\nrandom.seed({int.from_bytes(seed.encode()[:32], 'big')})")
+
+    async def _feed(self, code: str, **options: Any) -> Any:
+        self._num_feeds += 1
+        return await self._worker.feed_run(code, **options)
+
+    @contextlib.contextmanager
+    def _request(self) -> Any:
+        if self._is_closed:
+            raise SessionDied("the session has ended: it was closed")
+        if self._is_busy:
+            raise SandboxError("the session is busy: one run, set, get or install at a time")
+        self._is_busy = True
+        try:
+            yield
+        finally:
+            self._is_busy = False
+
+    # -- a cell
+
+    async def run(self, code: str, *, answer: Answer, timeout_s: float | None = None) -> Ran:
+        with self._request():
+            self._num_cells += 1
+            cell = self._cell = _Running(answer, self._spec.max_output_bytes)
+            state = await self._worker.dump()
+            work = asyncio.ensure_future(self._execute(cell, code))
+            try:
+                value, error = await self._within(cell, work, timeout_s or self._spec.cell_s)
+                if cell.stopped is not None:
+                    await self._undo(state)
+                    error = f"KeyboardInterrupt: the cell was stopped ({cell.stopped}), and what it had bound is undone"
+            except asyncio.CancelledError:
+                work.cancel()
+                await asyncio.wait((work,))
+                await self._undo(state)
+                raise
+            finally:
+                self._cell = None
+                for call in [*cell.calls]:
+                    call.cancel()
+            if error is not None and "MemoryError" in error and not await self._is_alive():
+                await self._undo(state)
+            if cell.bug is not None:
+                raise cell.bug
+            self._last_output = cell.whole.text(cell.chars)
+            note, error, restored = await self._after(error)
+        shown = Cell(
+            code=code, stdout=cell.output.text(cell.chars), value=value, error=error, seconds=cell.worked_s,
+            stdout_chars=cell.chars, restored=tuple(restored),
+        )  # fmt: skip
+        return Ran(shown, note, cell.stopped)
+
+    async def _within(
+        self, cell: _Running, work: asyncio.Future[tuple[str | None, str | None]], limit_s: float
+    ) -> tuple[str | None, str | None]:
+        """Until the cell ends, was interrupted, or has worked for its time."""
+        stop = asyncio.ensure_future(cell.stop.wait())
+        try:
+            while not work.done() and cell.stopped is None:
+                left = limit_s - cell.worked_s
+                await asyncio.wait((work, stop), timeout=max(left / 2, 0.01), return_when=asyncio.FIRST_COMPLETED)
+                if not work.done() and cell.worked_s >= limit_s:
+                    cell.interrupt("time")
+        finally:
+            stop.cancel()
+        if work.done() and cell.stopped is None:
+            return work.result()
+        work.cancel()
+        await asyncio.wait((work,))
+        return None, None
+
+    async def _execute(self, cell: _Running, code: str) -> tuple[str | None, str | None]:
+        self._cell_of[self._num_feeds] = self._num_cells
+        self._num_feeds += 1
+        assigned, has_echo, uses_last = _look(code)
+        inputs = {"_": self._last} if uses_last and self._last is not None else None
+        self._names |= assigned
+        try:
+            step = await self._timed(
+                cell,
+                self._worker.feed_start(code, inputs=inputs, external_lookup=self._lent, print_callback=cell.printed),
+            )
+            while not isinstance(step, self._monty.MontyComplete):
+                step = await self._timed(cell, await self._next(cell, step))
+            output = step.output
+        except self._monty.MontyCrashedError as error:
+            raise SessionDied(
+                f"the session ended in the middle of a cell: {error}", cell.output.text(cell.chars)
+            ) from None
+        except self._monty.MontyError as error:
+            return None, self._shown(error)
+        if not has_echo or output is None:
+            return None, None
+        self._last = output if _is_plain(output) else None
+        return (
+            safe_repr(output) if not isinstance(output, self._monty.MontyClassProxy) else f"<{output.name} object>"
+        ), None
+
+    async def _timed(self, cell: _Running, work: Any) -> Any:
+        """A step of Monty's; the time it takes is the cell's."""
+        before, started = cell.worked_s, self._loop.time()
+        task = asyncio.ensure_future(work)
+        try:
+            while not task.done():
+                await asyncio.wait((task,), timeout=0.02)
+                cell.worked_s = before + self._loop.time() - started
+        except asyncio.CancelledError:
+            task.cancel()
+            raise
+        return task.result()
+
+    async def _next(self, cell: _Running, step: Any) -> Any:
+        """What resumes a suspended cell."""
+        if not hasattr(step, "function_name"):
+            return step.resume()
+        if step.is_os_function:
+            return step.resume_not_handled()
+        name = step.function_name.removeprefix(_AGAIN)
+        if name not in self._lent:
+            return step.resume({"exception": NameError(f"name '{name}' is not defined")})
+        try:
+            value = await asyncio.to_thread(self._lent[name], *step.args, **step.kwargs)
+            return step.resume({"return_value": value})
+        except Exception as error:  # noqa: BLE001  (the module's, or of the cell's arguments: it rises in the cell)
+            return step.resume({"exception": _as_builtin(error)})
+
+    def _shown(self, error: Any) -> str:
+        text = error.display()
+        if isinstance(error, self._monty.MontySyntaxError):
+            text = text.removeprefix("Traceback (most recent call last):\n")
+        named = _INPUT.sub(lambda found: f"<cell {self._cell_of.get(int(found[1]), found[1])}>", text)
+        return cut(named, VALUE_CHARS)
+
+    async def _is_alive(self) -> bool:
+        """Whether the worker outlived a cell: it raises MemoryError where it can, and is ended where not."""
+        try:
+            await self._feed("None")
+        except self._monty.MontyError:
+            return False
+        return True
+
+    async def _undo(self, state: bytes) -> None:
+        with contextlib.suppress(Exception):  # it may be gone already
+            await self._checkout.__aexit__(None, None, None)
+        await self.begin(state)
+        self._num_feeds = 0
+        self._cell_of.clear()
+
+    # -- after a cell
+
+    async def _after(self, error: str | None) -> tuple[Any, str | None, list[str]]:
+        restored = [name for name in self._names if name in self._reserved or name in self._lent]
+        notes: dict[str, Any] = {}
+        if self._modules:
+            await self._look_back()
+        for name, module in self._modules.items():
+            hook = module.__dict__.get("after_cell")
+            if hook is not None:
+                try:
+                    notes[name] = portable(await asyncio.to_thread(hook))
+                except Exception as failure:  # noqa: BLE001  (shown to whoever wrote the cell)
+                    notes[name], error = None, error or f"{type(failure).__name__}: {cut(str(failure), 2000)}"
+        for name in sorted(restored):
+            self._names.discard(name)
+            if name in self._reserved:
+                await self._feed("None", inputs={name: self._reserved[name]})
+            else:
+                await self._feed(f"{name} = {_AGAIN}{name}", external_lookup={_AGAIN + name: self._lent[name]})
+        return notes or None, error, sorted(restored)
+
+    async def _look_back(self) -> None:
+        """What the modules see of the session: its names, and their own values as the cell left them."""
+        self._namespace.clear()
+        for name in sorted(self._names | set(self._reserved)):
+            with contextlib.suppress(self._monty.MontyError):
+                value = await self._feed(name)
+                self._namespace[name] = value
+                ours = self._reserved.get(name)
+                if name not in self._names and isinstance(ours, dict) and isinstance(value, dict):
+                    ours.clear()
+                    ours.update(value)
+        self._namespace.update(self._lent)
+
+    # -- values and modules
+
+    async def set(self, name: str, value: Any, *, reserved: bool = False) -> None:
+        with self._request():
+            try:
+                Encoder().encode(value)
+            except CodecError as error:
+                raise SandboxError(f"'{name}' cannot be set in the session: {error}") from None
+            await self._bind(name, value, reserved)
+
+    async def _bind(self, name: str, value: Any, reserved: bool) -> None:
+        try:
+            await self._feed("None", inputs={name: value})
+        except self._monty.MontyError as error:
+            raise SandboxError(f"'{name}' cannot be set in a Monty session: {error}") from None
+        self._reserved.pop(name, None)
+        if reserved:
+            self._reserved[name] = value
+
+    async def get(self, name: str) -> Any:
+        with self._request():
+            if not name.isidentifier():
+                raise HostCallError("NameError", f"name '{name}' is not defined")
+            try:
+                return portable(await self._feed(name))
+            except TypeError as error:
+                raise HostCallError("TypeError", str(error)) from None
+            except self._monty.MontyError as error:
+                raise HostCallError("NameError", str(error).removeprefix("NameError: ")) from None
+
+    async def install(self, module: str, source: str) -> None:
+        with self._request():
+            made = types.ModuleType(module)
+            made.__dict__.update(
+                call_host=self._call_host, HostError=HostError, namespace=self._namespace,
+                last_output=lambda: self._last_output, portable=portable,
+            )  # fmt: skip
+            try:
+                exec(compile(source, f"<{module}>", "exec", 0, True), made.__dict__)
+            except Exception as error:  # noqa: BLE001  (a module may raise anything)
+                line = (
+                    error.__traceback__.tb_next.tb_lineno if error.__traceback__ and error.__traceback__.tb_next else 0
+                )
+                raise SandboxError(
+                    f"module '{module}' could not be installed in the session: {type(error).__name__}: {error}, line {line}"
+                ) from None
+            self._modules[module] = made
+            for name in made.__dict__.get("__all__", ()):
+                value = getattr(made, name)
+                if callable(value) and not isinstance(value, type):
+                    self._lent[name] = value
+                elif _is_plain(value) or isinstance(value, dict):
+                    await self._bind(name, dict(value) if isinstance(value, dict) else value, False)
+                    self._reserved[name] = value
+
+    def _call_host(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """For a module's functions, which run in a thread."""
+        cell = self._cell
+        if cell is None:
+            raise HostError("RuntimeError", f"{name}() was called after its cell had ended")
+        args, kwargs = portable([list(args), kwargs])
+        future = asyncio.run_coroutine_threadsafe(self._answer(cell, name, args, kwargs), self._loop)
+        cell.calls.add(future)
+        try:
+            return future.result()
+        finally:
+            cell.calls.discard(future)
+
+    async def _answer(self, cell: _Running, name: str, args: Any, kwargs: Any) -> Any:
+        try:
+            return portable(await cell.answer(name, args, kwargs))
+        except HostCallError as error:
+            raise HostError(error.kind, str(error), error.data) from None
+        except Exception as error:  # noqa: BLE001  (a fault of the host, not of the cell: ``run`` raises it)
+            cell.bug = error
+            raise HostError("HostFailed", f"{name} failed in the host") from None
+
+    # -- stopping
+
+    def interrupt(self, reason: str) -> None:
+        if self._cell is not None:
+            self._cell.interrupt(reason)
+
+    async def close(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._on_close(self)
+        if self._cell is not None:
+            self._cell.interrupt("closed")
+        with contextlib.suppress(Exception):  # it may be gone already
+            await self._checkout.__aexit__(None, None, None)
+
+
+def _look(code: str) -> tuple[set[str], bool, bool]:
+    """Of a cell: the names that it may bind, whether it ends in an expression, and whether it uses ``_``."""
+    try:
+        tree = ast.parse(code)
+    except (SyntaxError, ValueError):
+        return set(), False, False
+    bound: set[str] = set()
+    uses_last = False
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            uses_last = uses_last or node.id == "_"
+            if isinstance(node.ctx, ast.Store):
+                bound.add(node.id)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            bound.add(node.name)
+        elif isinstance(node, ast.alias):
+            bound.add((node.asname or node.name).partition(".")[0])
+    return bound, bool(tree.body) and isinstance(tree.body[-1], ast.Expr), uses_last
+
+
+def _is_plain(value: Any) -> bool:
+    try:
+        Encoder().encode(value)
+    except CodecError:
+        return False
+    return True
+
+
+def _as_builtin(error: Exception) -> Exception:
+    """What Monty can raise in its session in place of ``error``."""
+    kind = type(error)
+    if kind.__module__ == "builtins" and kind is not HostError:
+        return error
+    name = error.kind if isinstance(error, HostError) else kind.__name__
+    return RuntimeError(f"{name}: {error}")
+
+
+def open_provider(spec: SandboxSpec) -> MontySandbox:
+    """What ``base.open_sandbox`` calls."""
+    return MontySandbox(spec)

@@ -1,0 +1,377 @@
+"""Sessions behind a service that starts commands elsewhere: a container engine, a cloud.
+
+Decides how the guest gets there (its source is the first thing sent; nothing is installed), how its bytes share one
+stream with what else can be done to it, and how streams that carry only text, or that begin with a greeting, are read.
+Leaves out what a service is: each is a ``Service`` of a few lines (``docker.py``, ``cloud/``).
+
+    GuestSession ── RemoteDoor ──packets──> Stream ······> keeper.py ──fork──> guest.py
+
+A service sees base64 where its streams carry text ("text") or pass through a terminal ("terminal").
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import warnings
+import zlib
+from collections import deque
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from ramify.errors import ConfigError, SandboxError
+from ramify.sandbox.base import Caps, Context, SandboxSpec
+from ramify.sandbox.context import SharedContext
+from ramify.sandbox.door import how_it_ended
+from ramify.sandbox.guest import ProtocolError
+from ramify.sandbox.keeper import DATA, END, ENDED, FAILED, HEAD, INTERRUPT, KILL, UNKNOWN, to_lines
+from ramify.sandbox.link import ENVIRONMENT
+from ramify.sandbox.session import GuestSession
+
+Carries = Literal["bytes", "text", "terminal"]
+START_S = 120.0
+"""From a started command to the guest's first word."""
+PROVISION_S = 900.0
+"""For a box, with the image to be fetched or built."""
+CLOSE_S = 30.0
+_PACKET_BYTES = 1 << 18
+_MAX_GREETING_BYTES = 1 << 16
+_MAX_PACKET_BYTES = 2 << 20
+"""Of a packet from the other end, which a hostile guest may have taken over."""
+_MARK = b"ramify-guest-1\n"
+_BOOT = """
+import os, sys
+os.dup2(1, 2)
+if sys.argv[1] == "terminal":
+    import tty
+    tty.setraw(0)
+os.write(1, b"ramify-" b"guest-1\\n")
+import base64, json, types, zlib
+parcel = json.loads(zlib.decompress(base64.b64decode(sys.stdin.buffer.readline())))
+for name, source in parcel["sources"].items():
+    module = sys.modules["ramify_" + name] = types.ModuleType("ramify_" + name)
+    module.__file__ = name + ".py"
+    exec(compile(source, module.__file__, "exec"), module.__dict__)
+sys.modules["ramify_keeper"].main(parcel["config"], sys.argv[1] != "bytes")
+"""
+_SHORT = f"import base64;exec(base64.b64decode('{base64.b64encode(_BOOT.encode()).decode()}'))"
+
+
+def boot_command(carries: Carries) -> list[str]:
+    """What a service is asked to start: Python 3.11 or later, with an environment of its own."""
+    given = {**ENVIRONMENT, "PATH": "/usr/local/bin:/usr/bin:/bin"}
+    return ["env", "-i", *(f"{name}={value}" for name, value in given.items()), "python3", "-P", "-c", _SHORT, carries]
+
+
+@cache
+def _sources() -> dict[str, str]:
+    """What runs there, in the order in which it is loaded."""
+    here = Path(__file__).parent
+    return {name: (here / f"{name}.py").read_text("utf-8") for name in ("guest", "forkserver", "keeper")}
+
+
+def _parcel(spec: SandboxSpec, seed: str) -> bytes:
+    config = {
+        "seed": seed, "packages": list(spec.packages),
+        "memory_bytes": spec.memory_bytes, "max_output_bytes": spec.max_output_bytes,
+    }  # fmt: skip
+    return base64.b64encode(zlib.compress(json.dumps({"config": config, "sources": _sources()}).encode())) + b"\n"
+
+
+class Stream(Protocol):
+    """Bytes to and from one command that a service has started."""
+
+    async def send(self, data: bytes) -> None:
+        """All of ``data`` to its standard input, in order; not called concurrently."""
+        ...
+
+    async def receive(self) -> bytes:
+        """Some of its standard output; b"" at the end."""
+        ...
+
+    async def close(self) -> None:
+        """End the command and the box it ran in."""
+        ...
+
+
+class Service(Protocol):
+    """What a provider offers. May raise anything of its SDK; ``RemoteSandbox`` adds what was tried."""
+
+    name: str
+    """For messages: "docker"."""
+    carries: Carries
+
+    async def start(self, command: list[str], spec: SandboxSpec) -> Stream:
+        """A fresh box and ``command`` in it."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class RemoteSandbox:
+    """Implements ``base.Sandbox`` over a ``Service``: a box of its own for every session."""
+
+    def __init__(self, spec: SandboxSpec, service: Service, caps: Caps, warning: str | None) -> None:
+        self.caps = caps
+        self.warning = warning
+        self._spec = spec
+        self._service = service
+        self._sessions: set[GuestSession] = set()
+        self._is_closed = False
+
+    async def open(self, *, context: Context | None = None, seed: str = "") -> GuestSession:
+        if self._is_closed:
+            raise SandboxError("the sandbox is closed: it opens no more sessions")
+        if context is not None and not isinstance(context, SharedContext):
+            raise ConfigError(f"a context must be a SharedContext, not {type(context).__name__}")
+        door = RemoteDoor(self.caps, await self._start(), self._service)
+        try:
+            await door.begin(_parcel(self._spec, seed))
+            session = self._session(door)
+            await session.ready(START_S)
+        except BaseException:
+            await door.close()
+            raise
+        if context is not None:
+            await session.set_context(context.buffer())
+        return session
+
+    async def _start(self) -> Stream:
+        try:
+            async with asyncio.timeout(PROVISION_S):
+                return await self._service.start(boot_command(self._service.carries), self._spec)
+        except SandboxError:
+            raise
+        except Exception as error:
+            raise SandboxError(f"sandbox '{self._service.name}' could not start a session: {_told(error)}") from error
+
+    def _session(self, door: RemoteDoor) -> GuestSession:
+        session = GuestSession(
+            door, cell_s=self._spec.cell_s, grace_s=self._spec.grace_s, max_output_bytes=self._spec.max_output_bytes,
+            on_close=self._sessions.discard,
+        )  # fmt: skip
+        self._sessions.add(session)
+        return session
+
+    async def close(self) -> None:
+        self._is_closed = True
+        await asyncio.gather(*(session.close() for session in [*self._sessions]))
+        await self._service.close()
+
+
+class RemoteDoor:
+    """The way to one guest behind a ``Stream``. ``begin`` comes before ``attach``."""
+
+    def __init__(self, caps: Caps, stream: Stream, service: Service) -> None:
+        self.caps = caps
+        self._stream = stream
+        self._service = service
+        self._data = bytearray()
+        self._line = bytearray()
+        self._urgent: deque[bytes] = deque()
+        self._backlog: deque[bytes] = deque()
+        self._has_work = asyncio.Event()
+        self._flows = asyncio.Event()
+        self._flows.set()
+        self._over: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        """Why the guest ended."""
+        self._left: tuple[int, bytes] = (0, b"")
+        self._tasks: list[asyncio.Task[None]] = []
+        self._received: Callable[[memoryview], None] = lambda data: None
+        self._lost: Callable[[], None] = lambda: None
+
+    async def begin(self, parcel: bytes) -> None:
+        """Send the guest over. Raises SandboxError with what the other end said instead of starting it."""
+        greeting = bytearray()
+        try:
+            async with asyncio.timeout(START_S):
+                while _MARK not in greeting:
+                    data = await self._stream.receive()
+                    greeting += data
+                    if not data or len(greeting) > _MAX_GREETING_BYTES:
+                        raise SandboxError(self._complaint(greeting.decode("utf-8", "replace")))
+                self._feed(bytes(greeting.partition(_MARK)[2]))
+                await self._stream.send(parcel)
+        except TimeoutError:
+            raise SandboxError(f"sandbox '{self._service.name}': Python did not start within {START_S:g} s") from None
+
+    def _complaint(self, said: str) -> str:
+        lines = said.strip().splitlines()
+        said = f"it said: {lines[-1][:300]}" if lines else "it said nothing"
+        return (
+            f"sandbox '{self._service.name}': its image did not start Python, {said}; "
+            "name an image that has python3 of version 3.11 or later (SandboxSpec.image)"
+        )
+
+    # -- the door
+
+    def attach(self, received: Callable[[memoryview], None], lost: Callable[[], None]) -> None:
+        self._received, self._lost = received, lost
+        self._tasks = [asyncio.ensure_future(self._read()), asyncio.ensure_future(self._write())]
+
+    def write(self, data: list[Any]) -> None:
+        whole = memoryview(b"".join(data))
+        for at in range(0, len(whole), _PACKET_BYTES):
+            self._backlog.append(self._packed(DATA, whole[at : at + _PACKET_BYTES]))
+        self._has_work.set()
+
+    def pause(self) -> None:
+        self._flows.clear()
+
+    def resume(self) -> None:
+        self._flows.set()
+
+    def interrupt(self) -> None:
+        self._urgent.append(self._packed(INTERRUPT))
+        self._has_work.set()
+
+    def kill(self) -> None:
+        self._urgent.append(self._packed(KILL))
+        self._has_work.set()
+
+    def leftover(self, start: int) -> bytes:
+        begins, data = self._left
+        if start > begins + len(data):  # it was emptied since
+            start = begins
+        return data[max(start - begins, 0) :]
+
+    async def obituary(self) -> str:
+        await asyncio.wait((self._over,), timeout=0.5)
+        return self._over.result() if self._over.done() else "it closed its connection to the host"
+
+    async def close(self) -> None:
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=CLOSE_S)
+        stream, self._stream = self._stream, _Closed()
+        try:
+            async with asyncio.timeout(CLOSE_S):
+                await stream.close()
+        except Exception as error:  # noqa: BLE001  (an SDK may raise anything; the session is over all the same)
+            what = f"sandbox '{self._service.name}': a session's box may be left running: {_told(error)}"
+            warnings.warn(what, ResourceWarning, stacklevel=2)
+
+    # -- bytes
+
+    def _packed(self, kind: bytes, data: bytes | memoryview = b"") -> bytes:
+        packet = HEAD.pack(kind, len(data)) + data
+        return packet if self._service.carries == "bytes" else to_lines(packet)
+
+    async def _write(self) -> None:
+        try:
+            while True:
+                await self._has_work.wait()
+                self._has_work.clear()
+                while self._urgent or self._backlog:
+                    await self._stream.send(self._next_part())
+        except Exception as error:  # noqa: BLE001  (an SDK may raise anything: told as the session's end)
+            self._ends(f"the connection to it broke: {_told(error)}")
+
+    def _next_part(self) -> bytes:
+        """What is urgent, or as many packets as are no more than one of full size."""
+        if self._urgent:
+            return self._urgent.popleft()
+        parts = [self._backlog.popleft()]
+        size = len(parts[0])
+        while self._backlog and size + len(self._backlog[0]) <= _PACKET_BYTES:
+            parts.append(self._backlog.popleft())
+            size += len(parts[-1])
+        return b"".join(parts)
+
+    async def _read(self) -> None:
+        try:
+            self._take()
+            while data := await self._stream.receive():
+                await self._flows.wait()
+                self._feed(data)
+                self._take()
+            self._ends("its box ended")
+        except (ProtocolError, ValueError) as error:
+            self._ends(f"it broke the protocol: {error}")
+            self.kill()
+        except Exception as error:  # noqa: BLE001  (as above)
+            self._ends(f"the connection to it broke: {_told(error)}")
+
+    def _feed(self, data: bytes) -> None:
+        if self._service.carries == "bytes":
+            self._data += data
+            return
+        self._line += data
+        whole, newline, rest = self._line.rpartition(b"\n")
+        if newline:
+            for line in whole.split(b"\n"):
+                self._data += base64.b64decode(line)
+            self._line = bytearray(rest)
+        elif len(self._line) > _MAX_PACKET_BYTES:
+            raise ProtocolError(f"a line of {len(self._line):,} bytes")
+
+    def _take(self) -> None:
+        at, data = 0, self._data
+        while len(data) - at >= HEAD.size:
+            kind, size = HEAD.unpack_from(data, at)
+            end = at + HEAD.size + size
+            if size > _MAX_PACKET_BYTES:
+                raise ProtocolError(f"a packet of {size:,} bytes, where {_MAX_PACKET_BYTES:,} are allowed")
+            if len(data) < end:
+                break
+            self._obey(kind, bytes(data[at + HEAD.size : end]))
+            at = end
+        if at:
+            del data[:at]
+
+    def _obey(self, kind: bytes, body: bytes) -> None:
+        if kind == DATA:
+            self._received(memoryview(body))
+        elif kind == FAILED:
+            self._ends(f"{body[:2000].decode('utf-8', 'replace')} (in its image; see SandboxSpec.image)")
+        elif kind == ENDED and len(body) >= END.size:
+            status, start = END.unpack_from(body)
+            self._left = (start, body[END.size :])
+            self._ends("it closed its connection to the host" if status == UNKNOWN else how_it_ended(status))
+        else:
+            raise ProtocolError("a packet that is none")
+
+    def _ends(self, why: str) -> None:
+        if not self._over.done():
+            self._over.set_result(why)
+        self._lost()
+
+
+class _Closed:
+    """The stream of a door that is closed."""
+
+    async def send(self, data: bytes) -> None:
+        pass
+
+    async def receive(self) -> bytes:
+        return b""
+
+    async def close(self) -> None:
+        pass
+
+
+class Inbox:
+    """What an SDK hands to a callback, for ``Stream.receive``."""
+
+    def __init__(self) -> None:
+        self._queue: asyncio.Queue[bytes] = asyncio.Queue()
+
+    def put(self, data: str | bytes) -> None:
+        if data:
+            self._queue.put_nowait(data.encode() if isinstance(data, str) else data)
+
+    def end(self) -> None:
+        self._queue.put_nowait(b"")
+
+    async def get(self) -> bytes:
+        return await self._queue.get()
+
+
+def _told(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__

@@ -1,0 +1,296 @@
+"""Where attacks are tried: one sandbox with a sibling session, and around it all that an attacker would like to reach.
+
+Decides what an attack is measured by. A bystander process holds a secret and must live; a key file, a variable of the
+environment and listeners of every kind wait for a visitor; the sibling counts its own cells and must not miscount.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from attacks import watch
+from attacks.base import Attack, Verdict
+from attacks.tools import TOOLS
+from ramify.errors import HostCallError, SandboxError, SessionDied
+from ramify.sandbox.base import Ran, Sandbox, SandboxSpec, Session, open_sandbox
+
+SPEC: dict[str, Any] = {"memory_bytes": 256 << 20, "cell_s": 30.0, "grace_s": 0.25, "max_output_bytes": 100_000}
+SECRET_NAME = "RAMIFY_TEST_SECRET"
+_STRAY_FDS = 40
+"""Descriptors that a pool may take or give back while one attack runs."""
+VICTIM = """
+import ctypes, sys, time
+secret = ctypes.create_string_buffer(sys.stdin.readline().strip().encode())
+print(ctypes.addressof(secret), flush=True)
+while True: time.sleep(60)
+"""
+
+
+def start_victim() -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, "-c", VICTIM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+async def answer(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What the host does for attackers."""
+    if name == "echo":
+        return args[0]
+    if name == "big":
+        return "x" * (1 << 20)
+    if name == "sleep":
+        await asyncio.sleep(args[0])
+        return None
+    raise HostCallError("NameError", f"there is no {str(name)[:40]!r}")
+
+
+class Listeners:
+    """Sockets that hear whoever gets out."""
+
+    def __init__(self, folder: str) -> None:
+        self.heard: list[str] = []
+        self.abstract = "ramify-" + secrets.token_hex(8)
+        self.path = os.path.join(folder, "socket")
+        self._all: list[socket.socket] = []
+        self.tcp = self._listen("tcp", socket.AF_INET, socket.SOCK_STREAM, ("127.0.0.1", 0)).getsockname()[1]
+        self.udp = self._listen("udp", socket.AF_INET, socket.SOCK_DGRAM, ("127.0.0.1", 0)).getsockname()[1]
+        self._listen("abstract", socket.AF_UNIX, socket.SOCK_STREAM, "\0" + self.abstract)
+        self._listen("unix", socket.AF_UNIX, socket.SOCK_STREAM, self.path)
+        self._listen("abstract datagram", socket.AF_UNIX, socket.SOCK_DGRAM, "\0" + self.abstract + "-datagram")
+        self._listen("unix datagram", socket.AF_UNIX, socket.SOCK_DGRAM, self.path + "-datagram")
+        os.chmod(self.path, 0o777)
+        os.chmod(self.path + "-datagram", 0o777)
+
+    def _listen(self, name: str, family: int, kind: int, address: Any) -> socket.socket:
+        made = socket.socket(family, kind)
+        made.bind(address)
+        made.setblocking(False)
+        if kind == socket.SOCK_STREAM:
+            made.listen(64)
+        self._all.append(made)
+        asyncio.get_running_loop().add_reader(made, self._hear, name, made, kind)
+        return made
+
+    def _hear(self, name: str, sock: socket.socket, kind: int) -> None:
+        self.heard.append(name)
+        with contextlib.suppress(OSError):
+            if kind == socket.SOCK_STREAM:
+                sock.accept()[0].close()
+            else:
+                sock.recv(1000)
+
+    def close(self) -> None:
+        for sock in self._all:
+            asyncio.get_running_loop().remove_reader(sock)
+            sock.close()
+
+
+class Arena:
+    """Make it with ``async with``; ``verdict`` tries one attack."""
+
+    def __init__(self, provider: str, spec: Mapping[str, Any]) -> None:
+        self.spec = SandboxSpec(provider=provider, **{**SPEC, **spec})
+        self.sandbox: Sandbox
+        self.sibling: Session
+        self._count = 0
+        self._folder = tempfile.TemporaryDirectory(prefix="arena-")
+        self._stack = contextlib.ExitStack()
+        self._open: list[Session] = []
+
+    async def __aenter__(self) -> Arena:
+        watch.adopt_orphans()
+        folder = self._folder.name
+        self.secrets = {name: f"{name}-{secrets.token_hex(12)}" for name in ("file", "environment", "memory")}
+        os.environ[SECRET_NAME] = self.secrets["environment"]
+        os.chmod(folder, 0o755)
+        self.key_file = os.path.join(folder, "id_ed25519")
+        Path(self.key_file).write_text(self.secrets["file"])
+        os.chmod(self.key_file, 0o666)  # so that only the sandbox stands before it
+        self.listeners = Listeners(folder)
+        self.victim = await asyncio.to_thread(start_victim)
+        assert self.victim.stdin is not None
+        assert self.victim.stdout is not None
+        self.victim.stdin.write(self.secrets["memory"] + "\n")
+        self.victim.stdin.flush()
+        self.address = int(self.victim.stdout.readline())
+        self.before = (watch.descendants(os.getpid()), len(watch.open_descriptors()))
+        self.sandbox = open_sandbox(self.spec)
+        await self._new_sibling()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.sandbox.close()
+        self.victim.kill()
+        self.victim.communicate()
+        self.listeners.close()
+        self._folder.cleanup()
+
+    async def _new_sibling(self) -> None:
+        self.sibling = await self.sandbox.open()
+        self._count = 0
+        await self.sibling.run("state = 0\nlist_of_mine = ['mine'] * 1000", answer=answer)
+
+    def facts(self) -> dict[str, Any]:
+        """What the attacker knows of its surroundings."""
+        return {
+            "key_file": self.key_file, "folder": self._folder.name, "home": os.path.expanduser("~"),
+            "tcp": self.listeners.tcp, "udp": self.listeners.udp, "abstract": self.listeners.abstract,
+            "unix": self.listeners.path, "host": os.getpid(), "victim": self.victim.pid, "address": self.address,
+            "length": len(self.secrets["memory"]), "secret_name": SECRET_NAME, "sibling": getattr(self.sibling, "pid", 0),
+        }  # fmt: skip
+
+    async def session(self, **options: Any) -> Session:
+        """A session with the attacker's tools. It is closed after the attack."""
+        session = await self.sandbox.open(**options)
+        self._open.append(session)
+        await self.equip(session)
+        return session
+
+    async def equip(self, session: Session) -> None:
+        await session.install("tools_of_attack", TOOLS)
+        await session.set("arena", self.facts())
+
+    def keep(self, session: Session) -> None:
+        """A session that an attack opened by other means: it is closed after the attack."""
+        self._open.append(session)
+
+    async def verdict(self, attack: Attack) -> Verdict:
+        """Try one attack."""
+        verdict = Verdict(attack.name)
+        if attack.needs_fork and not (self.sandbox.caps.fork and hasattr(self.sibling, "fork")):
+            verdict.skipped = "this provider does not fork sessions"
+            return verdict
+        verdict.faults += await self._sibling_faults("before")
+        watch.reset_peak()
+        memory, fds = watch.memory_mb("VmRSS"), len(watch.open_descriptors())
+        self.listeners.heard.clear()
+        started = time.perf_counter()
+        text = ""
+        try:
+            async with asyncio.timeout(attack.timeout_s + 20):
+                verdict.ended, text, verdict.detail = await self._run(attack)
+        except Exception as error:  # noqa: BLE001  (whatever it was, the attacks after it are still to be tried)
+            verdict.faults.append(f"the attack could not be tried: {type(error).__name__}: {error}")
+        finally:
+            while self._open:
+                await self._open.pop().close()
+        verdict.seconds = time.perf_counter() - started
+        verdict.reached = [line[9:] for line in text.splitlines() if line.startswith("!reached ")]
+        verdict.refused = [line[9:] for line in text.splitlines() if line.startswith("!refused ")]
+        verdict.detail = verdict.detail or text[-300:]
+        if verdict.ended == "error" and "ModuleNotFoundError" in verdict.detail and self.spec.provider != "process":
+            verdict.skipped = f"it cannot begin here: {verdict.detail.splitlines()[-1]}"
+            return verdict
+        if verdict.ended and verdict.ended not in attack.ends:
+            verdict.faults.append(f"it ended otherwise than {' or '.join(attack.ends)}: {verdict.ended}")
+        if (
+            verdict.ended != "died"
+            and "attempt(" in attack.code
+            and len(verdict.reached) + len(verdict.refused) < attack.tries
+        ):
+            verdict.faults.append("it did not happen: its cell made too few attempts")
+        verdict.faults += [
+            f"the secret of the {name} was seen" for name, value in self.secrets.items() if value in text
+        ]
+        verdict.faults += self._host_faults(attack, memory, fds)
+        verdict.faults += await self._sibling_faults("after")
+        return verdict
+
+    async def _run(self, attack: Attack) -> tuple[str, str, str]:
+        """How the attack ended, what it printed, what else there is to say."""
+        session = await self.session()
+        if attack.act is not None:
+            return "ran", await attack.act(self, session), ""
+        try:
+            ran = await session.run(attack.code, answer=answer, timeout_s=attack.timeout_s)
+        except SessionDied as died:
+            return "died", died.stdout, str(died)
+        how, said = ended(ran), ran.cell.stdout + (ran.cell.value or "")
+        if how not in attack.ends and "died" in attack.ends:  # its end may have come before the news of its lie
+            try:
+                await session.run("1", answer=answer)
+            except SessionDied as died:
+                return "died", said, str(died)
+        return how, said, (ran.cell.error or "")[-300:]
+
+    async def _sibling_faults(self, when: str) -> list[str]:
+        self._count += 1
+        try:
+            code = "state += 1\nstate, set(list_of_mine), 6 * 7"
+            ran = await asyncio.wait_for(self.sibling.run(code, answer=answer), 20)
+            wanted = f"({self._count}, {{'mine'}}, 42)"
+            if ran.cell.value == wanted:
+                return []
+            fault = f"{ran.cell.value or ran.cell.error}, not {wanted}"
+        except (SandboxError, TimeoutError) as error:
+            fault = f"{type(error).__name__}: {error}"
+        with contextlib.suppress(SandboxError):
+            await self.sibling.close()
+        await self._new_sibling()
+        return [f"a sibling session was hurt ({when}): {fault}"]
+
+    def _host_faults(self, attack: Attack, memory: int, fds: int) -> Iterator[str]:
+        if self.victim.poll() is not None:
+            yield "a process of the host was killed"
+        elif "T" in Path(f"/proc/{self.victim.pid}/stat").read_text().rpartition(")")[2].split()[0]:
+            yield "a process of the host was stopped"
+            os.kill(self.victim.pid, 18)
+        if Path(self.key_file).read_text() != self.secrets["file"]:
+            yield "a file of the host was changed"
+            Path(self.key_file).write_text(self.secrets["file"])
+        if self.listeners.heard:
+            yield f"it was heard outside: {', '.join(self.listeners.heard)}"
+        grown = watch.memory_mb("VmHWM") - memory
+        if grown > attack.host_mb:
+            yield f"the host grew by {grown} MB, where {attack.host_mb} are allowed"
+        more = len(watch.open_descriptors()) - fds
+        if more > _STRAY_FDS:
+            yield f"the host has {more} more open files"
+        if left := marked_processes():
+            yield f"processes are left: {left}"
+            for pid in left:
+                with contextlib.suppress(OSError):
+                    os.kill(pid, 9)
+
+    def left_over(self) -> list[str]:
+        """What is there after the end that was not there before the beginning."""
+        processes, fds = self.before
+        watch.bury_orphans(processes)
+        faults = [f"process {pid} is left" for pid in watch.descendants(os.getpid()) - processes - {self.victim.pid}]
+        found = watch.open_descriptors()
+        if len(found) > fds:
+            faults.append(f"{len(found) - fds} descriptors are left, of: {sorted(found)}")
+        return faults
+
+
+MARK = "by-attack"
+"""The name that attacks give to processes they make."""
+
+
+def marked_processes(patience_s: float = 2.0) -> list[int]:
+    """Processes that an attack made; those that are there after a while in which they may end."""
+    until = time.monotonic() + patience_s
+    while True:
+        left = []
+        for pid in watch.descendants(os.getpid()):
+            with contextlib.suppress(OSError):
+                if Path(f"/proc/{pid}/comm").read_text().strip() == MARK:
+                    left.append(pid)
+        if not left or time.monotonic() >= until:
+            return left
+        time.sleep(0.02)
+
+
+def ended(ran: Ran) -> str:
+    if ran.interrupted:
+        return "interrupted"
+    return "error" if ran.cell.error else "ran"

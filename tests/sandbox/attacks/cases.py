@@ -1,0 +1,6 @@
+"""All attacks, from one file per kind."""
+
+from attacks import bombs, branches, calls, reach, runaway, sharing, wire
+from attacks.base import ATTACKS
+
+__all__ = ["ATTACKS", "bombs", "branches", "calls", "reach", "runaway", "sharing", "wire"]

@@ -1,0 +1,464 @@
+"""Code that reaches for what is the host's: files, environment, network, processes, signals."""
+# ruff: noqa: E501  (cells of several short lines read better unbroken)
+
+from attacks.base import attack
+
+FOLDERS = ["/", "/etc", "/home", "/root", "/var", "/proc", "/sys", "/dev", "/tmp", "/run", "/mnt", "/opt", "/usr/bin"]
+
+attack(
+    "the key file of the host",
+    "files",
+    """
+import os, io, mmap, linecache, shutil, sqlite3 if False else os
+path = arena['key_file']
+attempt('open', lambda: open(path).read())
+attempt('os.open', lambda: os.read(os.open(path, os.O_RDONLY), 100))
+attempt('open by libc', lambda: libc.open(path.encode(), 0) if libc.open(path.encode(), 0) >= 0 else (_ for _ in ()).throw(OSError('refused')))
+attempt('linecache', lambda: linecache.getline(path, 1) or (_ for _ in ()).throw(Gone()))
+attempt('through ..', lambda: open('/usr/lib/../..' + path).read())
+attempt('through /proc/self/root', lambda: open('/proc/self/root' + path).read())
+attempt('through cwd', lambda: open(os.path.relpath(path, '/')).read())
+""".replace("import os, io, mmap, linecache, shutil, sqlite3 if False else os", "import os, linecache"),
+    tries=7,
+)
+attack(
+    "writing over files of the host",
+    "files",
+    """
+import os
+path, folder = arena['key_file'], arena['folder']
+attempt('append', lambda: open(path, 'a').close())
+attempt('write', lambda: os.close(os.open(path, os.O_WRONLY)))
+attempt('create', lambda: os.close(os.open(folder + '/planted', os.O_CREAT | os.O_WRONLY)))
+attempt('mkdir', lambda: os.rmdir(os.mkdir(folder + '/new') or folder + '/new'))
+attempt('rename', lambda: os.rename(path, path + '.moved') or os.rename(path + '.moved', path))
+attempt('link', lambda: os.unlink(os.link(path, folder + '/link') or folder + '/link'))
+attempt('symlink', lambda: os.unlink(os.symlink(path, folder + '/symlink') or folder + '/symlink'))
+attempt('chmod', lambda: os.chmod(path, 0o666))
+attempt('utime', lambda: os.utime(path))
+attempt('truncate', lambda: os.truncate(path, os.stat(path).st_size))
+""",
+    tries=10,
+)
+attack(
+    "account files of the host",
+    "files",
+    "for p in ('/etc/passwd', '/etc/group', '/etc/hosts', '/etc/hostname', '/etc/resolv.conf', '/etc/machine-id'):\n"
+    "    attempt(p, lambda: open(p).read(40))",
+    tries=6,
+)
+attack(
+    "folders listed",
+    "files",
+    f"""
+import os
+EXPECTED = {{'usr', 'lib', 'lib64', 'tmp', 'dev', 'proc', 'etc', 'null', 'home', 'opt', 'work', 'nix', 'var', 'root', 'run', 'mnt', 'srv', 'urandom', 'zero', 'random', 'full'}}
+def act(folder):
+    def look():
+        names = set(os.listdir(folder))
+        if names <= EXPECTED: raise Gone(names)
+        return sorted(names)[:5]
+    return look
+for folder in {FOLDERS!r} + [arena['home'], arena['folder']]:
+    attempt(folder, act(folder))
+""",
+    tries=14,
+)
+attack(
+    "existence, size and time of files",
+    "files",
+    "import os\nfor f in (os.stat, os.lstat, lambda p: os.statvfs(p).f_files, lambda p: os.access(p, os.R_OK) or (_ for _ in ()).throw(Gone())):\n"
+    "    attempt('stat', lambda: f(arena['key_file']))\nattempt('passwd', lambda: os.stat('/etc/passwd').st_size)",
+    tries=5,
+    open_at={"B": "Landlock does not hide names, sizes and times of files"},
+)
+attack(
+    "the kernel's own files",
+    "files",
+    """
+import os
+for p in ('/proc/1/environ', '/proc/self/environ', '/proc/self/maps', '/proc/self/mem', '/proc/self/cmdline', '/proc/mounts', '/proc/net/tcp', '/proc/kallsyms', '/proc/version',
+          '/proc/meminfo', '/proc/sys/kernel/core_pattern', '/sys/class/net/lo/address', '/sys/kernel/mm/transparent_hugepage/enabled', f"/proc/{arena['host']}/environ", f"/proc/{arena['victim']}/mem"):
+    attempt(p, lambda: open(p, 'rb').read(1) or (_ for _ in ()).throw(Gone()))
+""",
+    tries=15,
+)
+attack(
+    "devices",
+    "files",
+    """
+import os
+for p in ('/dev/mem', '/dev/kmsg', '/dev/kvm', '/dev/fuse', '/dev/tty', '/dev/ptmx', '/dev/vda', '/dev/loop-control', '/dev/net/tun', '/dev/vsock', '/dev/shm/x', '/dev/userfaultfd'):
+    attempt(p, lambda: os.close(os.open(p, os.O_RDWR | os.O_NONBLOCK | os.O_CREAT)))
+attempt('mknod', lambda: os.mknod('/tmp/by-attack-null', 0o020666, os.makedev(1, 3)) or os.unlink('/tmp/by-attack-null'))
+""",
+    tries=13,
+)
+attack(
+    "the library of the host written",
+    "files",
+    """
+import os, json
+def touch(path):
+    def act():
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT)
+        os.close(fd)
+        os.path.basename(path) == 'by-attack.pth' and os.unlink(path)
+        return path
+    return act
+folder = os.path.dirname(json.__file__)
+attempt('a module', touch(json.__file__))
+attempt('a .pth file', touch(os.path.join(os.path.dirname(folder), 'by-attack.pth')))
+attempt('a bytecode file', touch(getattr(json, '__cached__', '') or folder + '/x'))
+def times():
+    s = os.stat(json.__file__)
+    os.utime(json.__file__, ns=(s.st_atime_ns, s.st_mtime_ns))
+attempt('its times', times)
+attempt('its mode', lambda: os.chmod(json.__file__, os.stat(json.__file__).st_mode & 0o7777))
+""",
+    tries=5,
+    without_walls="needs root",
+)
+attack(
+    "old descriptors and folders",
+    "files",
+    """
+import os
+def leave(f):
+    def act():
+        names = f()
+        if not names: raise Gone()
+        return names
+    return act
+attempt('the way out of a chroot', leave(lambda: [n for n in os.listdir('/' + '../' * 30) if n in ('etc', 'root', 'boot', 'bin')] if os.path.exists('/' + '../' * 30 + 'etc/passwd') else []))
+attempt('a folder that is still open', leave(lambda: [n for n in range(256) if os.path.isdir(n)] ))
+attempt('fchdir out', leave(lambda: [n for n in range(256) if not os.fchdir(n)]))
+""".replace("os.path.isdir(n)]", "is_folder(n)]").replace(
+        "import os\n",
+        "import os, stat\ndef is_folder(n):\n    try: return stat.S_ISDIR(os.fstat(n).st_mode)\n    except OSError: return False\n",
+        1,
+    ),
+    tries=3,
+)
+
+attack(
+    "the environment of the host",
+    "environment",
+    """
+import os
+name = arena['secret_name']
+def seen(value):
+    if not value: raise Gone()
+    return len(value)
+attempt('os.environ', lambda: seen(os.environ.get(name)))
+libc.getenv.restype = __import__('ctypes').c_char_p
+attempt('getenv', lambda: seen(libc.getenv(name.encode())))
+for who in ('self', arena['host'], os.getppid(), 1, arena['victim']):
+    attempt(f'/proc/{who}/environ', lambda: seen(name.encode() in open(f'/proc/{who}/environ', 'rb').read() and b'seen'))
+HARMLESS = {'LANG', 'LC_ALL', 'LC_CTYPE', 'HOME', 'PATH', 'TMPDIR', 'TZ', 'PYTHONHASHSEED', 'GLIBC_TUNABLES', 'PYTHONDONTWRITEBYTECODE', 'PYTHONUTF8', 'MALLOC_ARENA_MAX'}
+attempt('anything else', lambda: seen(sorted(n for n in os.environ if n not in HARMLESS and not n.endswith('_NUM_THREADS'))))
+""",
+    tries=8,
+)
+attack(
+    "command line, user and place of the host",
+    "environment",
+    """
+import os, sys
+def seen(value):
+    if not value: raise Gone()
+    return value
+attempt('the folder it was started in', lambda: seen([n for n in os.listdir('.')]))
+attempt('the command line of the host', lambda: open(f"/proc/{arena['host']}/cmdline").read(1))
+attempt('the login', lambda: os.getlogin())
+attempt('the terminal', lambda: seen(os.isatty(0) or os.isatty(1) or os.isatty(2)))
+attempt('standard input', lambda: seen(os.read(0, 10)))
+""",
+    tries=5,
+)
+
+attack(
+    "TCP and UDP",
+    "network",
+    """
+import socket
+def connect(kind, port, family=socket.AF_INET, address='127.0.0.1'):
+    def act():
+        s = socket.socket(family, kind)
+        s.settimeout(1)
+        with s:
+            if kind == socket.SOCK_DGRAM: return s.sendto(b'hello', (address, port))
+            s.connect((address, port))
+            return s.getpeername()
+    return act
+attempt('TCP', connect(socket.SOCK_STREAM, arena['tcp']))
+attempt('UDP', connect(socket.SOCK_DGRAM, arena['udp']))
+attempt('UDP to a name server', connect(socket.SOCK_DGRAM, 53, address='192.0.2.1'))
+attempt('TCP over IPv6', connect(socket.SOCK_STREAM, arena['tcp'], socket.AF_INET6, '::1'))
+""",
+    tries=4,
+)
+attack(
+    "listening",
+    "network",
+    """
+import socket
+def act():
+    with socket.socket() as s:
+        s.bind(('127.0.0.1', 0))
+        s.listen()
+        return s.getsockname()
+attempt('listen', act)
+""",
+)
+attack(
+    "unix sockets of the host",
+    "network",
+    """
+import socket
+def to(address, kind=socket.SOCK_STREAM):
+    def act():
+        with socket.socket(socket.AF_UNIX, kind) as s:
+            s.connect(address)
+            return 'connected'
+    return act
+attempt('abstract', to('\\0' + arena['abstract']))
+attempt('by path', to(arena['unix']))
+pair = None
+def bind():
+    with socket.socket(socket.AF_UNIX) as s:
+        s.bind('\\0by-attack-' + str(id(s)))
+        return 'bound'
+attempt('bind', bind)
+def through_a_pair(kind, call, address):
+    def act():
+        a, b = socket.socketpair(socket.AF_UNIX, kind)
+        with a, b:
+            if call == 'connect': a.connect(address)
+            return a.sendto(b'x', address) if call == 'sendto' else a.sendmsg([b'x'], [], 0, *([address] if call == 'sendmsg' else []))
+    return act
+for kind in (socket.SOCK_DGRAM, socket.SOCK_RAW):
+    for call in ('sendto', 'sendmsg', 'connect'):
+        for address in ('\\0' + arena['abstract'] + '-datagram', arena['unix'] + '-datagram'):
+            attempt(f'a pair of kind {kind}, {call} {address[:1]!r}', through_a_pair(kind, call, address))
+def stream_pair():
+    a, b = socket.socketpair()
+    with a, b:
+        a.connect('\\0' + arena['abstract'])
+        return 'connected'
+attempt('a pair connected anew', stream_pair)
+""",
+    tries=16,
+)
+attack(
+    "sockets of every family",
+    "network",
+    """
+families = dict(inet=2, inet6=10, netlink=16, packet=17, alg=38, vsock=40, bluetooth=31, can=29, tipc=30, qipcrtr=42, xdp=44, kcm=41, smc=43, rds=21, ax25=3, phonet=35, mctp=45)
+def act(number, kind):
+    def open_one():
+        result = kernel('socket', number, kind, 0)
+        if isinstance(result, str): raise Gone(result)
+        return result
+    return open_one
+for name, number in families.items():
+    for kind in (1, 2, 3, 5):
+        attempt(f'{name} {kind}', act(number, kind))
+""",
+    tries=68,
+)
+attack(
+    "names of the network",
+    "network",
+    """
+import socket
+attempt('interfaces', lambda: [n for n in socket.if_nameindex() if n[1] != 'lo'] or (_ for _ in ()).throw(Gone()))
+attempt('hostname', lambda: socket.gethostname() if socket.gethostname() == open('/etc/hostname').read().strip() else (_ for _ in ()).throw(Gone()))
+attempt('lookup', lambda: socket.getaddrinfo('localhost', 80))
+""",
+    tries=3,
+)
+
+attack(
+    "signals to others",
+    "signals",
+    """
+import os, signal
+for name in ('host', 'victim', 'sibling'):
+    attempt('kill ' + name, lambda: os.kill(arena[name], 0))
+attempt('kill the parent', lambda: os.kill(os.getppid(), 0) if os.getppid() else (_ for _ in ()).throw(Gone()))
+attempt('kill everyone', lambda: os.kill(-1, 0))
+attempt('kill init', lambda: os.kill(1, 0))
+attempt('tgkill', lambda: kernel('tgkill', arena['victim'], arena['victim'], 0) == 0 or (_ for _ in ()).throw(Gone()))
+attempt('tkill', lambda: kernel('tkill', arena['victim'], 0) == 0 or (_ for _ in ()).throw(Gone()))
+info = (__import__('ctypes').c_char * 128)()
+attempt('sigqueue', lambda: kernel('rt_sigqueueinfo', arena['victim'], 18, info) == 0 or (_ for _ in ()).throw(Gone()))
+attempt('pidfd', lambda: kernel('pidfd_open', arena['victim'], 0))
+""",
+    tries=10,
+)
+attack(
+    "the process group",
+    "signals",
+    "import os\nattempt('killpg', lambda: os.killpg(os.getpgid(os.getppid()) if os.getppid() else 1, 0))\n"
+    "attempt('its priority', lambda: os.setpriority(os.PRIO_PGRP, 0, 0))\nattempt('that of the victim', lambda: os.setpriority(os.PRIO_PROCESS, arena['victim'], 5))",
+    tries=3,
+)
+attack(
+    "signals by way of descriptors",
+    "signals",
+    """
+import fcntl, os, socket
+for name in ('victim', 'sibling', 'host'):
+    def act():
+        a, b = socket.socketpair()
+        with a, b:
+            fcntl.fcntl(a, fcntl.F_SETOWN, arena[name])
+            fcntl.fcntl(a, 10, 18)  # F_SETSIG, SIGCONT
+            fcntl.fcntl(a, fcntl.F_SETFL, os.O_ASYNC)
+            b.send(b'x')
+            return 'sent'
+    attempt(name, act)
+def by_ex():
+    a, b = socket.socketpair()
+    with a, b:
+        return fcntl.fcntl(a, 15, (1).to_bytes(4, 'little') + arena['victim'].to_bytes(4, 'little'))
+attempt('F_SETOWN_EX', by_ex)
+def by_ioctl():
+    a, b = socket.socketpair()
+    with a, b:
+        return fcntl.ioctl(a, 0x8902, arena['victim'].to_bytes(4, 'little'))
+attempt('SIOCSPGRP', by_ioctl)
+def by_async():
+    r, w = os.pipe()
+    try: return fcntl.ioctl(r, 0x5452, (1).to_bytes(4, 'little'))
+    finally: os.close(r), os.close(w)
+attempt('FIOASYNC', by_async)
+def by_lease():
+    r, w = os.pipe()
+    try: return fcntl.fcntl(os.open('/tmp', os.O_RDONLY), fcntl.F_NOTIFY, fcntl.DN_CREATE)
+    finally: os.close(r), os.close(w)
+attempt('F_NOTIFY', by_lease)
+""",
+    tries=7,
+)
+attack(
+    "timers that signal others",
+    "signals",
+    """
+import ctypes
+class Event(ctypes.Structure):
+    _fields_ = [('value', ctypes.c_void_p), ('signo', ctypes.c_int), ('notify', ctypes.c_int), ('tid', ctypes.c_int), ('pad', ctypes.c_char * 44)]
+event, timer = Event(None, 18, 4, arena['victim']), ctypes.c_int()
+def act():
+    result = kernel('timer_create', 1, ctypes.byref(event), ctypes.byref(timer))
+    if isinstance(result, str): raise Gone(result)
+    return result
+attempt('timer_create', act)
+""",
+    without_walls="contained",
+)
+
+attack(
+    "the memory of another process",
+    "process reach",
+    """
+import ctypes
+here = ctypes.create_string_buffer(arena['length'])
+class Part(ctypes.Structure):
+    _fields_ = [('base', ctypes.c_void_p), ('length', ctypes.c_size_t)]
+mine, theirs = Part(ctypes.addressof(here), arena['length']), Part(arena['address'], arena['length'])
+def moved(name):
+    def act():
+        result = kernel(name, arena['victim'], ctypes.byref(mine), 1, ctypes.byref(theirs), 1, 0)
+        if result == 'ESRCH': raise Gone(result)
+        return result
+    return act
+attempt('process_vm_readv', moved('process_vm_readv'))
+attempt('process_vm_writev of nothing', lambda: kernel('process_vm_writev', arena['victim'], None, 0, None, 0, 0))
+def mem():
+    with open(f"/proc/{arena['victim']}/mem", 'rb') as f:
+        f.seek(arena['address'])
+        return len(f.read(arena['length']))
+attempt('/proc/PID/mem', mem)
+attempt('process_madvise', lambda: kernel('process_madvise', -1, None, 0, 0, 0))
+""",
+    tries=4,
+)
+attack(
+    "tracing another process",
+    "process reach",
+    """
+import os
+for name in ('victim', 'host', 'sibling'):
+    def act():
+        result = kernel('ptrace', 0x4206, arena[name], 0, 0)
+        if result == 'ESRCH' : raise Gone(result)
+        if result == 0: kernel('ptrace', 17, arena[name], 0, 0)
+        return result
+    attempt('seize ' + name, act)
+attempt('seize the parent', lambda: kernel('ptrace', 0x4206, os.getppid() or 1, 0, 0))
+attempt('be traced', lambda: kernel('ptrace', 0, 0, 0, 0))
+""",
+    tries=5,
+)
+attack(
+    "descriptors of another process",
+    "process reach",
+    """
+import os
+attempt('pidfd_open', lambda: kernel('pidfd_open', arena['victim'], 0))
+attempt('pidfd_open of a sibling', lambda: kernel('pidfd_open', arena['sibling'], 0))
+attempt('pidfd_getfd', lambda: kernel('pidfd_getfd', -1, 0, 0))
+attempt('/proc/PID/fd', lambda: os.listdir(f"/proc/{arena['victim']}/fd"))
+attempt('/proc/PID/root', lambda: os.listdir(f"/proc/{arena['victim']}/root"))
+attempt('kcmp', lambda: kernel('kcmp', arena['victim'], os.getpid(), 0, 0, 0))
+""",
+    tries=6,
+)
+attack(
+    "limits and places of another process",
+    "process reach",
+    """
+import os
+old = (__import__('ctypes').c_uint64 * 2)()
+def limits():
+    result = kernel('prlimit64', arena['victim'], 7, None, old)
+    if result == 'ESRCH': raise Gone(result)
+    return result
+attempt('prlimit', limits)
+attempt('sched_setaffinity', lambda: kernel('sched_setaffinity', arena['victim'], 8, (__import__('ctypes').c_uint64 * 1)(3)) in (0, 'EINVAL') or (_ for _ in ()).throw(Gone()))
+attempt('sched_setscheduler', lambda: kernel('sched_setscheduler', arena['victim'], 3, (__import__('ctypes').c_int * 1)(0)) == 0 or (_ for _ in ()).throw(Gone()))
+attempt('ioprio_set', lambda: kernel('ioprio_set', 1, arena['victim'], 0x4004) == 0 or (_ for _ in ()).throw(Gone()))
+attempt('migrate_pages', lambda: kernel('migrate_pages', arena['victim'], 0, None, None) in (0, 'EINVAL', 'EFAULT') or (_ for _ in ()).throw(Gone()))
+""",
+    tries=5,
+)
+attack(
+    "the list of processes",
+    "process reach",
+    """
+import os
+attempt('/proc', lambda: [n for n in os.listdir('/proc') if n.isdigit()][:3] or (_ for _ in ()).throw(Gone()))
+attempt('the parent group', lambda: os.getpgid(arena['victim']))
+attempt('the session', lambda: os.getsid(arena['victim']))
+attempt('the affinity', lambda: os.sched_getaffinity(arena['victim']))
+attempt('the scheduler', lambda: os.sched_getscheduler(arena['victim']))
+""",
+    tries=5,
+    open_at=dict.fromkeys("BC", "the numbers, groups and scheduling of other processes can be asked for"),
+)
+attack(
+    "secrets of the host in this process's own memory",
+    "process reach",
+    """
+import gc, sys
+def act():
+    names = [m for m in sys.modules if m.split('.')[0] in ('ramify', 'aiohttp', 'msgspec', 'openai', 'attacks') and m != 'ramify']
+    texts = [o for o in gc.get_objects() if isinstance(o, dict) and arena['secret_name'] in o]
+    if not texts: raise Gone()
+    return names, len(texts)
+attempt('objects', act)
+""",
+    without_walls="contained",
+)

@@ -1,0 +1,197 @@
+"""Every attack, at every tier, as root and as an ordinary user: contained, or not where the threat model says so.
+
+One process per tier and user tries all attacks (``runner.py``); here each verdict is a test of its own. What a machine
+cannot show is skipped with its reason. Without walls, the same attacks must reach their goals.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import pytest
+
+from attacks.base import ATTACKS, Attack, Verdict
+from attacks.cases import ATTACKS as ALL_ATTACKS
+from attacks.runner import Closing, Line, Opening, Told
+from attacks.watch import start_time
+from ramify.sandbox.base import PROVIDERS
+
+HERE = Path(__file__).parents[1]
+ROOT = HERE.parents[1]
+NOBODY = 65534
+assert ALL_ATTACKS is ATTACKS
+
+
+class Findings(NamedTuple):
+    """What one runner said."""
+
+    opening: Opening | None
+    verdicts: dict[str, Verdict]
+    closing: Closing | None
+    complaint: str
+
+
+class Place(NamedTuple):
+    """Who runs a child of these tests, with which Python."""
+
+    python: str
+    env: dict[str, str]
+    whoami: dict[str, Any]
+
+
+def place(as_root: bool, home: str) -> Place:
+    """For an ordinary user: a Python that they may run, which is not that of an environment in root's home."""
+    os.chmod(home, 0o777)
+    path = [str(ROOT), str(HERE), *(entry for entry in sys.path if entry.endswith("site-packages"))]
+    env = {
+        "PYTHONPATH": os.pathsep.join(path), "PYTHONDONTWRITEBYTECODE": "1", "HOME": home, "TMPDIR": home,
+        "LANG": "C.UTF-8", "PATH": os.environ["PATH"],
+    }  # fmt: skip
+    if as_root or os.geteuid() != 0:
+        return Place(sys.executable, env, {})
+    whoami: dict[str, Any] = {"user": NOBODY, "group": NOBODY, "extra_groups": []}
+    version = "python{}.{}".format(*sys.version_info)
+    trial = "import attacks.runner, subprocess, sys; subprocess.run([sys.executable, '-c', ''], check=True)"
+    for python in (sys.executable, f"/usr/bin/{version}", f"/usr/local/bin/{version}"):
+        with contextlib.suppress(OSError):
+            if not subprocess.run([python, "-c", trial], env=env, cwd="/", capture_output=True, **whoami).returncode:
+                return Place(python, env, whoami)
+    pytest.skip(f"an ordinary user can run no {version} here that reads {ROOT}")
+
+
+def plan_of(provider: str, tier: str, names: tuple[str, ...] = ()) -> str:
+    spec = {} if provider == "process" else {"allow_weaker": True, "tier": "C"}
+    return json.dumps({"provider": provider, "tier": tier, "names": names, "spec": spec})
+
+
+@functools.cache
+def findings(provider: str, tier: str, as_root: bool, names: tuple[str, ...] = ()) -> Findings:
+    """Run all attacks once. What stops the whole runner is its complaint."""
+    with tempfile.TemporaryDirectory(prefix="attacks-") as home:
+        python, env, whoami = place(as_root, home)
+        done = subprocess.run(
+            [python, "-m", "attacks.runner", plan_of(provider, tier, names)],
+            capture_output=True, text=True, env=env, cwd="/", timeout=400, check=False, start_new_session=True, **whoami,
+        )  # fmt: skip
+        left = sorted(path.name for path in Path(home).iterdir())
+    lines = [msgspec.json.decode(line, type=Line) for line in done.stdout.splitlines()]
+    verdicts = {line.verdict.name: line.verdict for line in lines if isinstance(line, Told)}
+    opening = next((line for line in lines if isinstance(line, Opening)), None)
+    closing = next((line for line in lines if isinstance(line, Closing)), None)
+    complaint = "" if done.returncode == 0 else f"the runner ended with {done.returncode}: {done.stderr.strip()[-500:]}"
+    if left and closing is not None:
+        closing.faults.append(f"in the folder for temporary files is left: {left}")
+    return Findings(opening, verdicts, closing, complaint)
+
+
+@functools.cache
+def started() -> dict[tuple[str, bool], Future[Findings]]:
+    """All runners of the jail, two at a time: much of what they do is waiting for a limit of time."""
+    pool = ThreadPoolExecutor(2)
+    users = [True, False] if os.geteuid() == 0 else [False]
+    return {(tier, as_root): pool.submit(findings, "jail", tier, as_root) for as_root in users for tier in "ABC"}
+
+
+def of_jail(tier: str, as_root: bool) -> Findings:
+    """The jail's findings, or a loud skip."""
+    if "jail" not in PROVIDERS or sys.platform != "linux":
+        pytest.skip("there is no jail on this platform")
+    if as_root and os.geteuid() != 0:
+        pytest.skip("these tests do not run as root")
+    found = started()[tier, as_root].result()
+    if found.opening is None:
+        pytest.fail(found.complaint)
+    if found.opening.refusal:
+        pytest.skip(f"this machine has no tier {tier}: {found.opening.refusal}")
+    if found.opening.tier and found.opening.tier != tier:
+        pytest.skip(f"this machine reaches tier {found.opening.tier}, not {tier}")
+    return found
+
+
+WHO = pytest.mark.parametrize("as_root", [True, False], ids=["root", "user"])
+TIERS = [pytest.param("A", id="A"), pytest.param("B", id="B"), pytest.param("C", id="C")]
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+@pytest.mark.parametrize("tier", TIERS)
+@WHO
+def test_contained(tier: str, as_root: bool, name: str) -> None:
+    found = of_jail(tier, as_root)
+    if name not in found.verdicts:
+        pytest.fail(f"the runner did not come to it: {found.complaint}")
+    verdict, attack = found.verdicts[name], ATTACKS[name]
+    if verdict.skipped:
+        pytest.skip(verdict.skipped)
+    assert verdict.faults == [], verdict
+    if tier in attack.open_at:
+        assert verdict.reached, f"it is contained here, though said to be open at tier {tier}: {attack.open_at[tier]}"
+    else:
+        assert verdict.reached == [], verdict
+
+
+@pytest.mark.parametrize("tier", TIERS)
+@WHO
+def test_nothing_is_left(tier: str, as_root: bool) -> None:
+    found = of_jail(tier, as_root)
+    assert found.closing is not None, found.complaint
+    assert (found.closing.faults, found.complaint) == ([], "")
+
+
+@pytest.mark.parametrize("tier", TIERS)
+@WHO
+def test_the_host_is_killed(tier: str, as_root: bool) -> None:
+    """Without a word to anyone: every process below it ends, and its folders go."""
+    of_jail(tier, as_root)
+    with tempfile.TemporaryDirectory(prefix="attacks-") as home:
+        python, env, whoami = place(as_root, home)
+        command = [python, "-m", "attacks.host", plan_of("jail", tier)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env, cwd="/", **whoami) as host:
+            assert host.stdout is not None
+            said = json.loads(host.stdout.readline())
+            began = {pid: start_time(pid) for pid in said["below"]}
+            assert len(began) > said["sessions"]
+            host.send_signal(signal.SIGKILL)
+        until = time.monotonic() + 10
+        while (left := [pid for pid, start in began.items() if start_time(pid) == start]) or os.listdir(home):
+            assert time.monotonic() < until, f"processes {left} and {os.listdir(home)} outlive the host"
+            time.sleep(0.02)
+
+
+# --- the attacks themselves: without walls they reach what they aim at
+
+
+def is_tried(attack: Attack) -> bool:
+    return attack.without_walls != "unsafe" and not attack.needs_fork and sys.platform == "linux"
+
+
+TRIED = tuple(name for name, attack in ATTACKS.items() if is_tried(attack))
+
+
+@pytest.mark.parametrize("name", TRIED)
+def test_is_an_attack(name: str) -> None:
+    """Against a provider that does not isolate, each reaches its goal, or is one that every provider contains."""
+    is_root = os.geteuid() == 0
+    found = findings("process", "A", is_root, TRIED)
+    assert name in found.verdicts, found.complaint
+    verdict, wanted = found.verdicts[name], ATTACKS[name].without_walls
+    if wanted == "contained":
+        assert verdict.contained, verdict
+    elif wanted == "reached" or (wanted == "needs root" and is_root):
+        assert verdict.reached, verdict
+
+
+def test_there_are_many() -> None:
+    assert len(ATTACKS) >= 60
+    assert sum(attack.without_walls == "reached" for attack in ATTACKS.values()) >= 30

@@ -1,0 +1,80 @@
+"""What the arena watches while an attack runs: processes, descriptors and memory, as this kernel tells them."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+from pathlib import Path
+
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def adopt_orphans() -> None:
+    """From now on a process whose parent is gone is ours, so that none escapes the count."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def parents() -> dict[int, int]:
+    """Every process that is not a zombie, with its parent."""
+    found = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                state, parent = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()[:2]
+            except OSError:
+                continue
+            if state not in "ZX":
+                found[int(entry)] = int(parent)
+    return found
+
+
+def descendants(root: int) -> set[int]:
+    """The living processes below ``root``."""
+    tree = parents()
+    found = {root}
+    while more := {pid for pid, parent in tree.items() if parent in found} - found:
+        found |= more
+    return found - {root}
+
+
+def bury_orphans(ours: set[int]) -> None:
+    """Take leave of dead orphans, but not of the children in ``ours``, for whom someone else waits."""
+    for entry in os.listdir("/proc"):
+        if entry.isdigit() and int(entry) not in ours:
+            try:
+                state, parent = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()[:2]
+                if state == "Z" and int(parent) == os.getpid():
+                    os.waitpid(int(entry), os.WNOHANG)
+            except OSError:
+                continue
+
+
+def start_time(pid: int) -> str | None:
+    """When a process began, which tells it from a later one of its number; None if it is gone."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else fields[19]
+
+
+def open_descriptors() -> list[str]:
+    """What each of our descriptors leads to."""
+    found = []
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            found.append(os.readlink(f"/proc/self/fd/{fd}"))
+        except OSError:
+            continue
+    return found
+
+
+def reset_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def memory_mb(field: str) -> int:
+    """``VmRSS`` or ``VmHWM`` (the peak since ``reset_peak``) of this process."""
+    found = re.search(rf"^{field}:\s+(\d+)", Path("/proc/self/status").read_text(), re.MULTILINE)
+    return int(found[1]) // 1024 if found else 0

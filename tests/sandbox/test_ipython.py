@@ -1,0 +1,79 @@
+"""The provider ``ipython``: every promise of a session, and what its users know from their notebooks."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+
+import pytest
+
+from ramify.errors import SandboxError
+from ramify.sandbox.base import SandboxSpec, open_sandbox
+from ramify.sandbox.check import check_one
+from ramify.sandbox.promises import PROMISES, Promise, echo
+from ramify.types.trajectory import Cell
+
+SPEC = SandboxSpec(provider="ipython", memory_bytes=256 << 20, max_output_bytes=100_000)
+needs_ipython = pytest.mark.skipif(importlib.util.find_spec("IPython") is None, reason="IPython is not installed")
+
+
+def cells(*codes: str) -> list[Cell]:
+    async def run() -> list[Cell]:
+        sandbox = open_sandbox(SPEC)
+        session = await sandbox.open()
+        ran = [(await session.run(code, answer=echo)).cell for code in codes]
+        await sandbox.close()
+        return ran
+
+    return asyncio.run(run())
+
+
+@needs_ipython
+@pytest.mark.parametrize("promise", PROMISES, ids=[promise.name for promise in PROMISES])
+def test_promise(promise: Promise) -> None:
+    async def put() -> None:
+        sandbox = open_sandbox(SPEC)
+        finding = await check_one(sandbox, SPEC, promise)
+        await sandbox.close()
+        if finding.kept is None:
+            pytest.skip(finding.detail)
+        assert finding.kept, finding.detail
+
+    asyncio.run(put())
+
+
+@needs_ipython
+def test_in_and_out() -> None:
+    ran = cells("6 * 7", "_ + 1", "Out[1], _2, __", "In[1]", "5;", "get_ipython().__class__.__name__")
+    assert [cell.value for cell in ran] == ["42", "43", "(42, 43, 42)", "'6 * 7'", None, "'Shell'"]
+
+
+@needs_ipython
+def test_magics_and_commands() -> None:
+    ran = cells(
+        "print(1)\n!echo two\nprint(3)", "names = !echo a; echo b\nlist(names)", "%%capture out\nprint('kept')",
+        "out.stdout", "%pwd", "t = %timeit -n1 -r1 -q -o 1\nt.loops", "%no_such", "len?",
+    )  # fmt: skip
+    assert ran[0].stdout == "1\ntwo\n3\n"
+    assert [ran[1].value, ran[3].value, ran[5].value] == ["['a', 'b']", "'kept\\n'", "1"]
+    assert ran[2].stdout == ""
+    assert "ramify-" in (ran[4].value or "")
+    assert ran[6].error is not None or "no_such" in ran[6].stdout
+    assert "Return the number of items in a container" in ran[7].stdout
+
+
+@needs_ipython
+def test_errors_read_as_in_every_session() -> None:
+    [failed, wrong] = cells("\nx = 1\n1 / 0", "a b")
+    assert failed.error is not None
+    assert failed.error.splitlines()[:3] == [
+        "Traceback (most recent call last):", '  File "<cell 1>", line 3, in <module>', "    1 / 0",
+    ]  # fmt: skip
+    assert wrong.error is not None
+    assert wrong.error.splitlines()[0] == '  File "<cell 2>", line 1'
+
+
+def test_without_ipython(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SandboxError, match=r"pip install 'ramify\[ipython\]'"):
+        open_sandbox(SPEC)

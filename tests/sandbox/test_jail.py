@@ -1,0 +1,480 @@
+"""What only the jail can break: its tiers, its filter, what it shows of the host, and what is left of it afterwards."""
+
+import asyncio
+import contextlib
+import ctypes
+import ctypes.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import jail_tiers as tiers
+import msgspec
+import pytest
+
+from ramify.errors import ConfigError, SandboxError, SessionDied
+from ramify.sandbox.base import SandboxSpec, open_sandbox
+from ramify.sandbox.context import SharedContext
+from ramify.sandbox.jail import provider
+from ramify.sandbox.jail.notify import pid_of
+from ramify.sandbox.jail.probe import probe
+from ramify.sandbox.jail.provider import JailSandbox
+from ramify.sandbox.process import ProcessSandbox
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="THE JAIL IS NOT TESTED HERE: it needs Linux")
+
+
+SPIN = "import signal\nsignal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])\nwhile True: pass"
+"""Code that no interrupt stops."""
+
+
+async def answer(name: str, args: Any, kwargs: Any) -> Any:
+    return args
+
+
+def with_jail(test: Callable[[JailSandbox], Awaitable[None]], tier: str = "A", **spec: Any) -> None:
+    async def main() -> None:
+        sandbox = tiers.open_jail(SandboxSpec(provider="jail", tier=tier, **spec))
+        try:
+            await test(sandbox)
+        finally:
+            await sandbox.close()
+
+    asyncio.run(main())
+
+
+async def value(session: Any, code: str) -> Any:
+    cell = (await session.run(code, answer=answer)).cell
+    assert cell.error is None, cell.error
+    return cell.value
+
+
+async def error(session: Any, code: str) -> str:
+    cell = (await session.run(code, answer=answer)).cell
+    assert cell.error is not None, cell.value
+    return str(cell.error.splitlines()[-1])
+
+
+def descendants(pid: int) -> set[int]:
+    """Living processes below ``pid``."""
+    found: set[int] = set()
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            for child in map(int, task.read_text().split()):
+                with contextlib.suppress(OSError):
+                    if Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+                        found |= {child} | descendants(child)
+    return found
+
+
+# ------------------------------------------------------------------------------------------------ tiers
+
+
+def system_python() -> str | None:
+    """An interpreter of our version that any user can run."""
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    for path in (sys.executable, f"/usr/bin/python{version}", f"/usr/local/bin/python{version}"):
+        with contextlib.suppress(OSError, subprocess.CalledProcessError):
+            found = subprocess.run(
+                [path, "-c", "import sys; print('%d.%d' % sys.version_info[:2])"],
+                user=65534, group=65534, extra_groups=[], cwd="/", capture_output=True, check=True,
+            )  # fmt: skip
+            if found.stdout.decode().strip() == version:
+                return path
+    return None
+
+
+@pytest.mark.parametrize("tier", tiers.TIERS)
+def test_an_ordinary_user_is_kept_the_same_promises(tier: str) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("these tests run as an ordinary user anyway")
+    python = system_python()
+    if python is None:
+        pytest.skip("NOT TESTED AS AN ORDINARY USER: no Python of this version that another user can run")
+    paths = [
+        str(Path(__file__).parents[2]),
+        *(os.path.dirname(os.path.dirname(m.__file__ or "")) for m in (msgspec, pytest)),
+    ]
+    done = subprocess.run(
+        [python, "-P", str(Path(__file__).with_name("jail_tiers.py")), tier], cwd="/", capture_output=True,
+        user=65534, group=65534, extra_groups=[],
+        env={"PYTHONPATH": os.pathsep.join(paths), "PYTHONDONTWRITEBYTECODE": "1"},
+    )  # fmt: skip
+    if b"Permission denied" in done.stderr or b"No module" in done.stderr:
+        pytest.skip(f"NOT TESTED AS AN ORDINARY USER: {done.stderr.decode()[-300:]}")
+    assert done.returncode == 0, done.stderr.decode()[-2000:]
+    found = json.loads(done.stdout)
+    if found["tier"] != tier:
+        pytest.skip(f"TIER {tier} IS NOT TESTED AS AN ORDINARY USER: the kernel gives {found['tier']}")
+    assert found == {"uid": 65534, "tier": tier, "broken": []}
+
+
+def test_a_weaker_tier_than_asked_for_is_refused_with_the_way_to_get_it() -> None:
+    if why := tiers.why_not("C"):
+        pytest.skip(why)
+    with pytest.raises(SandboxError, match=r"does not reach tier B .*tier B: no Landlock.*lsm=landlock.*allow_weaker"):
+        JailSandbox(SandboxSpec(provider="jail"), deny=tiers.WITHOUT["C"])
+    weaker = JailSandbox(SandboxSpec(provider="jail", allow_weaker=True), deny=tiers.WITHOUT["C"])
+    assert weaker.warning == provider.WEAKER["C"]
+    assert weaker.reached.tier == "C"
+
+
+def test_another_platform_is_refused_unless_weaker_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(SandboxError, match=r"needs Linux and this is darwin.*allow_weaker"):
+        open_sandbox(SandboxSpec(provider="jail"))
+    assert type(open_sandbox(SandboxSpec(provider="jail", allow_weaker=True))) is ProcessSandbox
+
+
+def test_root_is_nobody_inside() -> None:
+    async def test(jail: JailSandbox) -> None:
+        session = await jail.open()
+        assert await value(session, "import os; os.getuid() != 0 and os.geteuid() != 0") == "True"
+        status = Path(f"/proc/{pid_of(session.process)}/status").read_text()
+        lines = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
+        assert lines["Uid"].split()[0] != "0"
+        assert (lines["CapEff"], lines["CapPrm"], lines["NoNewPrivs"], lines["Seccomp"]) == (
+            "0" * 16,
+            "0" * 16,
+            "1",
+            "2",
+        )
+
+    for tier in tiers.TIERS:
+        with_jail(test, tier)
+
+
+def test_the_probe_is_asked_once() -> None:
+    assert probe(tiers.WITHOUT["C"]) is probe(tiers.WITHOUT["C"])
+
+
+# ------------------------------------------------------------------------------------------------ the filter
+
+
+@pytest.mark.parametrize(("machine", "architecture"), [("x86_64", 0xC000003E), ("aarch64", 0xC00000B7)])
+def test_the_tables_agree_with_libseccomp(machine: str, architecture: int) -> None:
+    path = ctypes.util.find_library("seccomp")
+    if path is None:
+        pytest.skip("THE TABLES ARE NOT CHECKED HERE: no libseccomp")
+    code = f"""
+import importlib.util, json, sys
+def load(name, path):
+    spec = importlib.util.spec_from_file_location(name, path)
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+folder = {str(Path(provider.__file__).parent)!r}
+load("ramify_jail_primitives", folder + "/primitives.py")
+s = load("ramify_jail_seccomp", folder + "/seccomp.py")
+table = s._ANYWHERE + s._WITH_PATHS + s._FILTERED
+print(json.dumps([s.numbers(table, {machine!r}), len(s.filter_for({machine!r}, paths=True, changes=True)) // 8]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, check=True)
+    numbers, steps = json.loads(done.stdout)
+    resolve = ctypes.CDLL(path).seccomp_syscall_resolve_name_arch
+    resolve.argtypes = [ctypes.c_uint32, ctypes.c_char_p]
+    assert {name: resolve(architecture, name.encode()) for name in numbers} == numbers
+    assert len(numbers) > 100
+    assert steps < 500
+
+
+def test_unusual_calls_fail_and_harm_nothing() -> None:
+    code = """
+import ctypes, mmap, resource, socket
+libc = ctypes.CDLL(None, use_errno=True)
+def call(*numbers):
+    return (libc.syscall(*numbers), ctypes.get_errno())
+def fails(f, *a):
+    try: f(*a)
+    except (OSError, ValueError) as e: return getattr(e, 'errno', 0) or type(e).__name__
+calls = [call(n, 0, 0, 0, 0, 0, 0) for n in (41, 62, 101, 155, 165, 272, 298, 308, 310, 317, 321, 323, 425, 438)]
+raised = fails(resource.setrlimit, resource.RLIMIT_CPU, (1 << 30, 1 << 30))
+(set(calls), fails(socket.socket), fails(mmap.mmap, -1, 4096), raised,
+ call(435, 0, 0), mmap.mmap(-1, 4096, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close())
+"""
+    if os.uname().machine != "x86_64":
+        pytest.skip("written with the numbers of x86_64")
+
+    async def test(jail: JailSandbox) -> None:
+        assert await value(await jail.open(), code) == "({(-1, 1)}, 1, 1, 'ValueError', (-1, 38), None)"
+
+    with_jail(test)
+
+
+# ------------------------------------------------------------------------------------------------ what is shown
+
+
+def test_a_mount_is_read_only_and_where_it_was_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("hello")
+    tmp_path.chmod(0o755)
+    for parent in tmp_path.parents[:2]:
+        parent.chmod(parent.stat().st_mode | 0o055)
+
+    async def test(jail: JailSandbox) -> None:
+        session = await jail.open()
+        assert await value(session, "open('/data/notes.txt').read()") == "'hello'"
+        assert "Read-only" in await error(session, "open('/data/notes.txt', 'w')")
+        assert "Read-only" in await error(session, "open('/data/new', 'w')")
+
+    with_jail(test, mounts=((str(tmp_path), "/data"),))
+
+
+@pytest.mark.parametrize(
+    ("mounts", "message"),
+    [
+        ((("/no/such", "/data"),), "there is no '/no/such'"),
+        ((("/", "/data"),), "'/' is not allowed"),
+        ((("/proc/self", "/data"),), "'/proc/self' is not allowed"),
+        (((".", "data"),), "'data' is no place"),
+        (((".", "/a/../b"),), "is no place"),
+    ],
+)
+def test_a_wrong_mount_is_told(mounts: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        open_sandbox(SandboxSpec(provider="jail", mounts=mounts))
+
+
+def test_more_memory_than_the_machine_has_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"all_memory_bytes is .* more than the .* bytes of this machine"):
+        open_sandbox(SandboxSpec(provider="jail", all_memory_bytes=1 << 50))
+
+
+def test_a_session_writes_into_its_own_folder_up_to_a_limit() -> None:
+    async def test(jail: JailSandbox) -> None:
+        first, second = await jail.open(), await jail.open()
+        assert (
+            await value(first, "import os, tempfile; open('f', 'w').write('x'); os.getcwd() == tempfile.gettempdir()")
+            == "True"
+        )
+        assert await value(second, "import os; os.listdir('.')") == "[]"
+        assert "No space left" in await error(
+            first, "open('big', 'wb', 0).write(bytes(4 << 20))\nopen('b2', 'wb', 0).write(b'1')"
+        )
+        assert "Read-only" in await error(first, "open('/outside', 'w')")
+
+    with_jail(test, files_bytes=1 << 20)
+
+
+def test_packages_of_the_host_are_importable_on_request() -> None:
+    async def test(jail: JailSandbox) -> None:
+        session = await jail.open()
+        assert await value(session, "import msgspec; msgspec.json.decode(b'[1]')") == "[1]"
+
+    for tier in tiers.TIERS:
+        with_jail(test, tier, packages=("msgspec",))
+
+
+def test_without_the_package_it_is_not_there() -> None:
+    async def test(jail: JailSandbox) -> None:
+        assert "No module named 'msgspec'" in await error(await jail.open(), "import msgspec")
+
+    with_jail(test)
+
+
+# ------------------------------------------------------------------------------------------------ limits
+
+
+def test_processor_time_ends_a_session() -> None:
+    async def test(jail: JailSandbox) -> None:
+        session = await jail.open()
+        with pytest.raises(SessionDied, match=r"SIG(XCPU|KILL)"):
+            await session.run(SPIN, answer=answer)
+
+    with_jail(test, cpu_s=1, pool=0)
+
+
+def test_threads_are_limited() -> None:
+    async def test(jail: JailSandbox) -> None:
+        code = """
+import threading
+stop, started = threading.Event(), []
+try:
+    for _ in range(5000):
+        t = threading.Thread(target=stop.wait); t.start(); started.append(t)
+except (RuntimeError, MemoryError): pass
+stop.set()
+for t in started: t.join()
+0 < len(started) < 600
+"""
+        assert await value(await jail.open(), code) == "True"
+
+    with_jail(test)
+
+
+def test_the_session_that_uses_most_is_ended_when_all_use_too_much() -> None:
+    async def test(jail: JailSandbox) -> None:
+        small, large = await jail.open(), await jail.open()
+        await value(small, "b = bytearray(40 << 20)")
+        with pytest.raises(SessionDied, match=r"all sessions together used .* of 100 MB, this one most of it"):
+            await large.run("b = bytearray(90 << 20)\nimport time; time.sleep(20)", answer=answer)
+        assert await value(small, "len(b) >> 20") == "40"
+
+    with_jail(test, all_memory_bytes=100 << 20)
+
+
+def test_rollback_survives_a_killed_cell() -> None:
+    async def test(jail: JailSandbox) -> None:
+        session = await jail.open()
+        await value(session, "x = 1")
+        ran = await session.run("x = 2\nprint('so far')\nimport os\nos._exit(3)", answer=answer)
+        assert (ran.cell.stdout, ran.interrupted) == ("so far\n", "killed")
+        assert "exited with status 3\nThe session is as it was" in (ran.cell.error or "")
+        assert await value(session, "x") == "1"
+        await session.run(f"x = 4\n{SPIN}", answer=answer, timeout_s=0.2)
+        assert await value(session, "x") == "1"
+
+    with_jail(test, rollback=True, grace_s=0.3)
+
+
+# ------------------------------------------------------------------------------------------------ branches
+
+
+def test_a_fork_makes_files_read_only_for_both() -> None:
+    async def test(jail: JailSandbox) -> None:
+        session = await jail.open()
+        await value(session, "f = open('kept', 'w'); f.write('x')")
+        with pytest.raises(SandboxError, match="close"):
+            await session.fork()
+        await value(session, "f.close()")
+        branch = await session.fork()
+        for each in (session, branch):
+            assert await value(each, "open('kept').read()") == "'x'"
+            assert "Read-only" in await error(each, "open('kept', 'a')")
+
+    with_jail(test)
+
+
+@pytest.mark.parametrize("tier", tiers.TIERS)
+def test_only_the_host_makes_processes(tier: str) -> None:
+    async def test(jail: JailSandbox) -> None:
+        session = await jail.open()
+        branch = await session.fork()
+        for each in (session, branch):
+            assert "not permitted" in await error(each, "import os\nos.fork()")
+        await branch.close()
+        assert "not permitted" in await error(
+            session, "for _ in range(50):\n    try: os.fork()\n    except OSError: pass\nos.fork()"
+        )
+
+    with_jail(test, tier)
+
+
+def test_a_tree_closes_together() -> None:
+    async def test(jail: JailSandbox) -> None:
+        before = descendants(os.getpid())
+        root = await jail.open()
+        tree = [root]
+        for _ in range(2):
+            tree += [await each.fork() for each in [*tree]]
+        assert len(descendants(os.getpid()) - before) >= len(tree)
+        await tree[-1].close_tree()
+        for each in tree:
+            with pytest.raises(SessionDied):
+                await each.run("1", answer=answer)
+
+    with_jail(test, pool=0)
+
+
+# ------------------------------------------------------------------------------------------------ afterwards
+
+
+@pytest.mark.parametrize("tier", tiers.TIERS)
+def test_nothing_is_left(tier: str) -> None:
+    async def life(jail: JailSandbox, context: SharedContext) -> None:
+        for index in range(6):
+            session = await jail.open(context=context if index % 2 else None)
+            await value(session, "1")
+            await (await session.fork()).close()
+            await session.close()
+
+    async def main() -> None:
+        context = SharedContext("x" * (2 << 20))
+        jail = tiers.open_jail(SandboxSpec(provider="jail", tier=tier))
+        await life(jail, context)
+        await asyncio.sleep(0.2)
+        fds = len(os.listdir("/proc/self/fd"))
+        await life(jail, context)
+        await asyncio.sleep(0.2)
+        assert len(os.listdir("/proc/self/fd")) <= fds
+        await jail.close()
+
+    before = (
+        descendants(os.getpid()),
+        len(Path("/proc/self/mounts").read_text().splitlines()),
+        len(os.listdir("/proc/self/fd")),
+    )
+    asyncio.run(main())
+    after = (
+        descendants(os.getpid()),
+        len(Path("/proc/self/mounts").read_text().splitlines()),
+        len(os.listdir("/proc/self/fd")),
+    )
+    assert after == before
+
+
+@pytest.mark.parametrize("tier", tiers.TIERS)
+def test_everything_ends_with_the_host(tier: str, tmp_path: Path) -> None:
+    if why := tiers.why_not(tier):
+        pytest.skip(why)
+    script = tmp_path / "host.py"
+    script.write_text(
+        textwrap.dedent("""
+        import asyncio, sys, time
+        import jail_tiers as tiers
+        from ramify.sandbox.base import SandboxSpec
+        async def answer(name, args, kwargs): return None
+        async def main():
+            jail = tiers.open_jail(SandboxSpec(provider="jail", tier=sys.argv[1]))
+            session = await jail.open()
+            branch = await session.fork()
+            running = [asyncio.ensure_future(s.run("while True: pass", answer=answer)) for s in (session, branch)]
+            await asyncio.sleep(.1)
+            print("up", flush=True)
+            await asyncio.gather(*running)
+        asyncio.run(main())
+        """)
+    )
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[2])])
+    }
+    with subprocess.Popen([sys.executable, script, tier], stdout=subprocess.PIPE, text=True, env=environment) as host:
+        assert host.stdout is not None
+        assert host.stdout.readline() == "up\n"
+        started = descendants(host.pid)
+        assert len(started) >= 3
+        host.send_signal(signal.SIGKILL)
+    end = time.monotonic() + 10
+    while time.monotonic() < end and any(is_running(pid) for pid in started):
+        time.sleep(0.02)
+    assert [pid for pid in started if is_running(pid)] == []
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def test_a_launched_zygote_is_taken_or_ends() -> None:
+    spec = SandboxSpec(provider="jail", cell_s=77.0)
+    provider.launch(spec)
+    pid = provider._launched[spec].process.pid
+
+    async def main() -> None:
+        jail = open_sandbox(spec)
+        open_sandbox(spec)  # only looked at
+        session = await jail.open()
+        assert await value(session, "1 + 1") == "2"
+        assert spec not in provider._launched
+        await jail.close()
+
+    asyncio.run(main())
+    assert not is_running(pid)
