@@ -77,7 +77,7 @@ def make_shell() -> Shell:
     folder = os.path.join(os.path.dirname(os.environ["HOME"]), "ipython")
     config = Config()
     config.HistoryManager.enabled = False
-    shell = Shell.instance(
+    shell: Shell = Shell.instance(
         config=config, user_module=guest.module, user_ns=guest.namespace, ipython_dir=folder
     )  # fmt: skip
     shell.loop_runner = guest._await

@@ -713,7 +713,10 @@ async def branches_within(probe: Probe) -> None:
 @promise("a fork that would lose something is refused", "fork")
 async def refused_forks(probe: Probe) -> None:
     for code, sign in (
-        ("import threading, time\nt = threading.Thread(target=time.sleep, args=(5,), daemon=True)\nt.start()", "threads"),
+        (
+            "import threading, time\nt = threading.Thread(target=time.sleep, args=(5,), daemon=True)\nt.start()",
+            "threads",
+        ),
         ("import os\nends = os.pipe()", "close them"),
     ):
         session = await probe.open()

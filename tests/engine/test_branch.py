@@ -52,7 +52,7 @@ def test_a_later_turn_is_continued_in_forks_of_its_session() -> None:
         result = r.completion("text", "?", search=best)
     assert result.answer == [1, 2]
     assert sorted(call.answer for call in result.trajectory.calls[1:]) == [[1, 1], [1, 2]]
-    root, *branches = result.trajectory.calls
+    _, *branches = result.trajectory.calls
     assert [branch.fork for branch in branches] == [Fork("0", 0)] * 2
     for branch in branches:
         assert result.trajectory.conversation(branch)[:-1] == list(model.requests[1].messages)
