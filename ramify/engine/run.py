@@ -50,6 +50,8 @@ class Replies(Protocol):
 
     def reply(self, call: str, turn: int, prompt_hash: str) -> Reply | None: ...
 
+    def reused_ids(self, call: str, turn: int) -> int: ...
+
     def attempts_at(self, call: str, turn: int) -> Sequence[Attempted]: ...
 
     def in_flight(self, call: str, turn: int) -> bool: ...
@@ -163,7 +165,7 @@ class Run:
 
     async def open_session(self, call: LiveCall) -> Session:
         """A fresh session over the context of ``call``."""
-        return await self._resources.sandbox.open(context=call.context, seed=call.id)
+        return await (await self._resources.sandbox()).open(context=call.context, seed=call.id)
 
     def keep(self, session: Session) -> None:
         """``session`` is interrupted when the run closes."""
@@ -210,7 +212,7 @@ class Run:
             sampling = msgspec.structs.replace(
                 sampling, max_tokens=min(sampling.max_tokens, self.limits.last_word_tokens)
             )
-        request = Request(prompt, sampling, schema, tools, affinity=call.id)
+        request = Request(prompt, sampling, schema, tools, affinity=call.id, known=call.known_ids(reused))
         digest = prompt_hash(call.client.name, request)
 
         def about_to_send() -> None:
@@ -222,33 +224,39 @@ class Run:
             )  # fmt: skip
 
         account = _Account(self, call, call.max_input_tokens(request, reused), sampling.max_tokens)
-        reply = self._recorded(call, digest, account)
-        if reply is not None:
+        recorded = self._recorded(call, digest, account)
+        if recorded is not None:
             about_to_send()  # as it was
-        paid_before = reply is not None
-        if reply is None:
+            reply, reused_ids = recorded
+        else:
             client = _Announcing(call.client, about_to_send)
-            reply = await self._ask_live(call, client, request, account, last_word is not None)
+            whole = await self._ask_live(call, client, request, account, last_word is not None)
             if self.cache is not None:
-                self.cache.put(digest, reply)
+                self.cache.put(digest, whole)
+            reply, reused_ids = call.without_path(whole)
         self.recorder.emit(
-            Replied(at_s=self.recorder.now(), call=call.id, turn=call.turn, reply=reply, cached=paid_before)
-        )
-        call.advance(prompt, reply)
+            Replied(
+                at_s=self.recorder.now(), call=call.id, turn=call.turn, reply=reply, cached=recorded is not None,
+                reused_ids=reused_ids,
+            )
+        )  # fmt: skip
+        call.advance(reused, new, reply, reused_ids)
         return reply
 
-    def _recorded(self, call: LiveCall, digest: str, account: _Account) -> Reply | None:
-        """The reply from the run that is being repeated, or from the cache. Raises what that run met instead of one."""
+    def _recorded(self, call: LiveCall, digest: str, account: _Account) -> tuple[Reply, int] | None:
+        """The reply, and the ids of the path that its prompt began with, from the run that is being repeated or from the
+        cache. Raises what that run met instead of one."""
         if self.recording is not None:
             self._repeat_attempts(self.recording, call, account)
             reply = self.recording.reply(call.id, call.turn, digest)
             if reply is not None:
                 self.ledger.charge(reply.usage, reply.cost)
-                return reply
+                return reply, self.recording.reused_ids(call.id, call.turn)
         if self.cache is not None and not call.is_branch:  # branches ask the same to get different replies
             reply = self.cache.get(digest)
             if reply is not None:
-                return msgspec.structs.replace(reply, usage=Usage(), cost=None if reply.cost is None else 0.0)
+                free = msgspec.structs.replace(reply, usage=Usage(), cost=None if reply.cost is None else 0.0)
+                return call.without_path(free)
         return None
 
     def _repeat_attempts(self, recording: Replies, call: LiveCall, account: _Account) -> None:
