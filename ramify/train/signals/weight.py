@@ -52,4 +52,4 @@ def _of_rollout(counts: Counts, reduction: Reduction, share: Share, siblings: in
     mass = {"rollout": 1.0, "group": 1.0 / siblings, "token": float(total), "constant": total / max_tokens}[reduction]
     if share == "call":
         return {id: mass / calls / count if count else 0.0 for id, count in counts.items()}
-    return dict.fromkeys(counts, mass / total)
+    return {id: mass / total if count else 0.0 for id, count in counts.items()}
