@@ -30,7 +30,7 @@ class Measured(msgspec.Struct, frozen=True):
     at_s: float
     """Seconds of training since the run began, over all its resumptions."""
     values: dict[str, float]
-    """Name -> finite number; JSON has no other. ``val/reward`` is of the validation stream, ``test/reward`` of the test stream."""
+    """Name -> finite number (JSON has no other); ``validation/reward`` and ``test/reward`` are of those streams."""
 
 
 class Metrics:
