@@ -38,6 +38,11 @@ class Stamp(msgspec.Struct, omit_defaults=True):
         if self.rl and not self.advantages:
             raise ValueError("a turn has policy-gradient weights but no advantages")
 
+    def __len__(self) -> int:
+        """N; 0 for a stamp that says nothing."""
+        streams: list[Sized] = [self.advantages, self.rl, self.ce, self.kd, *self.streams.values()]
+        return max(len(values) for values in streams)
+
 
 Stamps = dict[tuple[str, int], Stamp]
 """(call id, index of the turn in ``Call.turns``) -> its streams."""

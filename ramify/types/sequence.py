@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     Ints = npt.NDArray[np.int64]
     Floats = npt.NDArray[np.float32]
     Bools = npt.NDArray[np.bool_]
+else:  # numpy comes with the trainer only
+    Ints = Floats = Bools = Any
 
 
 class Kept(msgspec.Struct):
