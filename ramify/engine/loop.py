@@ -41,7 +41,7 @@ async def run_child(run: Run, call: LiveCall) -> Outcome:
     try:
         loop = RlmLoop(run, call)
         try:
-            outcome = await loop.answer(observe.first_message(call.question, run.description(call.context)))
+            outcome = await loop.answer(run.first_message(call))
         finally:
             await loop.close()
     except (ModelError, SandboxError, LimitReached) as error:
@@ -124,12 +124,14 @@ class RlmLoop:
         except ModelError as error:
             return Outcome(Stop.ERROR, self._best(in_words=False), str(error), error)
         self._reused, self._last_text = None, reply.message.content
-        action = read_action(reply.message)
-        outcome, messages = await self._act(action)
+        outcome, messages = await self._act(self._action(reply.message))
         if outcome is None:
             self._pending = messages
             await self._compact_if_long()
         return outcome
+
+    def _action(self, message: Message) -> Action:
+        return Action(codes=(message.content,)) if self.run.scaffold.raw_code else read_action(message)
 
     async def _act(self, action: Action) -> tuple[Outcome | None, list[Message]]:
         """Do what the model asked for: an outcome, or the messages that it is shown next."""
@@ -167,7 +169,7 @@ class RlmLoop:
         except Mismatch as mismatch:
             notes.append(f"The answer does not fit its type: {mismatch}. Correct it and give it again with FINAL(…).")
             return None
-        unseen = any(report != "(no output)" for report in reports)
+        unseen = any(report not in ("", "(no output)") for report in reports)
         if unseen and self.run.scaffold.defer_final and not confirmed:
             self._deferred = final
             notes.append(
@@ -237,7 +239,7 @@ class RlmLoop:
             if self.run.closing is not None:  # it began to close meanwhile, and interrupted only what was open
                 break
             cell, note = await self._run_cell(code, turn, index, notes)
-            reports.append(observe.cell_report(cell))
+            reports.append(self.run.scaffold.report(cell))
             final = note.get("final", final)
             self._partial = note.get("partial", self._partial)
             if cell.error is not None and index + 1 < len(action.codes):
@@ -322,6 +324,8 @@ class RlmLoop:
                 await session.install("tools", tools.source())
             for name, value in tools.values.items():
                 await session.set(name, value, reserved=True)
+            if run.on_session is not None:
+                await run.on_session(session)
         except BaseException:
             await session.close()
             raise
@@ -346,7 +350,7 @@ class RlmLoop:
 
     def _best(self, *, in_words: bool = True) -> Any:
         """The best answer so far, checked where it can be: one that was put off or kept, or else what was said last."""
-        words = said(self._last_text) if in_words else ""
+        words = said(self._last_text) if in_words and not self.run.scaffold.raw_code else ""
         for candidate in (self._deferred, self._partial, words or None):
             if candidate is _NOTHING or candidate is None:
                 continue
@@ -359,6 +363,8 @@ class RlmLoop:
     async def _last_word(self, stop: Stop) -> Outcome:
         """At a limit: one request more to answer with what there is. For the root it was held back; a child has one
         only where its own turns are what ran out."""
+        if not self.run.scaffold.last_word:
+            return self._cut_short(stop)
         reason = "You are asked to finish." if stop is Stop.CANCELLED else f"The limit is reached ({stop})."
         if not self._is_root and stop is not Stop.MAX_TURNS:
             return self._cut_short(stop)
@@ -398,7 +404,8 @@ class RlmLoop:
     def _before_question(self) -> list[Message]:
         """What stands before the question: the system prompt, or the answers that native calls are still owed."""
         if not self.call.messages:
-            return [Message("system", self._system_prompt())]
+            system = self._system_prompt()
+            return [Message("system", system)] if system else []
         return [Message("tool", "(answered)", tool_call_id=call.id) for call in self.call.messages[-1].tool_calls]
 
     def _system_prompt(self) -> str:
@@ -409,6 +416,8 @@ class RlmLoop:
         )
 
     def _observation(self, action: Action, reports: list[str], notes: list[str]) -> list[Message]:
+        if self.run.scaffold.terse_chars:
+            return [Message("user", "\n".join(reports))]
         turn, most = self.call.num_turns_before + self.call.turn, self.run.limits.max_turns
         warnings = observe.running_low(self.run.ledger.standing(), turn, most)
         text = observe.observation(reports, notes, turn, most, warnings)
@@ -423,6 +432,8 @@ class RlmLoop:
     async def _compact_if_long(self) -> None:
         """Summarise a history that nears the window; the next turn begins a new branch from the first messages."""
         run, call = self.run, self.call
+        if not run.scaffold.compact_at:
+            return
         known = call.known_tokens()
         unknown = self._pending if known else [*call.messages, *self._pending]
         tokens = known + sum(len(message.content) for message in unknown) // 3

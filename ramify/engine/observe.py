@@ -67,6 +67,22 @@ def observation(
     return "\n".join([*([body] if body else []), *extra, *warnings, f"[turn {turn} of {max_turns}]"])
 
 
+def terse(cell: Cell, max_chars: int) -> str:
+    """What ``cell`` printed and echoed, and the last line of its error, in ``max_chars`` at most; of an error at least
+    half of that is shown.
+
+    >>> terse(Cell("", "ab\\n", "7", "Traceback …\\nValueError: no"), 90)
+    'ab\\n7\\nValueError: no'
+    """
+    output = "\n".join(part for part in (cell.stdout.rstrip("\n"), cell.value) if part)
+    if not cell.error:
+        return output[:max_chars]
+    error = cell.error.rstrip("\n").rpartition("\n")[2]
+    output = f"{output}\n" if output else ""
+    error = error[: max(max_chars // 2, max_chars - len(output))]
+    return output[: max_chars - len(error) - 1].rstrip("\n") + "\n" * bool(output) + error
+
+
 def running_low(standing: Iterable[tuple[str, float, float]], turn: int, max_turns: int) -> list[str]:
     """One line for each limit of which less than a fifth is left."""
     rows = [*standing, ("turns", float(turn), float(max_turns))]

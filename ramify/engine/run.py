@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -84,12 +84,14 @@ class Run:
         tools: tuple[ToolSet, ToolSet],
         recording: Replies | None = None,
         cache: Cache | None = None,
+        on_session: Callable[[Session], Awaitable[None]] | None = None,
     ) -> None:
-        """``tools`` are the root's and the children's."""
+        """``tools`` are the root's and the children's; ``on_session`` is done to each fresh session."""
         self.limits = limits = setup.limits
         self.scaffold, self.blobs, self.cell_s = setup.scaffold, setup.blobs, setup.sandbox.cell_s
         self.max_output_bytes = setup.sandbox.max_output_bytes
         self.models, self.recorder, self.recording, self.cache = models, recorder, recording, cache
+        self.on_session = on_session
         self._resources, self._tools = resources, tools
         self.sampling = msgspec.structs.replace(
             setup.sampling, max_tokens=min(setup.sampling.max_tokens, limits.max_reply_tokens)
@@ -150,6 +152,12 @@ class Run:
         if context.digest not in self._descriptions:
             self._descriptions[context.digest] = observe.describe(context.value)
         return self._descriptions[context.digest]
+
+    def first_message(self, call: LiveCall, about: str = "") -> str:
+        """What ``call`` is told first."""
+        value = "" if call.context is None else call.context.value
+        description = "" if self.scaffold.first else self.description(call.context)
+        return self.scaffold.first_message(call.question, value, description, about)
 
     async def keep_context(self, context: SharedContext) -> None:
         """Put a child's context where the run is stored, before anything is done with it."""

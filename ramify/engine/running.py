@@ -196,14 +196,17 @@ class Running:
         self.recorder.emit(
             RunStarted(
                 at_s=self.recorder.now(), id=self.id, question=self._question.text, started_at=time.time(),
-                context=context_ref(context), config=config,
+                task=str(config.get("task", "")), context=context_ref(context), config=config,
             )
         )  # fmt: skip
 
     def _make_run(self, resources: Resources, models: Models) -> Run:
         setup = self._setup
         tools = setup.tools.plus(self._question.tools), setup.child_tools.plus(self._question.tools)
-        return Run(setup, resources, models, self.recorder, tools=tools, recording=self._recording, cache=self._cache)
+        return Run(
+            setup, resources, models, self.recorder, tools=tools, recording=self._recording, cache=self._cache,
+            on_session=self._question.on_session,
+        )  # fmt: skip
 
     async def _answer(self, run: Run, models: Models, context: SharedContext | None) -> Outcome:
         try:
@@ -241,7 +244,7 @@ class Running:
         if before is not None and before.call.messages:
             call.go_on_from(before.call)
             fork = Fork(before.call.id, before.call.turn - 1)
-        message = f"The next question: {self._question.text}" if before else self._first_message(run, context)
+        message = f"The next question: {self._question.text}" if before else run.first_message(call, self._question.about)
         if thread is not None:
             thread.loop, thread.num_questions = loop, thread.num_questions + 1
         run.begin(call, fork)
@@ -255,9 +258,6 @@ class Running:
                 await loop.close()
             run.end(call, outcome)
         return outcome
-
-    def _first_message(self, run: Run, context: SharedContext | None) -> str:
-        return observe.first_message(self._question.text, run.description(context), self._question.about)
 
     def _ended(self, outcome: Outcome, run: Run | None) -> None:
         try:
