@@ -152,18 +152,23 @@ class RLM:
     def start(
         self, prompt: Any, query: str | None = None, *, answer_type: Any = None, cite: bool = False,
         cache: bool = False, search: Search | int | None = None, on_event: Listener | None = None,
-        metadata: Mapping[str, Any] | None = None,
+        metadata: Mapping[str, Any] | None = None, sampling: Sampling | None = None,
     ) -> Running:  # fmt: skip
         """A run that goes on while the caller does other things; needs a running event loop. Its ``result`` is data: it
-        raises nothing for what a model did. ``metadata`` is kept with the run's configuration."""
+        raises nothing for what a model did. ``metadata`` is kept with the run's configuration; ``sampling`` is this run's
+        own, so that attempts at one question may each have their seed."""
         asked = question(prompt, query, answer_type, cite)
         chosen = search_of(search)
         listeners = checked_listener(on_event)
         journal = self.store.create(self.store.new_id(asked.text)) if self.store else None
         recorder = Recorder(journal, listeners)
         config = {**self._setup.config, **config_of(chosen), **(metadata or {})}
+        setup = msgspec.structs.replace(self._setup, config=config)
+        if sampling is not None:
+            config["sampling"] = msgspec.to_builtins(sampling)
+            setup = msgspec.structs.replace(setup, sampling=sampling)
         return Running(
-            msgspec.structs.replace(self._setup, config=config), asked, self._shared.use(),
+            setup, asked, self._shared.use(),
             id=journal.id if journal else _new_id(), recorder=recorder, cache=self._cache(cache), search=chosen,
             close=functools.partial(_put_away, self.store, journal),
         )  # fmt: skip
