@@ -33,7 +33,9 @@ class Forest(NamedTuple):
     nodes: list[Node]
     """In preorder."""
     leaves: list[int]
-    """Sequence -> the node that it ends in, at or before the node's end."""
+    """Sequence -> the node that it ends in."""
+    order: list[int]
+    """The sequences by their ids, those of one node by how long they are and by name."""
 
     @property
     def num_tokens(self) -> int:
@@ -43,7 +45,7 @@ class Forest(NamedTuple):
 def forest(sequences: Many[Sequence]) -> Forest:
     """The radix tree of ``sequences``, of which none is empty."""
     keys = [sequence.token_ids.astype(">i8").tobytes() for sequence in sequences]
-    order = sorted(range(len(sequences)), key=keys.__getitem__)
+    order = sorted(range(len(sequences)), key=lambda index: (keys[index], sequences[index].name))
     growing = _Growing()
     ends = [-1] * len(sequences)
     before: Ints | None = None
@@ -52,7 +54,7 @@ def forest(sequences: Many[Sequence]) -> Forest:
         shared = 0 if before is None else _common(before, ids)
         ends[index] = growing.add(index, shared, len(ids))
         before = ids
-    return growing.grown(ends)
+    return Forest(*growing.grown(ends), order)
 
 
 class _Growing:
@@ -75,7 +77,7 @@ class _Growing:
             self.path.append(self._new(shared, length, self.path[-1] if self.path else -1, sequence))
         return self.path[-1]
 
-    def grown(self, ends: list[int]) -> Forest:
+    def grown(self, ends: list[int]) -> tuple[list[Node], list[int]]:
         """In preorder, children in the order of their ids. A node that was cut has its head behind it in the lists."""
         children: list[list[int]] = [[] for _ in self.begin]
         roots: list[int] = []
@@ -92,7 +94,7 @@ class _Growing:
                 Node(self.begin[node], self.end[node], rank[parent] if parent >= 0 else -1, self.sequence[node])
             )
             stack.extend(children[node][::-1])
-        return Forest(nodes, [rank[end] for end in ends])
+        return nodes, [rank[end] for end in ends]
 
     def _new(self, begin: int, end: int, parent: int, sequence: int) -> int:
         self.begin.append(begin)

@@ -110,10 +110,10 @@ class Batch(msgspec.Struct, eq=False, kw_only=True):
     streams of the sequences."""
     denominators: dict[str, float]
     """Loss component -> what its weighted sum is divided by, over every batch of the step."""
-    sequences: list[str]
-    """Names of the sequences that have entries here."""
+    sequences: dict[int, str]
+    """Index, in the list that was packed, of each sequence with entries here -> its name."""
     owners: Ints
-    """[E, 2] which of ``sequences`` the entry belongs to, and which of its tokens it is."""
+    """[E, 2] index of the sequence that the entry belongs to, and which of its tokens it is."""
     versions: Ints | None = None
     """[E] policy version that sampled the entry's token; None if unknown."""
     kept: Kept | None = None

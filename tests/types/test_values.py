@@ -80,7 +80,7 @@ def batch(segments: list[Segment], **changed: Any) -> Batch:
         "targets": [3, 4],
         "streams": {"rl": [0.5, 0.5]},
         "denominators": {"rl": 1.0},
-        "sequences": ["a", "b"],
+        "sequences": {0: "a", 1: "b"},
         "owners": [[0, 2], [1, 2]],
     }
     return Batch(segments=segments, **(fields | changed))
