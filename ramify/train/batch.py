@@ -173,7 +173,7 @@ def _weights(sequence: Sequence, tokens: Ints, plain: npt.NDArray[np.bool_]) -> 
 
 def _others(sequence: Sequence) -> npt.NDArray[np.bool_]:
     """[T] where there is a weight other than that of cross-entropy."""
-    return (sequence.rl != 0) if sequence.kd is None else (sequence.rl != 0) | (sequence.kd != 0)
+    return np.not_equal(sequence.rl, 0) | (False if sequence.kd is None else np.not_equal(sequence.kd, 0))
 
 
 def _names(sequences: list[Sequence]) -> list[str]:
