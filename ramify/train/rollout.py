@@ -14,7 +14,8 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import msgspec
 
@@ -151,8 +152,12 @@ def _failure(result: Result) -> str | None:
 
 def _stacks() -> str:
     """Where the tasks of this loop wait: how many at each place, the most crowded first."""
-    places = Counter(
-        " < ".join(f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}" for frame in task.get_stack())
-        for task in asyncio.all_tasks()
-    )
+    places = Counter(" > ".join(_frames(task.get_coro())) for task in asyncio.all_tasks())
     return "\n".join(f"{count} x {place}" for place, count in places.most_common())
+
+
+def _frames(waiting: Any) -> Iterator[str]:
+    """File, line and function of each coroutine that waits for the next."""
+    while (frame := getattr(waiting, "cr_frame", None)) is not None:
+        yield f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}"
+        waiting = waiting.cr_await
