@@ -231,3 +231,10 @@ def module_of(spec: SandboxSpec) -> str:
     if module is None:
         raise ConfigError(f"unknown sandbox '{spec.provider}': {nearest(spec.provider, PROVIDERS)}")
     return module
+
+
+def digest_of(value: Any) -> str:
+    """The digest by which journals and trajectories know ``value`` as a context. Raises SandboxError for what no session
+    can hold."""
+    digest: str = importlib.import_module("ramify.sandbox.context").SharedContext(value).digest
+    return digest

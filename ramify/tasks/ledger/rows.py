@@ -32,7 +32,7 @@ ORDERS = ((0, 1, 2), (2, 0, 1), (1, 2, 0))
 HELD_OUT_FORMAT = (";", (2, 0, 1))
 """Separator and order that no training item has."""
 NUM_NAMES, NUM_HELD_OUT_NAMES = 400, 80
-_QUANTITIES = (5, 1500)
+LOWEST = 5
 _SHARE_LOOKALIKE = 0.15
 
 Row = tuple[str, str, int]
@@ -113,13 +113,23 @@ def make_rows(rng: random.Random, kind: Kind, about: str, header: bool, num: int
             return rows
 
 
+def highest_quantity(num_rows: int) -> int:
+    """Quantities are below it, all different."""
+    return max(1500, 20 * num_rows)
+
+
+def mean_digits(high: int) -> float:
+    """Of whole numbers below ``high``, drawn evenly."""
+    return sum(1 - 10.0**digit / high for digit in range(len(str(high))))
+
+
 def _plain_rows(rng: random.Random, about: str, num: int) -> list[Row]:
-    low, high = _QUANTITIES[0], max(_QUANTITIES[1], 20 * num)
     lookalikes = LOOKALIKES.get(about) or tuple(itertools.chain(*LOOKALIKES.values()))
+    quantities = rng.sample(range(LOWEST, highest_quantity(num)), num)
     users = rng.choices(NAMES, k=num)
     for index in rng.sample(range(num), round(_SHARE_LOOKALIKE * num)):
         users[index] = rng.choice(lookalikes)
-    return list(zip(users, rng.choices(LABELS, k=num), rng.sample(range(low, high), num), strict=True))
+    return list(zip(users, rng.choices(LABELS, k=num), quantities, strict=True))
 
 
 def _plant(rng: random.Random, rows: list[Row], kind: Kind, about: str, header: bool) -> None:
