@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ramify.cli.exits import Exit, epilog
+from ramify.cli.measures import parse_size
 from ramify.cli.notes import Notes, write
 from ramify.cli.parser import Command, Option, UsageError
 from ramify.cli.settings import fill, unknown_variables
@@ -49,8 +50,12 @@ SETTINGS = (
     Option("max_concurrency", int, "requests at once (default: 64)"),
     Option("cite", bool, "ask for citations and check them"),
     Option("scaffold", str, "prompts: default, minimal, or a .toml or .json file", "NAME|FILE"),
-    Option("sandbox", str, "where code runs (default: process)"),
-    Option("allow_weaker", bool, "accept a sandbox that isolates less, without a warning"),
+    Option("sandbox", str, "where code runs (default: jail)"),
+    Option("tier", str, "of the jail, the weakest accepted: A, B or C (default: B)", "A|B|C"),
+    Option("allow_weaker", bool, "accept less isolation, or none where there is no jail"),
+    Option("memory", str, "of one session (default: 2GiB)", "SIZE"),
+    Option("package", list, "of this Python, which sessions may import; repeat it for more"),
+    Option("mount", list, "file or folder that sessions may read, where they see it; repeat it", "PATH:PLACE"),
     Option("temperature", float, "of sampling (default: the provider's)"),
     Option("direct", bool, "answer by one plain call what fits easily (default: yes)"),
     Option("cache", bool, "use stored replies to the same requests"),
@@ -121,7 +126,20 @@ def sandbox_spec(settings: dict[str, Any]) -> SandboxSpec:
     given = settings.get("sandbox") or SandboxSpec().provider
     if given not in PROVIDERS:
         raise ConfigError(f"unknown sandbox '{given}': {nearest(given, PROVIDERS)}")
-    return SandboxSpec(provider=given, allow_weaker=bool(settings.get("allow_weaker")))
+    more = {name: settings[name] for name in ("tier", "allow_weaker") if settings.get(name) is not None}
+    if memory := settings.get("memory"):
+        more["memory_bytes"] = parse_size(memory, "--memory")
+    return SandboxSpec(
+        provider=given, packages=tuple(settings.get("package") or ()),
+        mounts=tuple(read_mount(each) for each in settings.get("mount") or ()), **more,
+    )  # fmt: skip
+
+
+def read_mount(given: str) -> tuple[str, str]:
+    """``"data:/data"`` -> (its path here, its place there); without a place, the same as here."""
+    path, colon, place = given.rpartition(":")
+    path = os.path.abspath(os.path.expanduser(path if colon else given))
+    return path, place if colon else path
 
 
 def _needs_session(paths: list[str], settings: dict[str, Any]) -> bool:
@@ -164,6 +182,9 @@ def load_sources(paths: list[str], notes: Notes) -> Loaded | None:
         return None
     from ramify.sources.load import load
 
+    for path in paths:
+        if os.path.exists(path) and stat.S_ISFIFO(os.stat(path).st_mode):
+            notes.say(f"reading {path}, a pipe, until it is closed")
     loaded = load(paths or ["-"], stdin=sys.stdin.buffer)
     for line in loaded.describe():
         notes.say(line)

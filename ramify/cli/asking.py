@@ -26,7 +26,6 @@ from ramify.cli.watch import Lines, Watcher
 from ramify.engine.call import jsonable
 from ramify.engine.rlm import RLM
 from ramify.engine.running import Result, Running
-from ramify.sandbox.base import open_sandbox
 from ramify.types.event import AnyEvent
 from ramify.types.message import Usage
 from ramify.types.trajectory import Trajectory
@@ -107,7 +106,7 @@ async def _watched(start: Start, rlm: RLM, notes: Notes, interrupts: Interrupts)
 
 
 def _watcher(rlm: RLM, notes: Notes) -> Watcher:
-    lines = Lines(notes, lambda: None if rlm.sandbox.allow_weaker else open_sandbox(rlm.sandbox).warning)
+    lines = Lines(notes)
     if notes.quiet or not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
         return lines
     from ramify.cli.view import LiveView

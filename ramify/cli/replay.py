@@ -14,7 +14,7 @@ import msgspec
 from ramify.cli.exits import Exit
 from ramify.cli.notes import Notes
 from ramify.cli.parser import Command, Option
-from ramify.cli.text import clean, one_line
+from ramify.cli.text import clean, many, one_line
 from ramify.types.trajectory import Call, Trajectory
 
 _SHOWN = 10
@@ -71,9 +71,11 @@ def _in_call(old: Call, new: Call) -> Iterator[str]:
 def _verdict(old: Trajectory, found: list[str]) -> str:
     cells = sum(len(turn.cells) for call in old.calls for turn in call.turns)
     if not found:
-        return f"same: {len(old.calls):,} calls, {cells:,} cells, and the answer"
+        return f"same: {many(len(old.calls), 'call')}, {many(cells, 'cell')}, and the answer"
     more = [f"… and {len(found) - _SHOWN:,} more"] if len(found) > _SHOWN else []
-    return clean("\n".join([f"different in {len(found):,} places:", *(f"  {line}" for line in found[:_SHOWN]), *more]))
+    return clean(
+        "\n".join([f"different in {many(len(found), 'place')}:", *(f"  {line}" for line in found[:_SHOWN]), *more])
+    )
 
 
 def _shown(value: Any) -> str:

@@ -28,7 +28,7 @@ from ramify.engine.recorder import Recorder
 from ramify.engine.resources import Resources
 from ramify.engine.run import Cache, Replies, Run
 from ramify.engine.setup import Setup
-from ramify.errors import RamifyError
+from ramify.errors import ConfigError, RamifyError, SandboxError
 from ramify.sandbox.context import SharedContext
 from ramify.types.event import AnyEvent, RunEnded, RunStarted
 from ramify.types.message import Usage
@@ -144,6 +144,8 @@ class Running:
             async with self._use as resources:
                 context = await self._context(resources)
                 models = self._setup.connect(resources)
+                if not self._is_direct(models):
+                    await resources.sandbox()  # where there is none, nothing is asked and nothing recorded
                 self._run = run = self._make_run(resources, models)  # refuses limits that cannot be kept
                 self._started(context)
                 if self._wanted is not None:
@@ -172,7 +174,10 @@ class Running:
             return None
 
         def prepare() -> SharedContext:
-            context = SharedContext(value)
+            try:
+                context = SharedContext(value)
+            except SandboxError as error:  # of what the caller gave
+                raise ConfigError(f"the context cannot be given to a session: {error}") from None
             if blobs is not None:
                 blobs.put(context.buffer(), context.digest)
             return context
@@ -210,14 +215,17 @@ class Running:
 
     async def _answer(self, run: Run, models: Models, context: SharedContext | None) -> Outcome:
         try:
-            client = models.rlm(0)
-            has_tools = bool(self._setup.tools.functions or self._setup.tools.values)
-            direct = self._question.is_direct(self._setup.scaffold, client.window, has_tools)
-            if self._thread is None and direct and self._search is None:
-                return await self._answer_directly(run, client, context)
-            return await self._answer_by_loop(run, client, context)
+            answer = self._answer_directly if self._is_direct(models) else self._answer_by_loop
+            return await answer(run, models.rlm(0), context)
         finally:
             run.finish()
+
+    def _is_direct(self, models: Models) -> bool:
+        """Whether one plain call will do."""
+        if self._thread is not None or self._search is not None:
+            return False
+        has_tools = bool(self._setup.tools.functions or self._setup.tools.values)
+        return self._question.is_direct(self._setup.scaffold, models.rlm(0).window, has_tools)
 
     async def _answer_directly(self, run: Run, client: Client, context: SharedContext | None) -> Outcome:
         asked = self._question
@@ -244,7 +252,9 @@ class Running:
         if before is not None and before.call.messages:
             call.go_on_from(before.call)
             fork = Fork(before.call.id, before.call.turn - 1)
-        message = f"The next question: {self._question.text}" if before else run.first_message(call, self._question.about)
+        message = (
+            f"The next question: {self._question.text}" if before else run.first_message(call, self._question.about)
+        )
         if thread is not None:
             thread.loop, thread.num_questions = loop, thread.num_questions + 1
         run.begin(call, fork)

@@ -12,8 +12,8 @@ def test_a_healthy_machine(shell: Shell) -> None:
     assert "secret" not in done.out
     assert "pass" not in done.out.replace("passed", "")
     for said in (
-        "openai: OPENAI_API_KEY is set", "openai: OPENAI_BASE_URL = ", "model = 'openai:m'", "process: limits memory",
-        "does not: isolates files", "warning: sandbox 'process'", "pdf: ", "/store, 0 runs, ", "config.toml",
+        "openai: OPENAI_API_KEY is set", "openai: OPENAI_BASE_URL = ", "model = 'openai:m'", "jail: isolates files", "tier ",
+        "seccomp: yes; Landlock: ", "pdf: ", "/store, 0 runs, ", "config.toml",
     ):  # fmt: skip
         assert said in done.out, said
 
@@ -25,3 +25,11 @@ def test_a_broken_one(shell: Shell) -> None:
     assert "wrong: " in done.out
     assert "did you mean 'model'?" in done.out
     assert "price table nowhere.json" in done.out
+
+
+def test_a_weak_sandbox_that_was_chosen(shell: Shell) -> None:
+    shell.write("config/ramify/config.toml", 'sandbox = "process"\nallow-weaker = true\n')
+    done = shell.run("doctor")
+    assert (done.code, done.err) == (0, "")
+    for said in ("process: limits memory", "does not: isolates files", "warning: sandbox 'process'"):
+        assert said in done.out, said

@@ -248,7 +248,7 @@ def test_a_cancelled_open_leaves_nothing() -> None:
         (
             lambda: open_sandbox(SandboxSpec(packages=("nothere",))),
             ConfigError,
-            "no package 'nothere'; pip install nothere",
+            "no package 'nothere'; install it into the environment of",
         ),
         (lambda: open_sandbox(SandboxSpec(packages=("PyYAML_x",))), ConfigError, "no package"),
         (lambda: SharedContext(object()), SandboxError, "a value of type object at value"),
