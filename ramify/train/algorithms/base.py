@@ -2,8 +2,7 @@
 
     [Group] ── algorithm.stamp(groups, task's weights) ──> Stamping: [Stamped], denominators, metrics
 
-An algorithm is a small struct in a file of its own; its fields are its options, and ``loss`` names how the trainer turns
-weights and advantages into a loss. It reads a whole step's groups at once, so that every statistic is global.
+An algorithm is a small struct in a file of its own; its fields are its options. It reads a whole step's groups at once, so that every statistic is global.
 """
 
 from __future__ import annotations
@@ -33,15 +32,11 @@ class Algorithm(Protocol):
     """Implemented by every class in this room's registry."""
 
     @property
-    def needs_reference(self) -> bool:
-        """Whether log-probabilities of a reference policy are wanted, as the stream ``ref_logprobs``."""
-        ...
-
-    @property
     def has_group_baseline(self) -> bool:
         """Whether rollouts are judged against others of the same task, so that a group of one teaches nothing."""
         ...
 
-    def stamp(self, groups: Sequence[Group], weights: Mapping[str, float]) -> Stamping:
-        """The streams of one optimizer step. ``weights`` weigh the task's rewards by name."""
+    def stamp(self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False) -> Stamping:
+        """The streams of one optimizer step. ``weights`` weigh the task's rewards by name. With ``every_token`` tokens
+        whose advantage is 0 are stamped too, since the loss has a term that acts on each: a KL, an entropy."""
         ...

@@ -16,5 +16,5 @@ from ramify.types.trajectory import Group
 class DrGRPO(GroupOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Implements ``Algorithm``."""
 
-    def stamp(self, groups: Sequence[Group], weights: Mapping[str, float]) -> Stamping:
-        return stamped(groups, weights, self, mean)
+    def stamp(self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False) -> Stamping:
+        return stamped(groups, weights, self, mean, every_token)

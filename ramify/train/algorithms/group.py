@@ -54,8 +54,6 @@ class GroupOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Tokens before ``max_rollout_tokens`` over which the punishment grows from 0 to -1."""
     length_weight: float = 0.0
     """Of the length penalty, relative to the group's mean reward; 0: none."""
-    kl_beta: float = 0.0
-    """Weight of the KL to a reference policy; 0: none, and no reference is kept."""
 
     def __post_init__(self) -> None:
         if self.credit not in CREDITS:
@@ -64,12 +62,8 @@ class GroupOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             raise ConfigError(
                 "reduction=constant divides by max_rollout_tokens: give it, the most that a rollout samples"
             )
-        if self.gamma_tree < 0 or self.kl_beta < 0 or self.length_weight < 0 or self.overlong_buffer < 0:
-            raise ConfigError("gamma_tree, kl_beta, length_weight and overlong_buffer cannot be negative")
-
-    @property
-    def needs_reference(self) -> bool:
-        return self.kl_beta > 0
+        if self.gamma_tree < 0 or self.length_weight < 0 or self.overlong_buffer < 0:
+            raise ConfigError("gamma_tree, length_weight and overlong_buffer cannot be negative")
 
     @property
     def has_group_baseline(self) -> bool:
@@ -84,7 +78,11 @@ class _Rollout(NamedTuple):
 
 
 def stamped(
-    groups: Sequence[Group], task_weights: Mapping[str, float], options: GroupOptions, baseline: Baseline
+    groups: Sequence[Group],
+    task_weights: Mapping[str, float],
+    options: GroupOptions,
+    baseline: Baseline,
+    every_token: bool,
 ) -> Stamping:
     """The streams of one step: the whole of every algorithm of this kind."""
     usable = [[each for each in group.trajectories if is_scored(each)] for group in groups]
@@ -94,7 +92,7 @@ def stamped(
     counts = [[_counts(each, options) for each in group] for group in kept]
     weights, denominator = token_weights(counts, options.reduction, options.share, max(options.max_rollout_tokens, 1))
     rollouts = [
-        _stamp(rollout, weight, options.needs_reference)
+        _stamp(rollout, weight, every_token)
         for group, weighed in zip(kept, weights, strict=True)
         for rollout, weight in zip(group, weighed, strict=True)
     ]
@@ -149,13 +147,12 @@ def _counts(rollout: _Rollout, options: GroupOptions) -> dict[str, int]:
     }
 
 
-def _stamp(rollout: _Rollout, weights: Weights, has_reference: bool) -> Stamped:
-    """Streams for every call that has both a weight and an advantage: without one of them there is no gradient, but for
-    that of the KL to a reference."""
+def _stamp(rollout: _Rollout, weights: Weights, every_token: bool) -> Stamped:
+    """Streams for every call that has both a weight and an advantage, or that has a weight alone."""
     stamps: Stamps = {}
     for call in rollout.trajectory.calls:
         weight, advantage = weights[call.id], rollout.numbers[call.id]
-        if weight and (has_reference or abs(advantage) > filters.EPSILON):
+        if weight and (every_token or abs(advantage) > filters.EPSILON):
             for index, _, num in sampled(call):
                 stamps[call.id, index] = Stamp(advantages=[advantage] * num, rl=[weight] * num)
     return Stamped(rollout.trajectory, stamps)

@@ -16,5 +16,5 @@ from ramify.types.trajectory import Group
 class RLOO(GroupOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Implements ``Algorithm``."""
 
-    def stamp(self, groups: Sequence[Group], weights: Mapping[str, float]) -> Stamping:
-        return stamped(groups, weights, self, leave_one_out)
+    def stamp(self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False) -> Stamping:
+        return stamped(groups, weights, self, leave_one_out, every_token)

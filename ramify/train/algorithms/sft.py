@@ -35,14 +35,10 @@ class SFT(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     share: Share = "token"
 
     @property
-    def needs_reference(self) -> bool:
-        return False
-
-    @property
     def has_group_baseline(self) -> bool:
         return False
 
-    def stamp(self, groups: Sequence[Group], weights: Mapping[str, float]) -> Stamping:
+    def stamp(self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False) -> Stamping:
         kept = [[each for each in group.trajectories if self._is_good(each, weights)] for group in groups]
         counts = [[self._counts(each, weights) for each in group] for group in kept]
         per_token, denominator = token_weights(counts, self.reduction, self.share)

@@ -139,12 +139,10 @@ def test_length_costs() -> None:
     assert [each.stamps["0", 0].advantages[0] for each in brief.rollouts] == pytest.approx([-0.1, 0.1])
 
 
-def test_the_kl_wants_every_token_that_weighs() -> None:
+def test_a_term_on_every_token_wants_every_token_that_weighs() -> None:
     batch = [group(tree(call("0", 1), call("0.0", 2), reward=1), tree(call("0", 1), reward=0))]
-    assert not DrGRPO().needs_reference
-    found = DrGRPO(kl_beta=0.1, credit="hierarchical")
-    assert found.needs_reference
-    assert found.stamp(batch, {}).rollouts[0].stamps["0.0", 0].advantages == [0, 0]
+    found = DrGRPO(credit="hierarchical").stamp(batch, {}, every_token=True)
+    assert found.rollouts[0].stamps["0.0", 0].advantages == [0, 0]
     assert ("0.0", 0) not in DrGRPO(credit="hierarchical").stamp(batch, {}).rollouts[0].stamps
 
 
