@@ -2,7 +2,8 @@
 
     [Group] ── algorithm.stamp(groups, task's weights) ──> Stamping: [Stamped], denominators, metrics
 
-An algorithm is a small struct in a file of its own; its fields are its options. It reads a whole step's groups at once, so that every statistic is global.
+An algorithm is a small struct in a file of its own; its fields are its options. It reads a whole step's groups at once,
+so that every statistic is global.
 """
 
 from __future__ import annotations
