@@ -77,6 +77,8 @@ class Cell(msgspec.Struct, frozen=True, omit_defaults=True):
     """The blob that holds the whole output, where it was cut and a store was given."""
     restored: tuple[str, ...] = ()
     """Reserved names that the cell had rebound and that were put back."""
+    died: bool = False
+    """The session ended in the middle of it, and what it had done there is lost; ``error`` says why."""
 
 
 class Turn(msgspec.Struct, frozen=True, omit_defaults=True):

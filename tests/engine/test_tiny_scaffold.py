@@ -62,6 +62,16 @@ def test_at_a_limit_nothing_more_is_asked() -> None:
         assert r.completion("alpha", "?").answer == 4
 
 
+def test_an_answer_of_the_wrong_type_and_a_session_that_died_are_told_in_a_line() -> None:
+    model = client(["FINAL('four')", "import os; os._exit(3)", "FINAL(4)"])
+    with rlm(model, scaffold="tiny") as r:
+        assert r.completion("alpha", "?", answer_type=int).answer == 4
+    first, second = (model.requests[turn].messages[-1].content for turn in (1, 2))
+    assert first.startswith("The answer does not fit its type: ")
+    assert second.startswith("SessionDied: the session ended in the middle of a cell: its process exited with status 3")
+    assert max(len(first), len(second)) <= 90
+
+
 @pytest.mark.parametrize("reply", ["", "   ", "```repl\nFINAL(1)\n```", "FINAL(", "\x00", "I think that it is 4"])
 def test_what_is_no_code_is_an_error_in_the_session(reply: str) -> None:
     model = client([reply, "FINAL(2)"])

@@ -15,7 +15,6 @@ from ramify.engine.branch import Branches
 from ramify.types import Message, Reply, TokenSpan, Trajectory
 from ramify.types.event import Replied
 from tests.engine.helpers import SCAFFOLD, by_role, client, code, rlm
-from tests.engine.test_branch import provider_that_forks
 
 
 def said(text: str, prompt: tuple[int, ...] | None, sampled: tuple[int, ...] | None) -> Reply:
@@ -164,7 +163,7 @@ def test_a_journal_grows_by_what_each_turn_adds(tmp_path: Path) -> None:
 def test_branches_share_the_ids_up_to_where_they_part() -> None:
     replies = iter([code("x = [1]"), *[code(f"x.append({i})\nFINAL(x)") for i in range(3)]])
     model = client(lambda messages: next(replies), ids=ByteIds())
-    with rlm(model, sandbox=provider_that_forks()) as r:
+    with rlm(model) as r:
         trajectory = r.completion("text", "?", search=Branches(3, turn=1)).trajectory
     paths = [trajectory.path(call) for call in trajectory.calls]
     first = trajectory.path(trajectory.root, 0)
