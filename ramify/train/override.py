@@ -33,8 +33,8 @@ def override(config: T, assignments: Sequence[str], choices: Choices | None = No
 
 
 def load_class(path: str) -> Any:
-    """The class (or function) at a dotted path. Raises ConfigError."""
-    module, _, name = path.rpartition(".")
+    """The class (or function) at ``module:name`` or ``module.name``. Raises ConfigError."""
+    module, _, name = path.partition(":") if ":" in path else path.rpartition(".")
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
@@ -43,8 +43,8 @@ def load_class(path: str) -> Any:
 
 def of_name(name: str, table: Mapping[str, str], what: str) -> Any:
     """The class that ``name`` stands for: of ``table``, or at a dotted path. Raises ConfigError."""
-    if name not in table and "." not in name:
-        raise ConfigError(f"unknown {what} '{name}': {nearest(name, table)}; or a dotted path to one of your own")
+    if name not in table and not {".", ":"} & {*name}:
+        raise ConfigError(f"unknown {what} '{name}': {nearest(name, table)}; or module:name of one of your own")
     return load_class(table.get(name, name))
 
 
@@ -70,6 +70,9 @@ def _value(owner: msgspec.Struct, field: str, text: str, whole: str, choices: Ch
     if whole in choices and text not in ("null", "none", ""):
         return of_name(text, choices[whole], whole)()
     kind = typing.get_type_hints(type(owner)).get(field, Any)
+    tagged = _by_tag(kind, text)
+    if tagged is not None:
+        return tagged
     try:
         return msgspec.convert(_parsed(text), kind, strict=False)
     except msgspec.ValidationError as first:
@@ -77,6 +80,15 @@ def _value(owner: msgspec.Struct, field: str, text: str, whole: str, choices: Ch
             return msgspec.convert(text, kind, strict=False)
         except msgspec.ValidationError:
             raise ConfigError(f"override {whole}={text}: {first}") from first
+
+
+def _by_tag(kind: Any, text: str) -> Any:
+    """The class of a tagged union that ``text`` names, with its defaults."""
+    for each in typing.get_args(kind):
+        config = getattr(each, "__struct_config__", None)
+        if config is not None and config.tag == text:
+            return each()
+    return None
 
 
 def _parsed(text: str) -> Any:

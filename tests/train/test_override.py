@@ -12,6 +12,7 @@ from ramify.train.algorithms import ALGORITHMS
 from ramify.train.algorithms.dr_grpo import DrGRPO
 from ramify.train.algorithms.grpo import GRPO
 from ramify.train.override import override
+from ramify.train.policy_losses import Cispo, PpoClip
 
 CHOICES = {"algorithm": ALGORITHMS}
 
@@ -33,6 +34,7 @@ class Config(msgspec.Struct, frozen=True):
     options: dict[str, Any] = {}
     sft: Optim | None = None
     name: str = "tiny"
+    policy: PpoClip | Cispo = PpoClip()
     steps: int = 4
 
 
@@ -54,7 +56,9 @@ def test_maps_take_any_key() -> None:
 
 def test_classes_are_chosen_by_name() -> None:
     assert changed("algorithm=grpo", "algorithm.credit=root").algorithm == GRPO(credit="root")
-    assert changed("algorithm=ramify.train.algorithms.grpo.GRPO").algorithm == GRPO()
+    for path in ("ramify.train.algorithms.grpo.GRPO", "ramify.train.algorithms.grpo:GRPO"):
+        assert changed(f"algorithm={path}").algorithm == GRPO()
+    assert changed("policy=cispo", "policy.clip_low=0.1").policy == Cispo(clip_low=0.1)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from ramify.train.signals.baseline import mean
 from ramify.types.trajectory import Group
 
 
-class DrGRPO(GroupOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class DrGRPO(GroupOptions, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="dr_grpo"):
     """Implements ``Algorithm``."""
 
     def stamp(self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False) -> Stamping:

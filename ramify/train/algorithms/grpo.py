@@ -14,7 +14,7 @@ from ramify.train.signals.baseline import mean_std
 from ramify.types.trajectory import Group
 
 
-class GRPO(GroupOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class GRPO(GroupOptions, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="grpo"):
     """Implements ``Algorithm``."""
 
     def stamp(self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False) -> Stamping:

@@ -13,7 +13,7 @@ from ramify.train.signals.baseline import leave_one_out
 from ramify.types.trajectory import Group
 
 
-class RLOO(GroupOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class RLOO(GroupOptions, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="rloo"):
     """Implements ``Algorithm``."""
 
     def stamp(self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False) -> Stamping:
