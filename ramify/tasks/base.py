@@ -16,8 +16,12 @@ was written by a model and by its code: a score reads it as hostile text, never 
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import inspect
 import math
 import random
+import re
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, overload, runtime_checkable
 
@@ -31,6 +35,10 @@ SPLITS = ("train", "validation", "test")
 """Every task has these; validation chooses checkpoints, test is reported. A task may have more, for what it holds out."""
 ENDLESS = 1 << 40
 """Length of a generated split."""
+TASKS = {"ledger": "ramify.tasks.ledger.task:ledger", "needle": "ramify.tasks.needle:needle"}
+"""Name -> the function that makes the task; loaded when it is asked for."""
+DATA_SUFFIXES = (".jsonl", ".parquet")
+"""Of files whose rows are a task."""
 
 
 class Item(msgspec.Struct, frozen=True):
@@ -149,6 +157,53 @@ def items_of(task: Task, split: str) -> Sequence[Item]:
     if split not in task.splits:
         raise ConfigError(f"task '{task.name}' has no split '{split}': {nearest(split, task.splits)}")
     return task.splits[split]
+
+
+def task_of(name: str, **options: Any) -> Task:
+    """The task called ``name``: one of ``TASKS``; ``module:attribute`` or ``file.py:attribute``, a task or a function
+    that makes one of ``options``; or a file of rows (``.jsonl``, ``.parquet``, ``hf:NAME``), with the options of
+    ``data.dataset``. Raises ConfigError for what there is not, with the nearest that there is."""
+    if name.startswith("hf:") or name.endswith(DATA_SUFFIXES):
+        name, options = "ramify.tasks.data:dataset", {"source": name, **options}
+    module, _, attribute = TASKS.get(name, name).rpartition(":")
+    if not module:
+        raise ConfigError(f"unknown task '{name}': {nearest(name, TASKS)}; or give module:attribute or a .jsonl file")
+    try:
+        found = getattr(_file(module) if module.endswith(".py") else importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError, OSError, SyntaxError) as error:
+        raise ConfigError(f"task '{name}' cannot be loaded: {error}") from error
+    if not isinstance(found, Task):
+        found = _made(name, found, options)
+    elif options:
+        raise ConfigError(f"task '{name}' is made already and takes no options: leave out {', '.join(options)}")
+    if not isinstance(found, Task):
+        raise ConfigError(
+            f"'{name}' gives a {type(found).__name__}, not a Task (name, splits, weights, prepare, score)"
+        )
+    return found
+
+
+def _file(path: str) -> Any:
+    """The module in a file of the user's own."""
+    spec = importlib.util.spec_from_file_location(re.sub(r"\W", "_", path), path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _made(name: str, make: Any, options: Mapping[str, Any]) -> Any:
+    if not callable(make):
+        return make
+    known = inspect.signature(make).parameters
+    stray = [option for option in options if option not in known]
+    if stray and not any(each.kind is each.VAR_KEYWORD for each in known.values()):
+        raise ConfigError(f"task '{name}' has no option '{stray[0]}': {nearest(stray[0], known)}")
+    try:
+        return make(**options)
+    except TypeError as error:
+        raise ConfigError(f"task '{name}' with {dict(options)}: {error}") from error
 
 
 # --- scoring -------------------------------------------------------------------------------------------------------
