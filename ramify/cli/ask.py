@@ -83,7 +83,8 @@ def ask(words: list[str], answer_schema: str | None = None, resume: str | None =
     if resume is not None:
         from ramify.cli.asking import run_again
 
-        return run_again(resume, notes, as_json=bool(settings.get("json")))
+        allow_weaker = bool(settings.get("allow_weaker"))
+        return run_again(resume, notes, as_json=bool(settings.get("json")), allow_weaker=allow_weaker)
     if not words or not words[0].strip():
         raise UsageError("say what you want to know: ramify ask QUESTION PATH…")
     if not settings.get("model"):
@@ -247,9 +248,9 @@ def _is_piped(notes: Notes) -> bool:
 
 
 def _refuse_settings(words: list[str], answer_schema: str | None, given: dict[str, Any]) -> None:
-    """A resumed run goes on as it began: only what concerns the output may be said again."""
+    """A resumed run goes on as it began: only what concerns the output and this machine may be said again."""
     named = [option.long for option in SETTINGS if given[option.name] is not None]
-    other = [name for name in named if name not in ("--json", "--quiet", "--verbose")]
+    other = [name for name in named if name not in ("--json", "--quiet", "--verbose", "--allow-weaker")]
     other += ["--answer-schema"] if answer_schema else []
     if words or other:
         raise UsageError(

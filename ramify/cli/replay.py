@@ -20,13 +20,13 @@ from ramify.types.trajectory import Call, Trajectory
 _SHOWN = 10
 
 
-def replay(words: list[str], json: bool | None) -> int:
+def replay(words: list[str], json: bool | None, allow_weaker: bool | None) -> int:
     run = words[0]
     from ramify.cli import again
 
     Notes().take_warnings()
     store, recorded = again.find(run)
-    rlm = again.rebuild(recorded.started, store, stand_ins=True)
+    rlm = again.rebuild(recorded.started, store, stand_ins=True, allow_weaker=bool(allow_weaker))
 
     async def repeat() -> Trajectory:
         async with rlm:
@@ -90,5 +90,8 @@ COMMAND = Command(
     "RUN",
     1,
     1,
-    (Option("json", bool, "print one JSON object", has_no=False),),
+    (
+        Option("json", bool, "print one JSON object", has_no=False),
+        Option("allow_weaker", bool, "accept less isolation than the run had", has_no=False),
+    ),
 )

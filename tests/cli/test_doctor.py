@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import tomllib
+from pathlib import Path
+
+from ramify.cli.doctor import EXTRAS
 from tests.cli.helpers import Shell
 
 
@@ -33,3 +37,8 @@ def test_a_weak_sandbox_that_was_chosen(shell: Shell) -> None:
     assert (done.code, done.err) == (0, "")
     for said in ("process: limits memory", "does not: isolates files", "warning: sandbox 'process'"):
         assert said in done.out, said
+
+
+def test_every_extra_is_looked_for() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert set(EXTRAS) == set(project["optional-dependencies"]) - {"dev", "serve-test"}

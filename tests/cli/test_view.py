@@ -98,7 +98,7 @@ def test_on_a_terminal(shell: Shell) -> None:
     shell.write("log.txt", "abc")
     model = shell.model([first, code(f"FINAL({evil!r})")])
     written = on_a_terminal(shell, "ask", "-m", model, "--sub-model", sub, "--no-direct", "q?", "log.txt")
-    assert "stolen title" not in written
+    assert "\x1b]0;" not in written  # the title as text, in code that was caught in the view, does no harm
     assert "\x1b[2J" not in written
     shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written)
     assert "│ # [bold]not markup[/] wiped" in shown

@@ -96,6 +96,16 @@ def test_what_cannot_be_had_is_refused(
 
 
 @linux
+def test_a_run_may_be_repeated_on_a_poorer_machine(tmp_path: Path) -> None:
+    assert on_a_machine_of("B", tmp_path, *ASK).code == 0
+    refused = on_a_machine_of("C", tmp_path, "replay", "last")
+    assert (refused.code, "does not reach tier B" in refused.err) == (1, True)
+    accepted = on_a_machine_of("C", tmp_path, "replay", "last", "--allow-weaker")
+    assert (accepted.code, accepted.out) == (0, "same: 1 call, 1 cell, and the answer\n")
+    assert "sandbox 'jail' at tier C" in accepted.err
+
+
+@linux
 @pytest.mark.parametrize(
     ("tier", "code", "parts"),
     [
