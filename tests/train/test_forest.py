@@ -6,7 +6,7 @@ import random
 import time
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ramify.train.forest import Forest, forest
@@ -54,6 +54,7 @@ def test_a_prefix_and_a_twin_add_nothing():
     assert found.leaves == [1, 0, 1]
 
 
+@settings(deadline=None)
 @given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=7), min_size=1, max_size=9), st.randoms())
 def test_any_sequences(rows: list[list[int]], shuffled: random.Random):
     sequences = [sequence(*row) for row in rows]

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ramify.train.pack import Cost, Packing, attach, describe, pack
@@ -107,6 +107,7 @@ def test_batches_are_balanced_by_cost_and_not_by_tokens():
     assert [list(batch.sequences) for batch in batches] == [[0, 3], [1, 2]]
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.lists(st.integers(0, 2), min_size=2, max_size=8), min_size=1, max_size=10),
     st.integers(1, 30), st.floats(0, 5), st.booleans(), st.randoms(),
