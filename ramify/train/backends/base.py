@@ -49,16 +49,15 @@ class Optim(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     warmup_steps: int = 0
     """Steps over which the rate rises to ``lr``, linearly; the first has ``lr / warmup_steps``."""
     num_steps: int = 0
-    """Steps after which ``final_fraction`` is reached; needed by ``linear`` and ``cosine``."""
+    """Steps after which ``final_fraction`` is reached; 0: the length of the stage, which fills it in."""
     final_fraction: float = 0.1
 
     def __post_init__(self) -> None:
         if not self.lr > 0 or not math.isfinite(self.lr):
             raise ConfigError(f"optim.lr={self.lr} must be a positive number")
-        if self.schedule != "constant" and self.num_steps <= self.warmup_steps:
+        if self.schedule != "constant" and 0 < self.num_steps <= self.warmup_steps:
             raise ConfigError(
-                f"optim.schedule={self.schedule} needs optim.num_steps (got {self.num_steps}), more than the "
-                f"{self.warmup_steps} of warm-up"
+                f"optim.schedule={self.schedule} over {self.num_steps} steps needs more than the {self.warmup_steps} of warm-up"
             )
         if min(self.weight_decay, self.max_grad_norm, self.warmup_steps, self.final_fraction) < 0:
             raise ConfigError("optim: weight_decay, max_grad_norm, warmup_steps, final_fraction cannot be negative")
@@ -71,6 +70,8 @@ class Optim(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
             return self.lr * (step + 1) / self.warmup_steps
         if self.schedule == "constant":
             return self.lr
+        if not self.num_steps:
+            raise ConfigError(f"optim.schedule={self.schedule} has no end: give optim.num_steps")
         done = min(1.0, (step - self.warmup_steps) / (self.num_steps - self.warmup_steps))
         left = 1 - done if self.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
         return self.lr * (self.final_fraction + (1 - self.final_fraction) * left)
