@@ -49,7 +49,8 @@ def line_of(event: AnyEvent) -> str:
                 f"call {event.call}, turn {event.turn + 1}: reply, {count(reply.usage.total_tokens)} tokens{cost}{paid}"
             )
         case CellRan(result=cell):
-            end = one_line(cell.error.strip().splitlines()[-1]) if cell.error else one_line(cell.value or cell.stdout)
+            error = cell.error.strip().splitlines()[0 if cell.died else -1] if cell.error else None
+            end = one_line(error or cell.value or cell.stdout)
             return f"call {event.call}, turn {event.turn + 1}: ran {seconds(cell.seconds)}: {end or '(no output)'}"
         case Attempted():
             return f"call {event.call}, turn {event.turn + 1}: {event.error}"
