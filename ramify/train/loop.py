@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -46,7 +46,7 @@ class Cadence(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class Policy(Protocol):
-    """What the loop does with a policy besides learning: ``Published`` of ``build.py``."""
+    """What the loop does with a policy besides learning; see ``build.Published``."""
 
     async def publish(self) -> None:
         """Let the engine answer with the weights as they are now."""
@@ -56,8 +56,12 @@ class Policy(Protocol):
         """In Hugging Face's layout."""
         ...
 
+    def load(self, folder: Path) -> None:
+        """Take over the weights that were saved."""
+        ...
 
-Evaluate = Callable[[str], "asyncio.Future[Mapping[str, float]]"]
+
+Evaluate = Callable[[str], Awaitable[Mapping[str, float]]]
 """A split -> its metrics, under its name: ``{"validation/reward": 0.8}``."""
 
 
@@ -70,8 +74,9 @@ class Loop:
         stages: Sequence[Stage],
         backend_of: Callable[[Optim], Backend],
         policy: Policy,
-        evaluate: Callable[[str], Any],
+        evaluate: Evaluate,
         *,
+        final: Sequence[str] = (),
         cadence: Cadence | None = None,
         config: Mapping[str, Any] | None = None,
         check: SelfCheck | None = None,
@@ -79,11 +84,11 @@ class Loop:
         listener: Callable[[Measured], None] | None = None,
         say: Callable[[str], None] = print,
     ) -> None:
-        """``evaluate`` is awaited with the name of a split. ``reference`` is the policy that a KL is measured to. ``say`` is
-        told in a sentence what a person should know: a step without signal, a check that failed."""
+        """``final`` are the splits that are reported at the end. ``reference`` is the policy that a KL is measured to.
+        ``say`` is told in a sentence what a person should know, as that a step had no signal."""
         self.out, self._stages, self._backend_of, self._policy = out, stages, backend_of, policy
         self._cadence = cadence = cadence or Cadence()
-        self._evaluate, self._check, self._reference = evaluate, check, reference
+        self._evaluate, self._final, self._check, self._reference = evaluate, final, check, reference
         self._say = say
         self.checkpoints = Checkpoints(out, cadence.keep_last, cadence.keep_best)
         self.state = State(step=0, config=dict(config or {}))
@@ -108,6 +113,7 @@ class Loop:
         try:
             while self.state.stage < len(self._stages):
                 await self._run_stage(self._stages[self.state.stage])
+            await self._report()
             return self.state
         finally:
             self._metrics.close()
@@ -167,7 +173,7 @@ class Loop:
         if stage.samples and work.parts:
             await self._publish()
         self._count(values)
-        self._write(stage, values)
+        self._write(stage.name, values)
         if self._check is not None and work.groups:
             self._check.ids(work.groups)
         await self._at_intervals(stage)
@@ -177,7 +183,7 @@ class Loop:
         is_last = done == stage.num_steps
         is_evaluated = stage.samples and (is_last or (cadence.evaluate and done % cadence.evaluate == 0))
         if is_evaluated or (is_last and self.state.stage + 1 == len(self._stages)):
-            await self.evaluate("validation", stage)
+            await self.evaluate("validation", stage.name)
         if is_evaluated or is_last or (cadence.checkpoint and done % cadence.checkpoint == 0):
             await self._in_torch(self._save)
 
@@ -215,7 +221,7 @@ class Loop:
 
     # --- what is written down ------------------------------------------------------------------------------------
 
-    async def evaluate(self, split: str, stage: Stage) -> Mapping[str, float]:
+    async def evaluate(self, split: str, stage: str) -> Mapping[str, float]:
         """Measure the policy as it is on ``split``. On the validation stream it becomes the run's score."""
         await self._publish()
         started = time.monotonic()
@@ -226,10 +232,25 @@ class Loop:
         self._write(stage, values)
         return values
 
-    def _write(self, stage: Stage, values: Mapping[str, float]) -> None:
+    async def _report(self) -> None:
+        """The final splits, for the policy at the end (``last``) and for the best on the validation stream (``best``),
+        which is the one that is left in OUT/policy."""
+        best, last = self.checkpoints.best(), self.checkpoints.latest()
+        for name, checkpoint in (("last", last), ("best", best)):
+            if checkpoint is None:
+                continue
+            await self._in_torch(self._policy.load, checkpoint / "policy")
+            self._is_published = False
+            if name == "best" and best == last:
+                continue
+            for split in self._final:
+                await self.evaluate(split, name)
+        await self._in_torch(self._policy.save, self.out / "policy")
+
+    def _write(self, stage: str, values: Mapping[str, float]) -> None:
         assert self._metrics is not None
         self.state.seconds = time.monotonic() - self._since
-        self._metrics.write(self.state.step, stage.name, self.state.seconds, values)
+        self._metrics.write(self.state.step, stage, self.state.seconds, values)
 
     def _count(self, values: dict[str, float]) -> None:
         values["cpu_s"] = time.process_time()

@@ -17,7 +17,9 @@ from typing import Protocol
 
 import msgspec
 
-from ramify.errors import ConfigError
+from ramify.engine.scaffold import Scaffold
+from ramify.errors import ConfigError, nearest
+from ramify.tasks.base import Task
 from ramify.types.message import Message, Reply
 from ramify.types.sequence import Sequence as Row
 from ramify.types.trajectory import Call, Parent, Stop, Trajectory, Turn
@@ -167,3 +169,20 @@ def order(rows: Sequence[Row], batch_tokens: int, epochs: int, seed: int) -> lis
             num_tokens += len(rows[index])
         steps.append(step)
     return [step for step in steps if step]
+
+
+DEMOS = {"ledger": "ramify.train.sft:ledger_demos"}
+"""Name -> function (task, num, seed, scaffold, **options) that gives demonstrations, one per item of the training split."""
+
+
+def ledger_demos(
+    task: Task, num: int, seed: int, scaffold: Scaffold, habits: str = "noisy"
+) -> Iterator[Sequence[Conversation]]:
+    """Those of ``tasks.ledger.demos``: ``noisy``, with habits to be unlearnt, or ``expert``."""
+    from ramify.tasks.ledger.demos import EXPERT, NOISY
+    from ramify.tasks.ledger.play import demonstrations
+
+    known = {"noisy": NOISY, "expert": EXPERT}
+    if habits not in known:
+        raise ConfigError(f"unknown habits '{habits}': {nearest(habits, known)}")
+    return demonstrations(task.splits["train"][:num], known[habits], seed, scaffold)
