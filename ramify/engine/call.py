@@ -50,7 +50,7 @@ class LiveCall:
         """Index of the next turn."""
         self.num_turns_before = 0
         """Turns of the call that this one is a branch of, up to where they part."""
-        self.num_children = 0
+        self.num_children = self.num_forks = 0
         self._counted: tuple[int, int] | None = None
         """(messages, their tokens as the server counted them) up to the last reply."""
         self._ids: tuple[int, ...] = ()
@@ -67,6 +67,10 @@ class LiveCall:
         """Ids are dealt out by order of issue, which a replay repeats; completion has no order."""
         self.num_children += 1
         return f"{self.id}.{self.num_children - 1}"
+
+    def next_fork(self) -> str:
+        self.num_forks += 1
+        return f"{self.id}:{self.num_forks}"
 
     def max_input_tokens(self, request: Request, reused: int) -> int:
         """An upper bound on the request's prompt: what the server counted of what it has seen, bytes for the rest."""

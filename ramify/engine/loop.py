@@ -24,7 +24,16 @@ from ramify.engine.host import Host
 from ramify.engine.notebook import MAX_DEATHS, Notebook
 from ramify.engine.run import NATIVE_TOOLS, Run
 from ramify.engine.typed import AnswerType, Mismatch
-from ramify.errors import HostCallError, LimitReached, ModelError, RamifyError, SandboxError, SessionDied
+from ramify.errors import (
+    ConfigError,
+    HostCallError,
+    LimitReached,
+    ModelError,
+    RamifyError,
+    ReplayDiverged,
+    SandboxError,
+    SessionDied,
+)
 from ramify.sandbox.base import Ran
 from ramify.types.event import CellRan
 from ramify.types.message import Message
@@ -62,6 +71,10 @@ class RlmLoop:
         """``before`` is the loop of the question before, whose session goes on here."""
         self.run, self.call, self._search = run, call, search
         self._branched_at = -1
+        self.chosen: RlmLoop = self
+        """The branch whose answer is this loop's, and whose session a next question goes on with."""
+        self.own: Outcome | None = None
+        """What this continuation itself came to, where it was one of several."""
         self.notebook = Notebook(run, call)
         if before is not None:
             self.notebook.take_over(before.notebook)
@@ -174,29 +187,35 @@ class RlmLoop:
         """The next turn in ``width`` continuations at once; the outcome of the one that is chosen."""
         assert self._search is not None
         self._branched_at = self.call.turn
-        forks: list[RlmLoop] = []
+        tried: list[RlmLoop] = [self]
+        chosen: RlmLoop | None = None
         try:
-            for number in range(1, width):
-                forks.append(await self._fork(number))
-            outcomes = await asyncio.gather(self._go_on(), *(fork._go_on_and_end() for fork in forks))
+            while len(tried) < width:
+                tried.append(await self._fork())
+            outcomes = await asyncio.gather(self._go_on_safely(), *(fork._go_on_and_end() for fork in tried[1:]))
+            diverged = next((o.failure for o in outcomes if isinstance(o.failure, ReplayDiverged)), None)
+            if diverged is not None:
+                raise diverged
+            index = self._search.choose([outcome.answer for outcome in outcomes])
+            if not 0 <= index < width:
+                raise ConfigError(f"the search chose {index} of {width} answers: its choose() returns an index of one")
+            chosen = tried[index]
+            self.run.note(self.call, f"of {width} continuations of turn {self._branched_at}, {chosen.call.id} answers")
         finally:
-            for fork in forks:
-                await fork.close()
-        index = self._search.choose([outcome.answer for outcome in outcomes])
-        chosen = [self, *forks][index].call.id
-        self.run.note(self.call, f"of {width} continuations of turn {self._branched_at}, {chosen} answers")
+            for each in tried:
+                if each is not (chosen or self):
+                    await each.chosen.close()
+        self.own, self.chosen = self.own or outcomes[0], chosen.chosen
         return outcomes[index]
 
-    async def _fork(self, number: int) -> RlmLoop:
+    async def _fork(self) -> RlmLoop:
         """A continuation with a session of its own: forked, or where nothing has happened in it yet, a fresh one."""
         run, origin = self.run, self.call
-        call = LiveCall(
-            f"{origin.id}:{number}", "rlm", origin.client, origin.depth, origin.question, context=origin.context
-        )
+        call = LiveCall(origin.next_fork(), "rlm", origin.client, origin.depth, origin.question, context=origin.context)
         call.go_on_from(origin)
         call.num_turns_before = origin.num_turns_before + origin.turn
         fork = RlmLoop(run, call, search=self._search)
-        if origin.turn:
+        if origin.messages:
             fork.notebook = await self.notebook.fork(call)
         fork._kind, fork._pending, fork._reused = self._kind, list(self._pending), self._reused
         fork._deferred, fork._partial, fork._last_text = self._deferred, self._partial, self._last_text
@@ -207,12 +226,17 @@ class RlmLoop:
     async def _go_on_and_end(self) -> Outcome:
         outcome = Outcome(Stop.CANCELLED, error="cancelled")
         try:
-            outcome = await self._go_on()
-        except RamifyError as error:
-            outcome = Outcome(Stop.ERROR, error=str(error), failure=error)
+            outcome = await self._go_on_safely()
         finally:
-            self.run.end(self.call, outcome)
+            self.run.end(self.call, self.own or outcome)
         return outcome
+
+    async def _go_on_safely(self) -> Outcome:
+        """What fails in one branch leaves the others their answers."""
+        try:
+            return await self._go_on()
+        except RamifyError as error:
+            return Outcome(Stop.ERROR, error=str(error), failure=error)
 
     # --- cells -------------------------------------------------------------------------------------------------
 

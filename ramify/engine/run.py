@@ -153,8 +153,10 @@ class Run:
             self._descriptions[context.digest] = observe.describe(context.value)
         return self._descriptions[context.digest]
 
-    def first_message(self, call: LiveCall, about: str = "") -> str:
-        """What ``call`` is told first."""
+    def first_message(self, call: LiveCall, about: str = "", *, is_next: bool = False) -> str:
+        """What ``call`` is told first; ``is_next``: in a conversation, after another question."""
+        if is_next and not self.scaffold.first:
+            return f"The next question: {call.question}"
         value = "" if call.context is None else call.context.value
         description = "" if self.scaffold.first else self.description(call.context)
         return self.scaffold.first_message(call.question, value, description, about)

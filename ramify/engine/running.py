@@ -105,6 +105,7 @@ class Running:
         self._setup, self._question, self._use, self._thread = setup, question, use, thread
         self._recording, self._cache, self._search, self._close = recording, cache, search, close
         self._run: Run | None = None
+        self._answered_by = ""
         self._wanted: Stop | None = None
         self._task = asyncio.get_running_loop().create_task(self._drive())
 
@@ -252,9 +253,7 @@ class Running:
         if before is not None and before.call.messages:
             call.go_on_from(before.call)
             fork = Fork(before.call.id, before.call.turn - 1)
-        message = (
-            f"The next question: {self._question.text}" if before else run.first_message(call, self._question.about)
-        )
+        message = run.first_message(call, self._question.about, is_next=before is not None)
         if thread is not None:
             thread.loop, thread.num_questions = loop, thread.num_questions + 1
         run.begin(call, fork)
@@ -265,8 +264,11 @@ class Running:
             outcome = Outcome(Stop.ERROR, error=str(error), failure=error)
         finally:
             if thread is None:
-                await loop.close()
-            run.end(call, outcome)
+                await loop.chosen.close()
+            else:
+                thread.loop = loop.chosen
+            run.end(call, loop.own or outcome)
+        self._answered_by = loop.chosen.call.id if loop.own else ""
         return outcome
 
     def _ended(self, outcome: Outcome, run: Run | None) -> None:
@@ -276,6 +278,7 @@ class Running:
                     RunEnded(
                         at_s=self.recorder.now(), stop=outcome.stop, answer=jsonable(outcome.answer), error=outcome.error,
                         usage=run.ledger.usage if run else Usage(), cost=run.ledger.cost if run else None,
+                        answered_by=self._answered_by,
                     )
                 )  # fmt: skip
         finally:

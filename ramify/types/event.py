@@ -137,6 +137,8 @@ class RunEnded(Event, frozen=True):
     error: str | None = None
     usage: Usage = Usage()
     cost: float | None = None
+    answered_by: str = ""
+    """The branch whose answer was chosen; empty where there was nothing to choose."""
 
 
 AnyEvent = (
@@ -194,6 +196,7 @@ class Fold:
                 self.trajectory.stop, self.trajectory.answer = None, None
             case RunEnded():
                 self.trajectory.stop, self.trajectory.answer = event.stop, event.answer
+                self.trajectory.answered_by = event.answered_by
                 self.trajectory.seconds = event.at_s
                 if self.trajectory.cost is None:
                     self.trajectory.cost = event.cost  # 0 where there is a price and nothing was asked

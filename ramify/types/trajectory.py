@@ -163,6 +163,8 @@ class Trajectory(msgspec.Struct, omit_defaults=True):
     metrics: dict[str, float] = msgspec.field(default_factory=dict)
     errors: list[str] = msgspec.field(default_factory=list)
     answer: Any = None
+    answered_by: str = ""
+    """The call whose answer was chosen, where several branches gave one; each call has its own ``answer``."""
     stop: Stop | None = None
     usage: Usage = Usage()
     """Of the whole tree."""
