@@ -12,7 +12,7 @@ Legend: E entries, k teacher tokens per entry. l now, o old, m sampler's log-pro
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
@@ -63,13 +63,25 @@ def compute(loss: Loss, entries: Entries) -> tuple[Tensor, Tally]:
     """The share of the step's loss that these entries have, a scalar with gradient; and what was measured."""
     tally = Tally()
     shares = []
-    for name, per_entry in (("rl", _reinforce), ("ce", _imitate), ("kd", _distil)):
-        if name in entries.denominators:
-            weighed = entries.streams[name] * per_entry(loss, entries, tally)
-            share = weighed.masked_fill(entries.streams[name] == 0, 0.0).sum() / entries.denominators[name]
-            tally.add(f"{name}_loss", share.detach(), 1)
-            shares.append(share)
+    for name, weighed in _components(loss, entries, tally):
+        share = weighed.sum()
+        tally.add(f"{name}_loss", share.detach(), 1)
+        shares.append(share)
     return sum(shares[1:], shares[0]), tally
+
+
+def per_entry(loss: Loss, entries: Entries) -> Tensor:
+    """[E] what each entry adds to the loss; for looking at it."""
+    parts = [weighed for _, weighed in _components(loss, entries, Tally())]
+    return sum(parts[1:], parts[0])
+
+
+def _components(loss: Loss, entries: Entries, tally: Tally) -> Iterator[tuple[str, Tensor]]:
+    """(name, what each entry adds to it); an entry without weight adds 0, whatever its log-probability."""
+    for name, formula in (("rl", _reinforce), ("ce", _imitate), ("kd", _distil)):
+        if name in entries.denominators:
+            weight = entries.streams[name] / entries.denominators[name]
+            yield name, (weight * formula(loss, entries, tally)).masked_fill(weight == 0, 0.0)
 
 
 def kl_estimate(kind: KlKind, now: Tensor, ref: Tensor) -> Tensor:
