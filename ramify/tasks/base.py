@@ -71,9 +71,9 @@ class Start(msgspec.Struct, kw_only=True):
     """What the model is told of the context beyond its size and beginning."""
     on_session: Callable[[Session], Awaitable[None]] | None = None
     """What is done to each fresh session of the rollout before its first cell: names bound, modules installed."""
-    on_end: Callable[[], Mapping[str, Any]] | None = None
-    """Called once when the rollout has ended, however it did. What it returns is put into the trajectory's ``metadata``,
-    for the score."""
+    on_end: Callable[[Any], Mapping[str, Any]] | None = None
+    """Called once with the answer (None where there is none) when the rollout has ended, however it did. What it returns
+    is put into the trajectory's ``metadata``, for the score."""
 
     def manifest(self) -> str:
         """``about``, as the engine asks for it."""

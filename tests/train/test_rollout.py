@@ -125,7 +125,7 @@ def test_state_of_a_rollout_is_its_own_and_reaches_the_score() -> None:
             counted.append(1)
             return len(counted)
 
-        return Start(context=item.context, tools={"count": count}, on_end=lambda: {"count": len(counted)})
+        return Start(context=item.context, tools={"count": count}, on_end=lambda answer: {"count": len(counted)})
 
     def reward(item: Item, trajectory: Trajectory) -> Score:
         return Score({"count": trajectory.metadata["count"]})
@@ -149,7 +149,7 @@ def test_a_stalled_rollout_is_given_up_and_leaves_its_stacks() -> None:
     for trajectory in (t for group in groups for t in group.trajectories):
         assert trajectory.errors[-1] == "it did not end within 0.05 s, and was given up"
         assert trajectory.rewards == {}
-    assert "group=0/rollout=0" in told[0] + told[1]
+    assert "item len/train/0" in told[0] + told[1]
     assert f"{__file__}:" in told[0]
     assert " never" in told[0]
 
