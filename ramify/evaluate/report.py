@@ -187,7 +187,8 @@ def _spent(outcomes: Sequence[Outcome]) -> Spent:
 def table(found: Report) -> str:
     """``found`` for a person, lines below 100 characters."""
     plan = found.plan
-    head = f"{plan.task}/{plan.split} · {plan.model} · {found.rows[0].items:,} items, {plan.attempts} attempts each"
+    each = "1 attempt" if plan.attempts == 1 else f"{plan.attempts} attempts"
+    head = f"{plan.task}/{plan.split} · {plan.model} · {found.rows[0].items:,} items, {each} each"
     names = ("", "items", f"avg@{plan.attempts}", *((f"pass@{found.k}", f"majority@{found.k}") if found.k > 1 else ()))
     rows = [
         (row.kind or "(no kind)", f"{row.items:,}", *map(_shown, (row.average, row.passes, row.majority)))
