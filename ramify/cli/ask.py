@@ -48,8 +48,9 @@ SETTINGS = (
     Option("max_tokens", int, "in and out, in all (default: 20000000)"),
     Option("max_reply_tokens", int, "of one reply (default: 8192)"),
     Option("max_concurrency", int, "requests at once (default: 64)"),
+    Option("branches", int, "first turns to go on from, each to an answer; most of them win (default: 1)"),
     Option("cite", bool, "ask for citations and check them"),
-    Option("scaffold", str, "prompts: default, minimal, or a .toml or .json file", "NAME|FILE"),
+    Option("scaffold", str, "prompts: default, minimal, tiny, or a .toml or .json file", "NAME|FILE"),
     Option("sandbox", str, "where code runs (default: jail)"),
     Option("tier", str, "of the jail, the weakest accepted: A, B or C (default: B)", "A|B|C"),
     Option("allow_weaker", bool, "accept less isolation, or none where there is no jail"),
@@ -145,7 +146,7 @@ def read_mount(given: str) -> tuple[str, str]:
 
 def _needs_session(paths: list[str], settings: dict[str, Any]) -> bool:
     """Whether the question will hardly be answered by one direct call."""
-    if settings.get("direct") is False:
+    if settings.get("direct") is False or settings.get("branches", 1) != 1:
         return True
     if len(paths) == 1 and os.path.isfile(paths[0]):
         return os.path.getsize(paths[0]) > _SMALL_BYTES
@@ -163,7 +164,7 @@ def make_rlm(settings: dict[str, Any], spec: SandboxSpec, store: Store | None) -
         scaffold = msgspec.structs.replace(scaffold, direct_chars=0)
     return RLM(
         settings["model"], sub_model=settings.get("sub_model") or None, limits=limits, scaffold=scaffold, sandbox=spec,
-        store=store, sampling=Sampling(temperature=settings.get("temperature")),
+        store=store, sampling=Sampling(temperature=settings.get("temperature")), branches=settings.get("branches", 1),
     )  # fmt: skip
 
 

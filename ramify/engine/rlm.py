@@ -90,8 +90,9 @@ class RLM:
         for name, value, kind in (("limits", limits, Limits), ("sandbox", spec, SandboxSpec)):
             if not isinstance(value, kind):
                 raise ConfigError(f"{name} is a {type(value).__name__}: give a ramify.{kind.__name__}(…)")
-        if branches != 1 and search is not None:
-            raise ConfigError(f"branches={branches} and a search were given: give one of them")
+        if branches < 1 or (branches > 1 and search is not None):
+            problem = "a search was given, too: give one of them" if search else "give 1 for none, or more"
+            raise ConfigError(f"branches is {branches}: {problem}")
         self._search = search_of(branches if search is None else search)
         module_of(spec)  # an unknown provider is known as such before anything is asked
         tool_set = ToolSet(tools)

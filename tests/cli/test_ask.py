@@ -62,6 +62,28 @@ def test_what_fits_is_answered_by_one_call(shell: Shell) -> None:
     assert (done.code, done.out, "sandbox" in done.err) == (0, "seven\n", False)
 
 
+def test_several_ways_to_begin(shell: Shell) -> None:
+    shell.write("log.txt", "abc")
+    ways = [code(f"FINAL('{letter}')") for letter in "abb"]
+    assert shell.ask(ways, "--branches", "3", "-q", "which?", "log.txt") == Done(0, "b\n", "")
+    shown = shell.run("show", "last").out.splitlines()
+    assert [line for line in shown if line.startswith("0")] == [
+        "0 scripted:script.json (rlm): which?",
+        "0:1 scripted:script.json (rlm, beside 0): which?",
+        "0:2 scripted:script.json (rlm, beside 0): which?",
+    ]
+    assert sorted(line for line in shown if "answer: " in line) == ["  answer: a", "  answer: b", "  answer: b"]
+    assert shown[-1] in (f"of these answers, that of {call} was chosen" for call in ("0", "0:1", "0:2"))
+    assert shell.run("replay", "last").out == "same: 3 calls, 3 cells, and the answer\n"
+    assert shell.ask(ways, "which?", "log.txt", "--no-direct", "-q", RAMIFY_BRANCHES="3").out == "b\n"
+    wrong = shell.ask(ways, "--branches", "0", "which?", "log.txt")
+    assert (wrong.code, wrong.out, wrong.err.splitlines()[-1]) == (
+        1,
+        "",
+        "ramify: branches is 0: give 1 for none, or more",
+    )
+
+
 @pytest.mark.parametrize("paths", [[], ["-"]])
 def test_standard_input(shell: Shell, paths: list[str]) -> None:
     done = shell.ask(SESSION_SCRIPT, "--no-direct", "how long?", *paths, stdin="12345")

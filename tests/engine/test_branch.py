@@ -88,8 +88,8 @@ def test_an_rlm_may_branch_by_default() -> None:
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ({"branches": 0}, "give at least 2 continuations"),
-        ({"branches": 2, "search": Branches(2)}, "branches=2 and a search were given: give one of them"),
+        ({"branches": 0}, "branches is 0: give 1 for none, or more"),
+        ({"branches": 2, "search": Branches(2)}, "branches is 2: a search was given, too: give one of them"),
         ({"search": "best"}, "search is 'best': give a number of continuations"),
     ],
 )
