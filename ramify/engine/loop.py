@@ -265,7 +265,8 @@ class RlmLoop:
         recorded = run.recording.cell(*place) if run.recording is not None else None
         ran = await self.notebook.execute(code, host, died=recorded is not None and recorded.died)
         if ran.interrupted == "time":
-            notes.append(f"the cell was stopped after {run.cell_s:g} s of work; what it had bound is there")
+            state = "there" if (await self.notebook.session()).caps.interrupt else "undone"
+            notes.append(f"the cell was stopped after {run.cell_s:g} s of work; what it had bound is {state}")
         note = ran.note.get("prelude") if isinstance(ran.note, dict) else None
         note = note if isinstance(note, dict) else {}
         cell = self._kept(ran, note)

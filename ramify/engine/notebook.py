@@ -112,7 +112,8 @@ class Notebook:
             if problem is not None:
                 self._past = Past()
                 await self.close()
-        what = f"could not be rebuilt: {problem}" if problem else f"was rebuilt: {len(self._past)} cells were run again"
+        again = "1 cell was" if len(self._past) == 1 else f"{len(self._past)} cells were"
+        what = f"could not be rebuilt: {problem}" if problem else f"was rebuilt: {again} run again"
         self.run.note(self.call, f"the session died and {what}")
         return problem
 

@@ -71,6 +71,12 @@ def test_ways_to_an_answer(cells: list[str], answer: Any) -> None:
     assert run([*map(code, cells)])[0] == answer
 
 
+def test_a_model_is_told_that_a_stopped_cell_is_undone() -> None:
+    model = client([code("while True: pass"), code("FINAL(1)")])
+    run(model)
+    assert "stopped after 0.5 s of work; what it had bound is undone" in model.requests[1].messages[-1].content
+
+
 def test_the_context_of_the_host_is_not_what_the_session_changes() -> None:
     context = {"a": "xyz"}
     answer, _ = run([code("context['a'] = 'q'\ncontext['b'] = 'new'"), code("FINAL(1)")], context)
