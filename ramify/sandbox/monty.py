@@ -56,6 +56,7 @@ class MontySandbox:
             )
         self._spec = spec
         self._pool: Any = None
+        self._is_starting = asyncio.Lock()
         self._sessions: set[MontySession] = set()
         self._is_closed = False
 
@@ -64,9 +65,11 @@ class MontySandbox:
             raise SandboxError("the sandbox is closed: it opens no more sessions")
         if context is not None and not isinstance(context, SharedContext):
             raise ConfigError(f"a context must be a SharedContext, not {type(context).__name__}")
-        if self._pool is None:
-            self._pool = self._monty.AsyncMonty(max_processes=_MAX_WORKERS)
-            await self._pool.__aenter__()
+        async with self._is_starting:  # several sessions may be opened at once
+            if self._pool is None:
+                pool = self._monty.AsyncMonty(max_processes=_MAX_WORKERS)
+                await pool.__aenter__()
+                self._pool = pool
         session = MontySession(self._monty, self._pool, self._spec, self._sessions.discard)
         self._sessions.add(session)
         await session.begin()
