@@ -23,6 +23,7 @@ from ramify.errors import RamifyError
 
 COMMANDS = {
     "ask": ("ramify.cli.ask", "answer a question over files, folders, databases or a pipe"),
+    "eval": ("ramify.cli.eval", "evaluate a model on a task"),
     "runs": ("ramify.cli.runs", "list stored runs"),
     "runs rm": ("ramify.cli.runs", "delete stored runs"),
     "runs prune": ("ramify.cli.runs", "delete old runs"),

@@ -1,0 +1,127 @@
+"""``ramify eval``: what it prints, what it refuses, and going on where it was stopped."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from pathlib import Path
+
+from ramify.cli.exits import Exit
+from ramify.evaluate.record import Records
+from tests.cli.helpers import Shell
+
+MINE = """
+import random
+from ramify.tasks.base import Item, generated
+from ramify.tasks.scoring import numeric
+from ramify.tasks.simple import SimpleTask
+
+def make(rng: random.Random) -> Item:
+    words = rng.choices(["teal", "coral", "mint"], k=50)
+    return Item("How often does 'teal' occur?", " ".join(words), gold=words.count("teal"), kind=rng.choice("ab"))
+
+def teal(bad: bool = False):
+    return SimpleTask("teal", generated("teal", make), (lambda answer, item: 0.5) if bad else numeric)
+"""
+RIGHT = [{"match": "", "reply": ["FINAL(context.count('teal'))"]}]
+WRONG = [{"match": "", "reply": ["FINAL(-1)"]}]
+FAST = ("--scaffold", "tiny", "--sandbox", "process", "--allow-weaker", "-q")
+
+
+def start(shell: Shell, script: list[object], *arguments: str) -> tuple[str, ...]:
+    shell.write("my_task.py", MINE)
+    return ("eval", "my_task.py:teal", "--model", shell.model(script), *FAST, *arguments)
+
+
+def test_figures(shell: Shell) -> None:
+    done = shell.run(*start(shell, RIGHT, "--items", "12", "--n", "2"))
+    assert (done.code, done.err) == (Exit.ANSWERED, "")
+    lines = done.out.splitlines()
+    assert lines[0] == "my_task.py:teal/test · scripted:script.json · 12 items, 2 attempts each"
+    assert lines[1].split() == ["items", "avg@2", "pass@2", "majority@2"]
+    assert lines[2].split(maxsplit=2) == ["all", "12", "1.000 [1.00 1.00]   1.000 [1.00 1.00]   1.000 [1.00 1.00]"]
+    assert [line.split()[0] for line in lines[3:5]] == ["a", "b"]
+    assert "in all " in lines[-1]
+
+
+def test_json_and_the_difference_from_another(shell: Shell) -> None:
+    first = json.loads(shell.run(*start(shell, WRONG, "--items", "3", "--json")).out)
+    second = json.loads(shell.run(*start(shell, RIGHT, "--items", "4", "--json", "--against", first["evaluation"])).out)
+    assert second["rows"][0]["average"] == {"value": 1.0, "low": 1.0, "high": 1.0}
+    assert second["against"] == {
+        "evaluation": first["evaluation"], "items": 3, "average": {"value": 1.0, "low": 1.0, "high": 1.0},
+    }  # fmt: skip
+    shown = shell.run(*start(shell, RIGHT, "--items", "2", "--against", first["evaluation"])).out
+    assert f"average less that of {first['evaluation']}: +1.000 [+1.000 +1.000] over 2 items" in shown
+
+
+def test_what_it_refuses(shell: Shell) -> None:
+    shell.write("rows.jsonl", '{"question": "a?", "answer": 1}\n{"question": "b?", "gold": 1}\n')
+    for arguments, code, message in (
+        (("legder",), Exit.ERROR, "unknown task 'legder': did you mean 'ledger'"),
+        (("ledger", "--split", "tset"), Exit.ERROR, "task 'ledger' has no split 'tset': did you mean 'test'"),
+        (
+            ("ledger", "--n", "2", "--k", "3"),
+            Exit.ERROR,
+            "pass@3 needs at least 3 attempts at each item (n), and there are 2",
+        ),
+        (("ledger", "--items", "0"), Exit.ERROR, "evaluate 0 items"),
+        (("ledger", "mutli=1"), Exit.ERROR, "task 'ledger' has no option 'mutli': did you mean 'multi'"),
+        (("ledger", "multi"), Exit.USAGE, "'multi' is no option of a task: write NAME=VALUE"),
+        (("my_task.py:teal", "bad=true"), Exit.ERROR, "task 'teal', item teal/test/0: the right answer"),
+        (("rows.jsonl",), Exit.ERROR, "rows, row 1: there is no column 'answer'; it has question, gold"),
+        ((), Exit.USAGE, "say which task"),
+        (
+            ("ledger", "--resume", "last"),
+            Exit.USAGE,
+            "--resume: it goes on as it began; leave out TASK, --model, --sandbox",
+        ),
+        (("ledger", "--against", "x"), Exit.ERROR, "there is no evaluation 'x'"),
+        (("ledger", "--against", "x", "--no-store"), Exit.USAGE, "leave out --no-store"),
+    ):
+        shell.write("my_task.py", MINE)
+        done = shell.run("eval", *arguments, "--model", shell.model(RIGHT), "--sandbox", "process")
+        assert (done.code, done.out) == (code, ""), arguments
+        assert done.err.startswith("ramify: ")
+        assert message in done.err, done.err
+    none = shell.run("eval", "ledger")
+    assert none.code == Exit.ERROR
+    assert "no model is set" in none.err
+    assert not list(Path(shell.env["RAMIFY_HOME"]).glob("evaluations/*"))
+
+
+def test_a_model_that_always_fails(shell: Shell) -> None:
+    done = shell.run(
+        *start(shell, [{"match": "", "reply": {"fail": "refused", "text": "no such key"}}], "--items", "2")
+    )
+    assert done.code == Exit.ERROR
+    assert "2 of 2 attempts failed and are left out; the first: " in done.out
+    assert "no such key" in done.out
+
+
+def test_an_interrupted_evaluation_goes_on(shell: Shell) -> None:
+    process = shell.start(
+        *(word for word in start(shell, RIGHT, "--items", "120", "--concurrency", "2") if word != "-q")
+    )
+    records = Records(Path(shell.env["RAMIFY_HOME"]))
+    give_up = time.monotonic() + 30
+    while not _num_lines(shell) > 3 and time.monotonic() < give_up:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == Exit.STOPPED
+    begun = records.load("last")
+    assert 0 < len(begun.outcomes) < 120
+    assert f"go on with it: ramify eval --resume {records.path('last').stem}" in err.decode()
+    done = shell.run("eval", "--resume", "last", "--json", "--concurrency", "16", "-q")
+    assert done.code == Exit.ANSWERED, done.err
+    found = json.loads(done.out)
+    assert (found["attempts"], found["failed"]) == (120, 0)
+    again = records.load("last")
+    assert {(each.item, each.run) for each in begun.outcomes} <= {(each.item, each.run) for each in again.outcomes}
+
+
+def _num_lines(shell: Shell) -> int:
+    files = list(Path(shell.env["RAMIFY_HOME"]).glob("evaluations/*.jsonl"))
+    return files[0].read_bytes().count(b"\n") if files else 0
