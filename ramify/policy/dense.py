@@ -235,7 +235,7 @@ class _Norm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)  # other than x's under autocast
 
 
 def frequencies(shape: Shape) -> Tensor:

@@ -12,8 +12,9 @@ Legend: T tokens of a batch, N rows of hidden states, D width, B rows of a padde
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol, cast
 
 import torch
@@ -31,6 +32,10 @@ class Trunk(Protocol):
     @property
     def shares(self) -> bool:
         """Whether segments may have parents."""
+        ...
+
+    def scope(self) -> AbstractContextManager[None]:
+        """To be entered around forward and backward passes; outside it the model is as it was."""
         ...
 
     def hidden(self, ids_T: Tensor, positions_T: Tensor, segments: Many[Segment]) -> Tensor:
@@ -57,6 +62,9 @@ class DenseTrunk:
     def __init__(self, model: Dense) -> None:
         self._model = model
 
+    def scope(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def hidden(self, ids_T: Tensor, positions_T: Tensor, segments: Many[Segment]) -> Tensor:
         return self._model.hidden(ids_T, positions_T, ForestAttention(segments))
 
@@ -78,11 +86,24 @@ class ModuleTrunk:
         self.shares = self._can_share(ids)
         self._check_head(ids)
 
+    @contextmanager
+    def scope(self) -> Iterator[None]:
+        # The model may be the one that the engine samples from, with its own attention and cache.
+        own = self._model.config._attn_implementation
+        if self.shares:
+            register()
+            self._model.set_attn_implementation(NAME)
+        try:
+            yield
+        finally:
+            self._model.set_attn_implementation(own)
+            self._current.attend = None
+
     def hidden(self, ids_T: Tensor, positions_T: Tensor, segments: Many[Segment]) -> Tensor:
         if not self.shares:
             return self._on_rows(ids_T, segments)
+        # Stays set until the scope ends: layers that are computed again in the backward pass look for it then.
         self._current.attend = ForestAttention(segments)
-        # Stays set: layers that are computed again in the backward pass look for it then.
         out = self._body(input_ids=ids_T[None], position_ids=positions_T[None], attention_mask=None, use_cache=False)
         return cast(Tensor, out.last_hidden_state[0])
 
@@ -107,32 +128,25 @@ class ModuleTrunk:
         config = self._model.config
         if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
             return False
-        own = config._attn_implementation
         rows = [[0, 1, 2, 3], [0, 1, 4, 5, 6]]
         positions = torch.tensor([0, 1, 2, 3, 2, 3, 4], device=ids.device)
         forest = [Segment(0, 2, -1), Segment(2, 4, 0), Segment(4, 7, 0)]
         with torch.no_grad():
-            self.shares = False
-            ends = [self._on_rows(ids[row], [Segment(0, len(row), -1)])[-1] for row in rows]
+            wanted = torch.stack([self._on_rows(ids[row], [Segment(0, len(row), -1)])[-1] for row in rows])
             self.shares = True
             try:
-                register()
-                self._model.set_attn_implementation(NAME)
-                h_TD = self.hidden(ids, positions, forest)
+                with self.scope():
+                    h_TD = self.hidden(ids, positions, forest)
             except (NotImplementedError, ValueError, TypeError, RuntimeError):
-                self._model.set_attn_implementation(own)
                 return False
-        wanted = torch.stack(ends)
         tolerance = 1e-3 if wanted.dtype == torch.float32 else 5e-2
-        same = bool(torch.allclose(h_TD[[3, 6]].float(), wanted.float(), rtol=tolerance, atol=tolerance))
-        if not same:
-            self._model.set_attn_implementation(own)
-        return same
+        return bool(torch.allclose(h_TD[[3, 6]].float(), wanted.float(), rtol=tolerance, atol=tolerance))
 
     def _check_head(self, ids: Tensor) -> None:
         with torch.no_grad():
             row = [Segment(0, len(ids), -1)]
-            ours = self.logits(self.hidden(ids, torch.arange(len(ids), device=ids.device), row))
+            with self.scope():
+                ours = self.logits(self.hidden(ids, torch.arange(len(ids), device=ids.device), row))
             theirs = self._model(input_ids=ids[None], use_cache=False).logits[0].float()
         if not torch.allclose(ours, theirs, rtol=5e-2, atol=5e-2):
             raise ConfigError(

@@ -90,11 +90,12 @@ class Single:
     def forward_backward(self, batches: Many[Batch], loss: Loss) -> dict[str, float]:
         tally = Tally()
         for batch in batches:
-            entries = self._entries(batch, _entropy_wanted(loss, batch))
-            value, measured = losses.compute(loss, entries)
-            if not bool(torch.isfinite(value)):
-                self._fail(batch, entries, loss)
-            value.backward()  # type: ignore[no-untyped-call]
+            with self._trunk.scope():
+                entries = self._entries(batch, _entropy_wanted(loss, batch))
+                value, measured = losses.compute(loss, entries)
+                if not bool(torch.isfinite(value)):
+                    self._fail(batch, entries, loss)
+                value.backward()  # type: ignore[no-untyped-call]
             tally.merge(measured)
         return tally.metrics()
 
@@ -117,7 +118,7 @@ class Single:
         return {"grad_norm": norm, "lr": lr}
 
     def logprobs(self, batches: Many[Batch]) -> list[Floats]:
-        with torch.no_grad():
+        with torch.no_grad(), self._trunk.scope():
             return [self._entries(batch, "no").logprobs.cpu().numpy() for batch in batches]
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -204,8 +205,8 @@ class Single:
         logprobs = entries.logprobs.detach().cpu().numpy()
         np.savez(path, segments=segments, sequences=names, logprobs=logprobs, **arrays, **batch.streams)  # type: ignore[arg-type]
         raise TrainError(
-            f"the loss of step {self._num_steps + 1} is not finite: first in sequence {batch.sequences[index]}, token {token} "
-            f"of {int(bad.sum())} such; the batch is in {path}, the weights are as before the step"
+            f"the loss of step {self._num_steps + 1} is not finite at {int(bad.sum())} entries, the first of them token "
+            f"{token} of sequence {batch.sequences[index]}; the batch is in {path}, the weights are as before the step"
         )
 
     def _tensor(self, array: Any) -> Tensor:
@@ -247,18 +248,20 @@ def _entropy_wanted(loss: Loss, batch: Batch) -> Literal["no", "value", "gradien
 
 
 def _gain_of_bf16(width: int) -> float:
-    """How many times faster a product of this model's size is in bf16 than in fp32, here and now."""
-    rows, seconds = 512, []
+    """How many times faster a product of this model's size is in bf16 than in fp32, here and now; 0 where the CPU has no
+    instructions for it."""
+    names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    if not any(getattr(torch.cpu, name, bool)() for name in names):
+        return 0.0
+    seconds = []
     for dtype in (torch.float32, torch.bfloat16):
-        x, w = torch.ones(rows, width, dtype=dtype), torch.ones(width, 4 * width, dtype=dtype)
-        x @ w
-        best = math.inf
-        for _ in range(3):
+        x, w = torch.ones(512, width, dtype=dtype), torch.ones(width, 4 * width, dtype=dtype)
+        rounds = []
+        for _ in range(7):
             started = time.perf_counter()
-            for _ in range(max(1, int(1e8 / (rows * width * width * 4)))):
-                x @ w
-            best = min(best, time.perf_counter() - started)
-        seconds.append(best)
+            x @ w
+            rounds.append(time.perf_counter() - started)
+        seconds.append(min(rounds))
     return seconds[0] / seconds[1]
 
 

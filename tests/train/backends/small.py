@@ -1,0 +1,55 @@
+"""A small policy and sequences for it, made by seed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from ramify.policy.dense import Dense, unsupported
+from ramify.policy.load import Policy
+from ramify.types.sequence import Sequence
+
+VOCAB = 61
+CONFIG = Qwen3Config(
+    vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=8, max_position_embeddings=128, initializer_range=0.3, tie_word_embeddings=True,
+    bos_token_id=None, eos_token_id=None,
+)  # fmt: skip
+
+
+def policy(config: Any = CONFIG, seed: int = 0) -> Policy:
+    """With random weights; without a tokenizer, which no backend looks at."""
+    torch.manual_seed(seed)
+    model: Any = AutoModelForCausalLM.from_config(config).eval()
+    if unsupported(config) is None:
+        dense = Dense(config)
+        dense.load_state_dict(model.state_dict())
+        model = dense.eval()
+    return Policy(model, None, None, config, 0, "small")  # type: ignore[arg-type]
+
+
+def row(name: str, prompt: list[int], num_sampled: int, rng: np.random.Generator, **more: Any) -> Sequence:
+    """``prompt``, then random tokens of which each third is given and the others carry loss."""
+    ids = np.concatenate([prompt, rng.integers(0, VOCAB, num_sampled)]).astype(np.int64)
+    mask = (np.arange(len(ids)) >= len(prompt)) & (np.arange(len(ids)) % 3 > 0)
+    zeros = np.zeros(len(ids), np.float32)
+    sampler = np.where(mask, rng.normal(-4, 0.3, len(ids)), 0).astype(np.float32)
+    given: dict[str, Any] = {
+        "advantages": np.where(mask, rng.normal(size=len(ids)), 0).astype(np.float32),
+        "rl": np.where(mask, rng.uniform(0.5, 1.5, len(ids)), 0).astype(np.float32),
+        "ce": np.where(mask & (np.arange(len(ids)) % 2 > 0), 0.5, zeros).astype(np.float32),
+    } | more
+    return Sequence(name=name, token_ids=ids, mask=mask, sampler_logprobs=sampler, **given)
+
+
+def tree(seed: int = 0) -> list[Sequence]:
+    """Two tasks; of the first five siblings under one prompt, three of which go on from a shared fork."""
+    rng = np.random.default_rng(seed)
+    prompt, other = rng.integers(0, VOCAB, 23).tolist(), rng.integers(0, VOCAB, 5).tolist()
+    fork = [*prompt, *rng.integers(0, VOCAB, 11).tolist()]
+    rows = [row(f"fork={index}", fork, 7 + 3 * index, rng) for index in range(3)]
+    rows += [row(f"sibling={index}", prompt, 10, rng) for index in range(2)]
+    return rows + [row(f"other={index}", other, 20 + index, rng) for index in range(4)]

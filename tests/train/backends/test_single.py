@@ -1,0 +1,251 @@
+"""The reference backend: the same loss and gradient however a step is cut, shared or ordered; resumed to the bit; stopped
+by what is not finite."""
+
+from __future__ import annotations
+
+import copy
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import GPT2Config
+
+from ramify.errors import ConfigError, TrainError
+from ramify.train.backends.base import Optim
+from ramify.train.backends.single import Compute, Single
+from ramify.train.loss import Loss
+from ramify.train.pack import Cost, Packing, attach, pack
+from ramify.train.policy_losses import DppoTv, PpoClip
+from ramify.types.sequence import Batch, Kept, Sequence
+from tests.train.backends.small import CONFIG, VOCAB, policy, row, tree
+
+LOSS = Loss(policy=DppoTv(pull=0.1), entropy=0.01)
+FREE = Cost(pair=0.0, share=0.0, join=0.0)
+
+
+def learn(batches: list[Batch], backend: Single | None = None) -> tuple[float, dict[str, Tensor]]:
+    """(loss, gradient by name)"""
+    backend = backend or Single(policy())
+    measured = backend.forward_backward(batches, LOSS)
+    return measured["loss"], {name: each.grad for name, each in backend._model.named_parameters()}
+
+
+def check_same(found: tuple[float, dict[str, Tensor]], wanted: tuple[float, dict[str, Tensor]]) -> None:
+    """Losses to 1e-6, gradients to 1e-5 of their largest entry."""
+    assert found[0] == pytest.approx(wanted[0], rel=1e-6, abs=1e-7)
+    for name, gradient in wanted[1].items():
+        difference = float((found[1][name] - gradient).abs().max() / gradient.abs().max())
+        assert difference < 1e-5, name
+
+
+def stepwise(rows: list[Sequence]) -> list[Batch]:
+    """Each third token of a row as a row of its own, up to there, as trainers without a tree have it."""
+    whole = pack(rows)
+    parts = []
+    for each in rows:
+        for end in range(3, len(each) + 3, 3):
+            here = (np.arange(len(each)) >= end - 3)[:end]
+            cut = {name: getattr(each, name)[:end] for name in ("token_ids", "mask", "sampler_logprobs", "advantages")}
+            weights = {name: getattr(each, name)[:end] * here for name in ("rl", "ce")}
+            part = Sequence(name=each.name, **cut, **weights)
+            parts += pack([part], Packing(share=False), whole[0].denominators)
+    return parts
+
+
+def test_loss_and_gradient_do_not_depend_on_how_a_step_is_cut():
+    rows = tree()
+    wanted = learn(pack(rows, Packing(share=False)))
+    shuffled = rows[:]
+    random.Random(0).shuffle(shuffled)
+    ways = {
+        "shared": pack(rows, Packing(cost=FREE)),
+        "in another order": pack(shuffled, Packing(cost=FREE)),
+        "shared where it pays": pack(rows),
+        "cut small": pack(rows, Packing(max_tokens=50, cost=FREE)),
+        "a row at a time": pack(rows, Packing(max_tokens=1)),
+        "step by step": stepwise(rows),
+    }
+    tokens = {name: sum(map(len, batches)) for name, batches in ways.items()}
+    assert tokens["shared"] < tokens["cut small"] < tokens["a row at a time"] < tokens["step by step"]
+    for batches in ways.values():
+        check_same(learn(batches), wanted)
+
+
+def test_computing_again_changes_nothing():
+    wanted = learn(pack(tree()))
+    for compute in (Compute(recompute=True), Compute(max_logits=VOCAB * 5)):
+        check_same(learn(pack(tree()), Single(policy(), compute=compute)), wanted)
+
+
+def test_in_bf16_it_is_nearly_the_same():
+    loss, gradient = learn(pack(tree()))
+    other, rough = learn(pack(tree()), Single(policy(), compute=Compute(precision="bf16")))
+    assert other == pytest.approx(loss, rel=0.1)
+    whole, whole_rough = (torch.cat([each.flatten() for each in found.values()]) for found in (gradient, rough))
+    assert float((whole - whole_rough).norm() / whole.norm()) < 0.1
+
+
+GPT2 = GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=128, initializer_range=0.2)
+
+
+@pytest.mark.parametrize("config", [CONFIG, GPT2], ids=["Dense", "a module of transformers"])
+def test_logprobs_are_those_of_a_plain_softmax(config: Any):
+    rows = tree()
+    backend = Single(policy(config))
+    batches = pack(rows, backend.packing)
+    attach(rows, batches, "old_logprobs", backend.logprobs(batches))
+    for each in rows:
+        ids = torch.from_numpy(each.token_ids)
+        with torch.no_grad():
+            if isinstance(backend._policy.config, GPT2Config):
+                logits = backend._model(input_ids=ids[None]).logits[0]
+            else:
+                logits = backend._trunk.logits(alone(backend, each))
+        wanted = logits.log_softmax(-1)[:-1].gather(1, ids[1:, None])[:, 0] * torch.from_numpy(each.rl[1:] > 0)
+        np.testing.assert_allclose(each.streams["old_logprobs"][1:], wanted, atol=1e-5)
+
+
+def alone(backend: Single, each: Sequence) -> Tensor:
+    (batch,) = pack([each])
+    return backend._trunk.hidden(torch.from_numpy(each.token_ids), torch.arange(len(each)), batch.segments)
+
+
+def test_temperature_and_kept_sets_are_those_of_the_sampler():
+    """The sampler drew at temperature 0.5 from a few ids: with its own log-probabilities the ratio is 1 everywhere."""
+    rng = np.random.default_rng(0)
+    plain = row("a", [1, 2, 3], 9, rng, ce=None)
+    sets = [[*rng.choice(VOCAB, 4, replace=False).tolist(), int(id)] for id in plain.token_ids]
+    sizes = [len(each) if drawn else 0 for each, drawn in zip(sets, plain.mask, strict=True)]
+    kept = Kept(
+        np.cumsum([0, *sizes]), np.array([id for each, size in zip(sets, sizes, strict=True) if size for id in each])
+    )
+    backend = Single(policy())
+    with torch.no_grad():
+        logits = backend._trunk.logits(alone(backend, plain)) / 0.5
+    drawn = np.flatnonzero(plain.mask)
+    sampler = np.zeros(len(plain), np.float32)
+    for token in drawn:
+        row_logits = logits[token - 1][torch.tensor(sets[token])]
+        sampler[token] = row_logits.log_softmax(0)[-1]
+    same = Sequence(
+        name="a", token_ids=plain.token_ids, mask=plain.mask, sampler_logprobs=sampler, advantages=plain.advantages,
+        rl=plain.rl, temperature=0.5, kept=kept,
+    )  # fmt: skip
+    measured = backend.forward_backward(pack([same]), Loss(policy=PpoClip()))
+    assert measured["mismatch_max"] < 1e-5
+    assert measured["ess"] == pytest.approx(1.0)
+    assert measured["entropy"] < np.log(5)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_resuming_is_bit_identical(kind: Any, tmp_path: Path):
+    optim = Optim(kind=kind, lr=0.01, weight_decay=0.1, schedule="linear", warmup_steps=2, num_steps=6)
+    batches = pack(tree(), Packing(max_tokens=60))
+
+    def steps(backend: Single, num: int) -> list[dict[str, float]]:
+        return [backend.forward_backward(batches, LOSS) | backend.optim_step() for _ in range(num)]
+
+    whole = Single(policy(), optim)
+    steps(whole, 2)
+    whole.save(tmp_path / "state")
+    resumed = Single(policy(seed=1), optim)
+    resumed.load(tmp_path / "state")
+    assert resumed.version == 2
+    assert steps(resumed, 3) == steps(whole, 3)
+    for (name, ours), (_, theirs) in zip(resumed.weights(), whole.weights(), strict=True):
+        assert torch.equal(ours, theirs), name
+
+
+def test_a_state_that_does_not_fit_is_refused(tmp_path: Path):
+    Single(policy()).save(tmp_path)
+    wider = copy.deepcopy(CONFIG)
+    wider.intermediate_size = 64
+    with pytest.raises(
+        ConfigError, match=r"'model.layers.0.mlp.down_proj.weight' is \(32, 48\) there and \(32, 64\) here"
+    ):
+        Single(policy(wider)).load(tmp_path)
+    with pytest.raises(ConfigError, match=r"optim\.kind is adamw there and muon here"):
+        Single(policy(), Optim(kind="muon")).load(tmp_path)
+    with pytest.raises(ConfigError, match=r"holds no state of a trainer: it has no backend\.pt"):
+        Single(policy()).load(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_steps_bring_the_loss_down(kind: Any):
+    backend = Single(policy(), Optim(kind=kind, lr=0.01))
+    rows = [
+        row(str(index), [5, 6], 12, np.random.default_rng(index), rl=np.zeros(14, np.float32)) for index in range(4)
+    ]
+    batches = pack(rows)
+    losses = []
+    for _ in range(15):
+        losses.append(backend.forward_backward(batches, Loss())["ce_loss"])
+        backend.optim_step()
+    assert losses[-1] < 0.6 * losses[0]
+
+
+def test_the_gradient_is_clipped_to_its_norm():
+    batches = pack(tree())
+    found = []
+    for norm in (0.0, 1e-3):
+        backend = Single(policy(), Optim(kind="adamw", lr=1e-3, eps=1.0, max_grad_norm=norm))
+        before = {name: each.clone() for name, each in backend.weights()}
+        backend.forward_backward(batches, LOSS)
+        grad_norm = backend.optim_step()["grad_norm"]
+        moved = torch.cat([(each - before[name]).flatten() for name, each in backend.weights()])
+        found.append((grad_norm, float(moved.abs().max())))
+    assert found[0][0] == pytest.approx(found[1][0])
+    assert found[1][1] < 0.1 * found[0][1]
+
+
+def test_a_loss_that_is_not_finite_stops_and_names_the_sequence(tmp_path: Path):
+    rows = tree()
+    rows[4].sampler_logprobs[:] = np.nan
+    backend = Single(policy(), dumps=tmp_path)
+    before = {name: each.clone() for name, each in backend.weights()}
+    batches = pack(rows)
+    with pytest.raises(
+        TrainError, match="step 1 is not finite at 7 entries, the first of them token 23 of sequence sibling=1"
+    ):
+        backend.forward_backward(batches, LOSS)
+    dump = np.load(tmp_path / "not-finite-step-1.npz")
+    assert dump["token_ids"].tolist() == batches[0].token_ids.tolist()
+    assert "4 sibling=1" in dump["sequences"].tolist()
+    assert backend.optim_step()["grad_norm"] == 0.0
+    assert all(torch.equal(each, before[name]) for name, each in backend.weights())
+
+
+def test_a_gradient_that_is_not_finite_stops_before_the_step():
+    backend = Single(policy())
+    batches = pack(tree())
+    backend.forward_backward(batches, LOSS)
+    name, first = next(backend._model.named_parameters())
+    first.grad.fill_(torch.inf)
+    kept = dict(backend.weights())[name].clone()
+    with pytest.raises(TrainError, match="gradient of step 1 is not finite"):
+        backend.optim_step()
+    assert torch.equal(dict(backend.weights())[name], kept)
+
+
+def test_a_path_beyond_the_window_is_refused():
+    long = row("long", [1], 130, np.random.default_rng(0))
+    with pytest.raises(
+        ConfigError, match="path of 131 tokens does not fit the policy's window of 128; it is one of: long"
+    ):
+        Single(policy()).forward_backward(pack([long]), LOSS)
+
+
+def test_learning_rates():
+    rates = Optim(lr=1.0, schedule="linear", warmup_steps=2, num_steps=6, final_fraction=0.0)
+    assert [rates.lr_at(step) for step in range(8)] == [0.5, 1, 1, 0.75, 0.5, 0.25, 0, 0]
+    rates = Optim(lr=1.0, schedule="cosine", num_steps=4, final_fraction=0.2)
+    assert [round(rates.lr_at(step), 6) for step in range(6)] == [1, 0.882843, 0.6, 0.317157, 0.2, 0.2]
+    assert [Optim(lr=3.0).lr_at(step) for step in (0, 100)] == [3.0, 3.0]
+    with pytest.raises(ConfigError, match=r"schedule=linear over 5 steps needs more than the 5 of warm-up"):
+        Optim(schedule="linear", warmup_steps=5, num_steps=5)
+    with pytest.raises(ConfigError, match=r"optim.lr=0 must be a positive number"):
+        Optim(lr=0)

@@ -1,0 +1,235 @@
+"""Each formula of a loss over a small batch, against the same formula written out in fp64 with numpy.
+
+Five tokens, chosen so that every formula meets each of its cases: a ratio that is high, low, or within bounds, with an
+advantage of either sign.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from ramify.errors import ConfigError
+from ramify.train.loss import Entries, Loss, Tally, compute, kl_estimate, per_entry
+from ramify.train.policy_losses import (
+    POLICY_LOSSES,
+    AnyPolicyLoss,
+    Cispo,
+    DppoTv,
+    DualClip,
+    ImportanceSampling,
+    PpoClip,
+    Tokens,
+)  # fmt: skip
+
+P_NOW = np.array([0.9, 0.30, 0.50, 0.10, 0.40])
+P_OLD = np.array([0.5, 0.50, 0.45, 0.02, 0.40])
+P_SAMPLER = np.array([0.6, 0.55, 0.50, 0.02, 0.45])
+A = np.array([1.0, -2.0, 0.5, -1.0, 3.0])
+R, RHO = P_NOW / P_OLD, P_NOW / P_SAMPLER  # r = 1.8, 0.6, 1.11, 5, 1;  rho = 1.5, 0.55, 1, 5, 0.89
+L, M = np.log(P_NOW), np.log(P_SAMPLER)
+
+
+def tokens(now: np.ndarray = L) -> Tokens:
+    given = (now, np.log(P_OLD), M, A)
+    leaf, *others = (torch.tensor(each, dtype=torch.float64) for each in given)
+    return Tokens(leaf.requires_grad_(), *others)
+
+
+CASES: list[tuple[AnyPolicyLoss, list[float], list[float]]] = [
+    # (loss, value per token, derivative by l per token); d r / d l = r
+    (
+        PpoClip(),
+        [-1.28, 0.8 * 2, -R[2] * 0.5, 5.0, -3.0],
+        [0.0, 0.0, -R[2] * 0.5, 5.0, -3.0],
+    ),
+    (
+        DualClip(bound=3.0),
+        [-1.28, 0.8 * 2, -R[2] * 0.5, 3.0, -3.0],
+        [0.0, 0.0, -R[2] * 0.5, 0.0, -3.0],
+    ),
+    (
+        Cispo(),
+        [-1.28 * L[0], 0.8 * 2 * L[1], -R[2] * 0.5 * L[2], 1.28 * L[3], -3.0 * L[4]],
+        [-1.28, 0.8 * 2, -R[2] * 0.5, 1.28, -3.0],
+    ),
+    (
+        Cispo(anchor="sampler", clip_low=0.2, clip_high=4.0),
+        [-1.5 * L[0], 0.8 * 2 * L[1], -0.5 * L[2], 5.0 * L[3], -RHO[4] * 3 * L[4]],
+        [-1.5, 0.8 * 2, -0.5, 5.0, -RHO[4] * 3],
+    ),
+    (
+        DppoTv(pull=0.0),  # p - q = 0.3, -0.25, 0, 0.08, -0.05: the first two have gone far enough
+        [0.0, 0.0, -0.5, 5.0, -RHO[4] * 3],
+        [0.0, 0.0, -0.5, 5.0, -RHO[4] * 3],
+    ),
+    (
+        DppoTv(delta=0.5, pull=0.1),
+        (-RHO * A + 0.1 * (L - M) ** 2).tolist(),
+        (-RHO * A + 0.2 * (L - M)).tolist(),
+    ),
+    (ImportanceSampling(), (-RHO * A).tolist(), (-RHO * A).tolist()),
+]
+
+
+@pytest.mark.parametrize(("loss", "values", "slopes"), CASES, ids=lambda each: getattr(type(each), "__name__", ""))
+def test_policy_losses(loss: AnyPolicyLoss, values: list[float], slopes: list[float]):
+    given = tokens()
+    found = loss.per_token(given)
+    np.testing.assert_allclose(found.detach(), values, rtol=1e-12, atol=1e-12)
+    (slope,) = torch.autograd.grad(found.sum(), given.now)
+    np.testing.assert_allclose(slope, slopes, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("loss", "clipped"),
+    [
+        (PpoClip(), [1, 1, 0, 0, 0]),
+        (DualClip(), [1, 1, 0, 1, 0]),
+        (Cispo(), [1, 1, 0, 1, 0]),
+        (DppoTv(), [1, 1, 0, 0, 0]),
+        (ImportanceSampling(), [0, 0, 0, 0, 0]),
+    ],
+)
+def test_which_tokens_are_clipped(loss: AnyPolicyLoss, clipped: list[int]):
+    assert loss.clipped(tokens()).int().tolist() == clipped
+
+
+def test_a_ratio_that_ran_away_stays_finite():
+    far = tokens(np.array([50.0, -50.0, 300.0, -300.0, 0.0]) + L)
+    for name, kind in POLICY_LOSSES.items():
+        found = kind().per_token(far)
+        (slope,) = torch.autograd.grad(found.sum(), far.now)
+        assert bool(torch.isfinite(found).all()), name
+        assert bool(torch.isfinite(slope).all()), name
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_policy_losses_by_name(name: str):
+    assert msgspec.convert({"policy": {"name": name}}, Loss).policy == POLICY_LOSSES[name]()
+    assert msgspec.to_builtins(Loss(policy=POLICY_LOSSES[name]()))["policy"]["name"] == name
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert({"policy": {"name": name, "nonsense": 1}}, Loss)
+
+
+def test_kl_estimates():
+    now, ref = (torch.tensor(each, dtype=torch.float64, requires_grad=True) for each in (L, np.log(P_OLD)))
+    d = np.log(P_OLD) - L
+    values = {"k1": -d, "k2": d**2 / 2, "k3": np.exp(d) - d - 1, "k3+": np.exp(d) - d - 1}
+    slopes = {"k1": np.ones(5), "k2": -d, "k3": 1 - np.exp(d), "k3+": -d}
+    for kind, wanted in values.items():
+        found = kl_estimate(kind, now, ref.detach())  # type: ignore[arg-type]
+        np.testing.assert_allclose(found.detach(), wanted, rtol=1e-12, atol=1e-12)
+        (slope,) = torch.autograd.grad(found.sum(), now)
+        np.testing.assert_allclose(slope, slopes[kind], rtol=1e-12, atol=1e-12)
+    far = kl_estimate("k3", torch.tensor([-40.0, 40.0]), torch.zeros(2))
+    assert far.tolist() == [10.0, 10.0]
+
+
+def entries(**changed: Any) -> Entries:
+    streams = {
+        "advantages": A, "sampler_logprobs": M, "old_logprobs": np.log(P_OLD), "rl": [0.5, 0.5, 1.0, 0.0, 0.25],
+    } | changed.pop("streams", {})  # fmt: skip
+    fields: dict[str, Any] = {
+        "logprobs": torch.tensor(L, requires_grad=True),
+        "streams": {name: torch.tensor(np.asarray(each, np.float64)) for name, each in streams.items()},
+        "denominators": {"rl": 10.0},
+    }
+    return Entries(**(fields | changed))
+
+
+def test_components_are_weighed_sums_over_their_own_counts():
+    """rl: importance sampling with weights .5 .5 1 0 .25 over 10; ce: weights 0 0 2 1 0 over 4."""
+    given = entries(streams={"ce": [0, 0, 2.0, 1.0, 0]}, denominators={"rl": 10.0, "ce": 4.0})
+    loss = Loss(policy=ImportanceSampling())
+    found, tally = compute(loss, given)
+    rl = -(RHO * A * [0.5, 0.5, 1.0, 0.0, 0.25]).sum() / 10
+    ce = -(L * [0, 0, 2, 1, 0]).sum() / 4
+    assert found.item() == pytest.approx(rl + ce, rel=1e-12)
+    measured = tally.metrics()
+    assert (measured["rl_loss"], measured["ce_loss"], measured["loss"]) == pytest.approx((rl, ce, rl + ce))
+    assert per_entry(loss, given).sum().item() == pytest.approx(rl + ce, rel=1e-12)
+
+
+def test_kl_and_entropy_go_with_the_policy_gradient():
+    entropy = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0], dtype=torch.float64)
+    given = entries(streams={"ref_logprobs": np.log(P_OLD)}, entropy=entropy)
+    found, tally = compute(Loss(policy=ImportanceSampling(), kl_beta=0.1, kl="k2", entropy=0.01), given)
+    k2 = (np.log(P_OLD) - L) ** 2 / 2
+    weight = np.array([0.5, 0.5, 1.0, 0.0, 0.25])
+    assert found.item() == pytest.approx((weight * (-RHO * A + 0.1 * k2 - 0.01 * entropy.numpy())).sum() / 10)
+    assert tally.metrics()["ref_kl"] == pytest.approx(k2[weight > 0].mean())
+    assert tally.metrics()["entropy"] == pytest.approx((1 + 2 + 3 + 5) / 4)
+    with pytest.raises(ConfigError, match="the batch has no 'ref_logprobs'"):
+        compute(Loss(kl_beta=0.1), entries())
+
+
+def test_what_is_measured():
+    """Over the four tokens that weigh: all but the one before the last."""
+    _, tally = compute(Loss(policy=PpoClip()), entries())
+    _, twice = compute(Loss(policy=PpoClip()), entries())
+    twice.merge(tally)
+    weighs = np.array([0, 1, 2, 4])
+    r, rho = R[weighs], RHO[weighs]
+    mismatch = abs(np.log(P_OLD) - M)[weighs]
+    for found in (tally.metrics(), twice.metrics()):
+        assert found["clip_fraction"] == pytest.approx(2 / 4)
+        assert found["approx_kl"] == pytest.approx((r - 1 - np.log(r)).mean())
+        assert found["mismatch"] == pytest.approx(mismatch.mean())
+        assert found["mismatch_max"] == pytest.approx(mismatch.max())
+        assert found["ess"] == pytest.approx(rho.sum() ** 2 / (rho**2).sum() / 4)
+    assert twice.metrics()["loss"] == pytest.approx(2 * tally.metrics()["loss"])
+    assert Tally().metrics() == {"loss": 0.0}
+
+
+def test_without_an_old_pass_the_sampler_is_the_anchor():
+    given = entries()
+    streams = {name: each for name, each in given.streams.items() if name != "old_logprobs"}
+    found, tally = compute(Loss(policy=PpoClip()), given._replace(streams=streams))
+    clipped = -np.minimum(RHO * A, RHO.clip(0.8, 1.28) * A)
+    assert found.item() == pytest.approx((clipped * [0.5, 0.5, 1.0, 0.0, 0.25]).sum() / 10)
+    assert tally.metrics()["mismatch"] == pytest.approx(abs(L - M)[[0, 1, 2, 4]].mean())
+
+
+def test_distillation():
+    """Two tokens with the teacher's two likeliest ids: sum over them of p_T (log p_T - log p)."""
+    teacher, ours = np.array([[0.7, 0.2], [0.5, 0.5]]), np.array([[0.6, 0.3], [0.9, 0.1]])
+    given = Entries(
+        logprobs=torch.tensor(L[:2], requires_grad=True),
+        streams={
+            "kd": torch.tensor([1.0, 2.0]), "teacher_logprobs": torch.tensor(np.log(teacher)),
+            "sampler_logprobs": torch.tensor(M[:2]),
+        },
+        denominators={"kd": 3.0},
+        teacher_ids_logprobs=torch.tensor(np.log(ours)),
+    )  # fmt: skip
+    kl = (teacher * np.log(teacher / ours)).sum(1)
+    assert compute(Loss(), given)[0].item() == pytest.approx((kl * [1, 2]).sum() / 3)
+    sampled = torch.tensor(np.log([0.5, 0.6]))
+    by_sample = given._replace(teacher_ids_logprobs=None, streams={**given.streams, "teacher_logprobs": sampled})
+    gap = sampled.numpy() - L[:2]
+    value = (-gap * RHO[:2] + 1e-3 * (L - M)[:2] ** 2) * [1, 2] / 3
+    assert compute(Loss(), by_sample)[0].item() == pytest.approx(value.sum())
+    no_teacher = {name: each for name, each in given.streams.items() if name != "teacher_logprobs"}
+    with pytest.raises(ConfigError, match="no stream 'teacher_logprobs'"):
+        compute(Loss(), given._replace(streams=no_teacher))
+
+
+def test_an_entry_without_weight_adds_nothing_even_where_it_is_not_finite():
+    broken = L.copy()
+    broken[3] = -math.inf
+    given = entries(logprobs=torch.tensor(broken, requires_grad=True))
+    found, _ = compute(Loss(policy=ImportanceSampling()), given)
+    assert math.isfinite(found.item())
+
+
+def test_wrong_options_are_refused():
+    with pytest.raises(ConfigError, match=r"kl_beta=-1\.0 cannot be negative"):
+        Loss(kl_beta=-1.0)
+    with pytest.raises(ConfigError, match="'then' is neither 'old' nor 'sampler'"):
+        Cispo(anchor="then")
