@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from ramify.errors import ConfigError, StoreError
 from ramify.policy.dense import Dense, Shape, unsupported
@@ -181,14 +181,15 @@ def _folder(path_or_name: str | Path) -> Path:
 
 
 def _tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+    """What tokenizer.json says, and no more: ``AutoTokenizer`` would make it a class of the model's family, which may cut
+    text up in another way."""
+    if not (folder / "tokenizer.json").is_file():
+        raise ConfigError(f"{folder} has no tokenizer.json: save its tokenizer as a fast one (use_fast=True) first")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{folder}: no tokenizer can be loaded: {str(error).splitlines()[0]}") from None
-    if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        raise ConfigError(
-            f"{folder}: {type(tokenizer).__name__} has no tokenizer.json: convert it with AutoTokenizer and save it"
-        )
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    except Exception as error:  # noqa: BLE001 (the tokenizers library raises this class itself)
+        raise ConfigError(f"{folder}: its tokenizer cannot be loaded: {str(error).splitlines()[0]}") from None
+    assert isinstance(tokenizer, PreTrainedTokenizerFast)
     return tokenizer
 
 
@@ -229,7 +230,8 @@ def _begin(name: str, parameter: nn.Parameter, seed: int) -> None:
         std = float(parameter.shape[1]) ** -0.5 * (0.5 if name.endswith(_OUTPUTS) else 1.0)
         if name in ("model.embed_tokens.weight", "lm_head.weight"):
             std = _EMBEDDING_STD
-        generator = torch.Generator().manual_seed((seed << 32) + zlib.crc32(name.encode()))
+        # One hash of both: a CPU generator takes no more than 32 bits of its seed.
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
         parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
 
 

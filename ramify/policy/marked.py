@@ -182,10 +182,14 @@ class MarkedRenderer:
             if talk[0].role == "system" and "system" not in self._format.opens:
                 continue
             theirs = self._pieces.marked(self._template.text(talk, generate=True, tools=tools))
-            ours = [self._pieces.joined(self._conversation(talk, tools, opening)) for opening in ("", self._opening)]
+            ours = [self._unbroken(self._conversation(talk, tools, opening)) for opening in ("", self._opening)]
             if theirs not in ours:
                 texts = self._pieces.decode(ours[0]), self._pieces.decode(theirs)
                 raise ConfigError(f"the {self.name} renderer differs from the template: {first_difference(*texts)}")
+
+    def _unbroken(self, parts: Iterator[Part]) -> list[int]:
+        """Ids as of one text, where tokens may reach from a reply's header into the reply."""
+        return self._pieces.joined(part for part in parts if part is not None)
 
     def _agrees_on_tools(self) -> bool:
         if not self._template.source:

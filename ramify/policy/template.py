@@ -4,6 +4,8 @@ It renders a conversation once without and once with the added messages, and tak
 where a template never changes what it has written before; a few canned conversations are tried when a policy is loaded,
 and ``unstable`` says what was found. Then ``prompt`` still works, ``extend`` does not.
 
+Where the end of a reply's header and its beginning would make one token, a path has two, and a fresh ``prompt`` one.
+
 The formats that ``marked.py`` knows are better rendered there: it never reads a marker in a message as one. Here a
 message's markers are made harmless by a zero-width space.
 """
