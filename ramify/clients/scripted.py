@@ -104,9 +104,11 @@ class ScriptedClient:
 
     def _refuse_overlong(self, usage: Usage) -> None:
         if usage.input_tokens > self.window:
-            raise Refused(
+            error = Refused(
                 f"{self.name}: the prompt has {usage.input_tokens} tokens and the window {self.window}: shorten it"
             )
+            error.too_long = True
+            raise error
 
     async def _replied(self, step: Reply | Failure) -> Reply:
         if isinstance(step, Reply):

@@ -30,6 +30,7 @@ from ramify.errors import (
     LimitReached,
     ModelError,
     RamifyError,
+    Refused,
     ReplayDiverged,
     SandboxError,
     SessionDied,
@@ -111,7 +112,7 @@ class RlmLoop:
     async def _step(self) -> Outcome | None:
         run, call = self.run, self.call
         stop = run.must_stop(call)
-        if stop is None and self._is_root:
+        if stop is None and self._is_root and run.scaffold.last_word:
             stop = run.hold_last_word(call, self._pending)
         if stop is not None:
             return await self._last_word(stop)
@@ -121,7 +122,9 @@ class RlmLoop:
         except LimitReached as reached:
             return await self._last_word(Stop(reached.stop))
         except ModelError as error:
-            return Outcome(Stop.ERROR, self._best(in_words=False), str(error), error)
+            outgrown = isinstance(error, Refused) and error.too_long and call.turn and not run.scaffold.compact_at
+            stop = Stop.MAX_TOKENS if outgrown else Stop.ERROR  # a history that is never summarised ends at the window
+            return Outcome(stop, self._best(in_words=False), str(error), error)
         self._reused, self._last_text = None, reply.message.content
         try:
             outcome, messages = await self._act(self._action(reply.message))

@@ -10,7 +10,7 @@ import pytest
 from ramify import Scaffold, Stop
 from ramify.engine.observe import terse
 from ramify.engine.scaffold import SCAFFOLDS
-from ramify.errors import ConfigError
+from ramify.errors import ConfigError, ModelError
 from ramify.sandbox.base import Session
 from ramify.tasks.base import Start
 from ramify.types.message import Message
@@ -88,6 +88,71 @@ def test_a_long_history_is_never_summarised() -> None:
     with rlm(model, scaffold="tiny", limits={"max_reply_tokens": 50}) as r:
         assert r.completion("alpha", "?").answer == 1
     assert all(len(request.messages) == 2 * turn + 1 for turn, request in enumerate(model.requests))
+
+
+def test_a_history_that_outgrows_the_window_is_cut_short() -> None:
+    model = client(["print('x'*90)", "answer['content'] = 7"] + ["print('x'*90)"] * 9, window=60)
+    with rlm(model, scaffold="tiny", limits={"max_reply_tokens": 10}) as r:
+        result = r.completion("alpha", "?")
+        assert (result.stop, result.answer) == (Stop.MAX_TOKENS, 7)
+        assert "tokens and the window 60" in str(result.error)
+        with pytest.raises(ModelError, match="tokens and the window 60"):  # nothing was done yet
+            r.completion("alpha", "?" * 400)
+
+
+def test_a_recursive_run_message_by_message() -> None:
+    """The root tries, fails, splits, asks a child for each document, and adds up; a child looks before it answers."""
+    root = [
+        "print(context[:70])",
+        "R=[l.split(',') for l in context]\nr=sum(int(x[1]) for x in R)",
+        "P=context.split('###')\nA=rlm_query_batched(['sum qty']*len(P),P)\nr=sum(A)\nprint(A)\nprint('y'*200)",
+        "FINAL(r)",
+    ]
+    child = ["print(context)", "FINAL(sum(int(l.split(',')[1]) for l in context.split(';')))"]
+
+    def script(messages: tuple[Message, ...]) -> str:
+        turn = sum(message.role == "assistant" for message in messages)
+        return (root if " in all docs" in messages[0].content else child)[turn]
+
+    with rlm(client(script), scaffold="tiny") as r:
+        result = r.completion("ann,1;bob,2###cat,30", "sum qty in all docs")
+    trajectory = result.trajectory
+    assert (result.answer, result.stop) == (33, Stop.FINAL)
+    assert {call.id: said(tuple(trajectory.conversation(call))) for call in trajectory.calls} == {
+        "0": [
+            ("user", "sum qty in all docs\nlen 20"),
+            ("assistant", root[0]),
+            ("user", "ann,1;bob,2###cat,30"),
+            ("assistant", root[1]),
+            ("user", "IndexError: list index out of range"),
+            ("assistant", root[2]),
+            ("user", "[3, 30]\n" + "y" * 82),
+            ("assistant", root[3]),
+        ],
+        "0.0": [
+            ("user", "sum qty\nlen 11"),
+            ("assistant", child[0]),
+            ("user", "ann,1;bob,2"),
+            ("assistant", child[1]),
+        ],
+        "0.1": [
+            ("user", "sum qty\nlen 6"),
+            ("assistant", child[0]),
+            ("user", "cat,30"),
+            ("assistant", child[1]),
+        ],
+    }
+
+
+def test_a_further_question_is_told_as_the_first() -> None:
+    model = client(["x=1\nFINAL(x)", "FINAL(x+1)"])
+    with rlm(model, scaffold="tiny") as r, r.conversation("alpha") as c:
+        assert [c.ask("one").answer, c.ask("two").answer] == [1, 2]
+    assert said(model.requests[1].messages) == [
+        ("user", "one\nlen 5"),
+        ("assistant", "x=1\nFINAL(x)"),
+        ("user", "two\nlen 5"),
+    ]
 
 
 @pytest.mark.parametrize(
