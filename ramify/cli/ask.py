@@ -109,14 +109,14 @@ def _ask(question: str, paths: list[str], answer_schema: str | None, settings: d
 def _warm_up(model: str, spec: SandboxSpec | None) -> None:
     """Begin to start the sandbox's server, in its own process, and to import what a model's client needs for TLS (much
     of that is reading certificates, without Python's lock), while this thread imports the rest and reads files."""
-    from ramify.clients.providers import PROVIDERS, resolve, split_name
+    from ramify.clients.providers import IN_PROCESS, PROVIDERS, resolve, split_name
     from ramify.sandbox.base import launch
 
     if spec is not None:
         launch(spec)
     provider = split_name(model)[0]
     is_plain = provider in PROVIDERS and resolve(model).url.startswith("http:")
-    if provider != "scripted" and not is_plain:
+    if provider not in ("scripted", *IN_PROCESS) and not is_plain:
         import threading
 
         threading.Thread(target=__import__, args=("ramify.clients.https",), daemon=True).start()
@@ -159,7 +159,7 @@ def make_rlm(settings: dict[str, Any], spec: SandboxSpec, store: Store | None) -
     from ramify.engine.rlm import RLM
 
     limits = Limits(**{name: value for name, value in settings.items() if name in Limits.__struct_fields__})
-    scaffold = read_scaffold(settings.get("scaffold"))
+    scaffold = read_scaffold(settings.get("scaffold"), settings["model"])
     if settings.get("direct") is False:
         scaffold = msgspec.structs.replace(scaffold, direct_chars=0)
     return RLM(
@@ -203,11 +203,11 @@ def read_schema(given: str | None) -> dict[str, Any] | None:
     return schema
 
 
-def read_scaffold(given: str | None) -> Any:
+def read_scaffold(given: str | None, model: str) -> Any:
     from ramify.engine.scaffold import Scaffold, scaffold_of
 
     if not given or not given.endswith((".toml", ".json")):
-        return scaffold_of(given or None)
+        return scaffold_of(given or None, model)
     data = _read(given, "the scaffold")
     try:
         return msgspec.convert(_decoded(data, given), Scaffold)

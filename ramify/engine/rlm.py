@@ -60,7 +60,7 @@ class RLM:
     ``model``        ``"provider:model"`` or a client; a list gives one by depth
     ``sub_model``    answers below the root; a list adds models that a session may ask for by name
     ``limits``       what one question may spend: turns, depth, calls, tokens, dollars, seconds
-    ``scaffold``     prompts and conventions, by name or as a ``Scaffold``
+    ``scaffold``     prompts and conventions, by name or as a ``Scaffold``; by default what the model was made for
     ``sandbox``      where code runs
     ``tools``        functions (and values) of yours in the session; run here, with your rights
     ``child_tools``  the same for children; by default ``tools``
@@ -96,14 +96,15 @@ class RLM:
         self._search = search_of(branches if search is None else search)
         module_of(spec)  # an unknown provider is known as such before anything is asked
         tool_set = ToolSet(tools)
+        chosen = scaffold_of(scaffold, model)
         self.store = store
         self._shared = Shared(limits.max_concurrency, spec)
         self._is_pinned_in_thread = False
         self._model, self._sub_model = model, sub_model
         self._setup = Setup(
-            self._connect, limits, scaffold_of(scaffold), spec, sampling or Sampling(), tool_set,
+            self._connect, limits, chosen, spec, sampling or Sampling(), tool_set,
             tool_set if child_tools is None else ToolSet(child_tools), store.blobs if store else None,
-            _config(model, sub_model, limits, scaffold_of(scaffold), spec, sampling),
+            _config(model, sub_model, limits, chosen, spec, sampling),
         )  # fmt: skip
 
     @property

@@ -13,6 +13,7 @@ import msgspec
 
 from ramify.engine import observe
 from ramify.errors import ConfigError, nearest
+from ramify.inference.base import made_for
 from ramify.types.trajectory import Cell
 
 _DEFAULT_SYSTEM = """\
@@ -129,12 +130,11 @@ TINY = Scaffold(
 SCAFFOLDS = {"default": Scaffold(), "minimal": Scaffold(name="minimal", system=_MINIMAL_SYSTEM), "tiny": TINY}
 
 
-def scaffold_of(given: Scaffold | str | None) -> Scaffold:
-    """A scaffold by name, as it is, or the default."""
+def scaffold_of(given: Scaffold | str | None, model: object = None) -> Scaffold:
+    """A scaffold by name, as it is, or else the one that ``model`` (a name, a client or a list of them) was made for."""
     if isinstance(given, Scaffold):
         return given
-    if given is None:
-        return SCAFFOLDS["default"]
+    given = given or made_for(model) or "default"
     if given not in SCAFFOLDS:
         raise ConfigError(f"unknown scaffold '{given}': {nearest(given, SCAFFOLDS)}; or give a Scaffold of your own")
     return SCAFFOLDS[given]

@@ -24,8 +24,10 @@ TINY = Path(__file__).parents[1] / "policy" / "tiny"
 class InferenceClient(Client, Protocol):
     """An engine whose weights change between steps of training."""
 
-    version: int
-    """Of the policy that answers now."""
+    @property
+    def version(self) -> int:
+        """Of the policy that answers now."""
+        ...
 
     async def update(self, weights: object, version: int) -> None:
         """From now on ``weights`` answer, as ``version``; what was cached of others is forgotten. A reply in the middle
@@ -39,6 +41,22 @@ class InferenceClient(Client, Protocol):
     async def logprobs(self, ids: Sequence[int]) -> list[float]:
         """Log-probability of each of ``ids`` but the first, given those before it, at temperature 1."""
         ...
+
+
+def made_for(model: object) -> str | None:
+    """The scaffold that a model was made for, by its name; None where any will do. ``model`` is a model's name, a client,
+    or a list whose first entry answers the root. Nothing is loaded: a checkpoint's chat template says it."""
+    if isinstance(model, list | tuple) and model:
+        return made_for(model[0])
+    if not isinstance(model, str):
+        named = getattr(model, "scaffold", None)
+        return named if isinstance(named, str) else None
+    if model == "tiny":
+        return "tiny"
+    if model.startswith("local:"):
+        template = Path(model.removeprefix("local:")).expanduser() / "chat_template.jinja"
+        return "tiny" if template.is_file() and "<|u|>" in template.read_text(encoding="utf-8") else None
+    return None
 
 
 def connect(name: str) -> Client:
