@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from ramify.errors import ConfigError
 from ramify.train.backends.base import Optim
+from ramify.train.backends.muon import Muon
 
 _OUTSIDE = ("embed", "lm_head", "wte", "wpe", "output_embedding")
 """Parts of the names of matrices that are not inside a layer."""
 
 
 class Optimizers:
-    """One or two of torch's optimizers, as one."""
+    """One or two optimizers, as one."""
 
     def __init__(self, model: nn.Module, optim: Optim) -> None:
         self._optim = optim
@@ -30,7 +30,7 @@ class Optimizers:
         adamw: list[dict[str, Any]] = [{"params": others, "weight_decay": 0.0}]
         self._all: list[torch.optim.Optimizer] = []
         if optim.kind == "muon" and inside:
-            self._all.append(_muon(inside, optim))
+            self._all.append(Muon(inside, optim.lr, optim.momentum, optim.weight_decay))
         else:
             adamw.append({"params": inside, "weight_decay": optim.weight_decay})
         groups = [group for group in adamw if group["params"]]
@@ -60,12 +60,3 @@ def _split(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
             is_inside = parameter.dim() == 2 and not any(part in name for part in _OUTSIDE)
             (inside if is_inside else others).append(parameter)
     return inside, others
-
-
-def _muon(matrices: list[nn.Parameter], optim: Optim) -> torch.optim.Optimizer:
-    if not hasattr(torch.optim, "Muon"):
-        raise ConfigError(f"optim.kind=muon needs torch 2.9 or later, and this is {torch.__version__}")
-    return torch.optim.Muon(
-        matrices, lr=optim.lr, weight_decay=optim.weight_decay, momentum=optim.momentum,
-        adjust_lr_fn="match_rms_adamw",
-    )  # fmt: skip
