@@ -56,10 +56,9 @@ class Question(msgspec.Struct, frozen=True):
 
     def is_direct(self, scaffold: Scaffold, window: int, has_tools: bool) -> bool:
         """The root-level rule: what fits easily is answered by one direct call."""
-        if self.context is None:
-            return not has_tools
-        fits = observe.chars_of(self.context) <= min(scaffold.direct_chars, 2 * window)
-        return fits and not has_tools and not self.tools
+        if has_tools or self.tools:
+            return False
+        return self.context is None or observe.chars_of(self.context) <= min(scaffold.direct_chars, 2 * window)
 
 
 def question(prompt: Any, query: str | None, kind: Any, cite: bool) -> Question:

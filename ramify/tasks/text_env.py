@@ -1,0 +1,126 @@
+"""A text environment as a task: ``init``, ``step``, ``close`` as in SkyRL-gym, or ``reset``, ``step`` as in Gymnasium.
+
+    env_task("sums", splits, lambda item: skyrl_gym.make("gsm8k", extras=item.metadata["extras"]))
+
+    session:  step("look north")  ──>  env.step  ──>  "You see a door."        rewards are kept, not shown
+    the final answer, where the episode has not ended by then, is its last action
+
+A model drives a session as in any other task and acts by the function ``step`` there. The reward ``return`` is the sum of
+the environment's rewards. Leaves out whether the environment is fair; ``validate`` tries it with the item's right answer
+as the only action.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ramify.errors import RamifyError
+from ramify.tasks.base import Item, Score, Start
+from ramify.tasks.scoring.text import as_text
+from ramify.tasks.simple import SimpleTask, Whole
+from ramify.types.trajectory import Trajectory
+
+ENDED = "(the episode has ended)"
+_KEY = "episode"
+_ABOUT = (
+    "`step(action)` does one action, given as text, in an environment, and returns what is seen then. Your final answer, if "
+    "the episode has not ended by then, is its last action."
+)
+
+
+def env_task(
+    name: str,
+    splits: Mapping[str, Sequence[Item]],
+    make: Callable[[Item], Any],
+    *,
+    weights: Mapping[str, float] | None = None,
+) -> SimpleTask:
+    """The task. ``make`` makes a fresh environment for an item: an object with ``init(prompt) -> (messages, info)`` or
+    ``reset() -> (observation, info)``; ``step(action)``, which gives a mapping with ``observations``, ``reward`` and
+    ``done``, or Gymnasium's five values; and perhaps ``close`` and ``get_metrics``."""
+
+    async def begin(item: Item) -> Start:
+        episode = Episode(make(item), item)
+        about = "\n".join(filter(None, [episode.opening, _ABOUT]))
+        return Start(context=item.context, tools={"step": episode.step}, about=about, on_end=episode.end)
+
+    def score(item: Item, trajectory: Trajectory) -> Score:
+        record = trajectory.metadata.get(_KEY)
+        if record is None:  # nothing was played: the answer is all there is
+            record = Episode(make(item), item).end(trajectory.answer)[_KEY]
+        return Score({"return": sum(record["rewards"])}, metrics={**record["metrics"], "steps": len(record["rewards"])})
+
+    return SimpleTask(name, splits, Whole(score), dict(weights or {}), begin)
+
+
+class Episode:
+    """One environment from beginning to end. Actions come one at a time, whoever sends them."""
+
+    def __init__(self, env: Any, item: Item) -> None:
+        self._env, self._lock = env, threading.Lock()
+        self._rewards: list[float] = []
+        self._done = False
+        self.opening = _opened(env, item.question)
+        """What the environment shows at first, beyond the question."""
+
+    def step(self, action: str) -> str:
+        """Do one action in the environment; returns what is seen then."""
+        with self._lock:
+            if self._done:
+                return ENDED
+            seen, reward, self._done = _stepped(self._env.step(str(action)))
+            self._rewards.append(reward)
+            return "\n".join(filter(None, [seen, ENDED if self._done else ""]))
+
+    def end(self, answer: Any) -> dict[str, Any]:
+        """The record of the episode, once ``answer`` has been its last action where it is not over."""
+        try:
+            text = as_text(answer)
+            if text is not None:
+                self._do_last(text)
+            metrics: Mapping[str, Any] = getattr(self._env, "get_metrics", dict)()
+            numbers = {str(name): float(value) for name, value in metrics.items() if isinstance(value, int | float)}
+            return {_KEY: {"rewards": self._rewards, "done": self._done, "metrics": numbers}}
+        finally:
+            close = getattr(self._env, "close", None)
+            if callable(close):
+                close()
+
+    def _do_last(self, action: str) -> None:
+        """An action that the environment cannot do is worth nothing; within a session its error is shown instead."""
+        try:
+            self.step(action)
+        except RamifyError:
+            raise
+        except Exception:  # noqa: BLE001 -- whatever the environment raises for what a model wrote
+            self._rewards.append(0.0)
+
+
+def _opened(env: Any, question: str) -> str:
+    prompt = [{"role": "user", "content": question}]
+    if hasattr(env, "init"):
+        messages, _ = env.init(prompt)
+        return _said([message for message in messages if message not in prompt])
+    observation, _ = env.reset()
+    return str(observation)
+
+
+def _stepped(result: Any) -> tuple[str, float, bool]:
+    """(what is seen, reward, whether that was the end) of what ``step`` gave. Raises RamifyError for anything else."""
+    if isinstance(result, Mapping):
+        return _said(result["observations"] or []), float(result["reward"]), bool(result["done"])
+    if isinstance(result, tuple) and len(result) == 5:
+        observation, reward, terminated, truncated, _ = result
+        return str(observation), float(reward), bool(terminated or truncated)
+    raise RamifyError(
+        f"the environment's step gave a {type(result).__name__}: it must be a mapping with observations, reward and done, or "
+        "(observation, reward, terminated, truncated, info)"
+    )
+
+
+def _said(messages: Any) -> str:
+    if isinstance(messages, str):
+        return messages
+    return "\n".join(str(message["content"]) for message in messages)

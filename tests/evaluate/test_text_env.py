@@ -1,0 +1,114 @@
+"""Our tasks as their environments: driven from outside, one reply after another, in real sessions."""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+from typing import Any
+
+import pytest
+
+from ramify import Limits, ScriptedClient
+from ramify.engine.scaffold import TINY
+from ramify.errors import ConfigError
+from ramify.evaluate.text_env import text_env
+from ramify.tasks.ledger.demos import EXPERT, NOISY
+from ramify.tasks.ledger.play import play
+from ramify.tasks.ledger.task import ledger
+from tests.evaluate.helpers import SPEC, TASK
+
+LEDGER = ledger()
+Env = text_env(LEDGER, split="test", scaffold="tiny", sandbox=SPEC)
+
+
+def driven(env: Any, replies: list[str]) -> list[tuple[list[str], float, bool]]:
+    out = []
+    for reply in replies:
+        step = env.step(reply)
+        out.append(([message["content"] for message in step["observations"]], step["reward"], step["done"]))
+    return out
+
+
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_it_is_the_same_conversation_as_the_engines(index: int) -> None:
+    """A demonstrator's replies, given from outside, meet the observations that they meet inside."""
+    item = LEDGER.splits["test"][index]
+    (root,) = play(item, NOISY if index else EXPERT, 0, TINY)
+    env = Env(extras={"index": index})
+    first, about = env.init([{"role": "user", "content": "not used"}])
+    assert (first, about) == ([{"role": "user", "content": root.messages[0].content}], {"item": item.id})
+    replies = [message.content for message in root.messages[1::2]]
+    shown = [message.content for message in root.messages[2::2]]
+    steps = driven(env, replies)
+    assert steps[:-1] == [([text], 0.0, False) for text in shown]
+    assert steps[-1] == ([], float(root.correct), True)
+    assert env.get_metrics() == {"turns": len(replies), "correct": float(root.correct)}
+    env.close()
+    env.close()
+
+
+def test_many_at_once_and_one_left_in_the_middle() -> None:
+    envs = [Env(extras={"index": index}) for index in range(6)]
+    rewards: dict[int, float] = {}
+
+    def drive(index: int) -> None:
+        (root,) = play(LEDGER.splits["test"][index], EXPERT, 0, TINY)
+        envs[index].init([])
+        rewards[index] = driven(envs[index], [message.content for message in root.messages[1::2]])[-1][1]
+
+    threads = [threading.Thread(target=drive, args=(index,)) for index in range(5)]
+    for thread in threads:
+        thread.start()
+    envs[5].init([])
+    envs[5].step("print(1)")
+    envs[5].close()
+    for thread in threads:
+        thread.join()
+    assert rewards == dict.fromkeys(range(5), 1.0)
+
+
+def test_a_limit_ends_it() -> None:
+    env = text_env(TASK, split="test", scaffold="tiny", sandbox=SPEC, limits=Limits(max_turns=2))(extras={"index": 3})
+    env.init([])
+    assert [done for _, _, done in driven(env, ["1", "2"])] == [False, True]
+    assert env.trajectory is not None
+    assert env.trajectory.rewards == {"correct": 0.0}
+
+
+def test_calls_below_the_root_need_a_model() -> None:
+    script = "print(llm_query('hi'))"
+    alone = text_env(TASK, split="test", scaffold="tiny", sandbox=SPEC)(extras={"index": 0})
+    alone.init([])
+    assert "SubcallError: " in alone.step(script)["observations"][0]["content"]
+    alone.close()
+    helped = text_env(TASK, split="test", scaffold="tiny", sandbox=SPEC, sub_model=ScriptedClient(["hello"]))(
+        extras={"index": 0}
+    )
+    helped.init([])
+    assert helped.step(script)["observations"][0]["content"] == "hello"
+    helped.close()
+
+
+def test_wrong_calls() -> None:
+    with pytest.raises(ConfigError, match=r"an environment of 'ledger' needs extras=\{'index': N\}; it got None"):
+        Env()
+    env = Env(extras={"index": 0})
+    with pytest.raises(ConfigError, match="step needs a run that goes on: call init first"):
+        env.step("1")
+    env.init([])
+    with pytest.raises(ConfigError, match="init was called before"):
+        env.init([])
+    env.step("FINAL(0)")
+    with pytest.raises(ConfigError, match="and not after the end"):
+        env.step("1")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("skyrl_gym") is None, reason="skyrl-gym is not installed")
+def test_skyrl_gym_makes_it() -> None:
+    import skyrl_gym
+
+    skyrl_gym.register(id="ledger", entry_point=Env)
+    env = skyrl_gym.make("ledger", extras={"index": 0})
+    (root,) = play(LEDGER.splits["test"][0], EXPERT, 0, TINY)
+    env.init([])
+    assert driven(env, [message.content for message in root.messages[1::2]])[-1] == ([], 1.0, True)

@@ -1,0 +1,151 @@
+"""Text environments as tasks: a small one here, SkyRL-gym's own where it is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import pytest
+
+from ramify.errors import ConfigError
+from ramify.tasks.base import Item, scored
+from ramify.tasks.text_env import ENDED, Episode, env_task
+from ramify.tasks.validate import answered, validate
+from tests.evaluate.helpers import evaluated, plan
+
+
+class Guess:
+    """Guess a number within four tries; as SkyRL-gym has it."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.tries, self.closed = number, 0, 0
+
+    def init(self, prompt: list[dict[str, str]]) -> tuple[list[dict[str, str]], dict[str, Any]]:
+        return [*prompt, {"role": "user", "content": "It is below 100."}], {}
+
+    def step(self, action: str) -> dict[str, Any]:
+        self.tries += 1
+        is_right = action.strip() == str(self.number)
+        hint = "" if is_right else "higher" if int(action) < self.number else "lower"
+        said = [{"role": "user", "content": hint}] if hint else []
+        return {"observations": said, "reward": float(is_right), "done": is_right or self.tries == 4, "metadata": {}}
+
+    def close(self) -> None:
+        self.closed += 1
+
+    def get_metrics(self) -> dict[str, Any]:
+        return {"tries": self.tries, "name": "guess"}
+
+
+class GymGuess:
+    """The same as Gymnasium has it."""
+
+    def __init__(self, number: int) -> None:
+        self.inner = Guess(number)
+
+    def reset(self) -> tuple[str, dict[str, Any]]:
+        return "It is below 100.", {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        out = self.inner.step(action)
+        seen = "".join(message["content"] for message in out["observations"])
+        return seen, out["reward"], bool(out["reward"]), bool(out["done"] and not out["reward"]), {}
+
+
+ITEMS = [
+    Item("Which number?", gold=str(number), id=f"guess/test/{number}", wrong=str(number + 1)) for number in (50, 62, 7)
+]
+MADE: list[Any] = []
+
+
+def task(kind: type[Any] = Guess) -> Any:
+    def make(item: Item) -> Any:
+        MADE.append(kind(int(item.gold)))
+        return MADE[-1]
+
+    return env_task("guess", {"test": ITEMS}, make)
+
+
+HALVE = """\
+low, high = 0, 100
+while True:
+    n = (low + high) // 2
+    said = step(str(n))
+    if 'ended' in said: break
+    low, high = (n + 1, high) if 'higher' in said else (low, n - 1)
+print(said)"""
+
+
+@pytest.mark.parametrize("kind", [Guess, GymGuess])
+def test_a_model_acts_by_a_function_of_its_session(kind: type[Any]) -> None:
+    """50 is found at once, 62 at the fourth try (50 75 62), 7 too late (50 24 11 5)."""
+    MADE.clear()
+    seen: list[Any] = []
+    found = evaluated(
+        lambda messages: HALVE if len(messages) == 1 else "FINAL('7')", task(kind), of=plan(items=3, task="guess"),
+        on_outcome=lambda outcome, trajectory: seen.append(trajectory.root.turns[0]),
+    )  # fmt: skip
+    assert [each.rewards for each in found.outcomes] == [{"return": 1.0}, {"return": 1.0}, {"return": 0.0}]
+    steps = [each.metrics["steps"] for each in found.outcomes]
+    assert steps == [1, 3, 4]
+    assert seen[0].cells[0].stdout == f"{ENDED}\n"
+    assert "It is below 100.\n`step(action)` does one action" in seen[0].prompt[0].content
+    if kind is Guess:
+        assert [each.metrics["tries"] for each in found.outcomes] == [1, 3, 4]
+        assert all(env.closed == 1 for env in MADE)
+
+
+def test_the_answer_is_the_last_action() -> None:
+    script = "step('75')\nFINAL(step('50') and 62)"
+    (outcome,) = evaluated(lambda messages: script, task(), of=plan(items=1, task="guess")).outcomes
+    assert (outcome.rewards, outcome.metrics["steps"]) == (
+        {"return": 1.0},
+        2,
+    )  # 75, then 50, which is right: 62 comes late
+    odd = evaluated(lambda messages: "FINAL('north')", task(), of=plan(items=1, task="guess")).outcomes[0]
+    assert (odd.rewards, odd.error) == ({"return": 0.0}, "")
+    late = evaluated(lambda messages: "FINAL(50)", task(), of=plan(items=1, task="guess")).outcomes[0]
+    assert (late.rewards, late.metrics["steps"]) == ({"return": 1.0}, 1)
+
+
+def test_an_action_that_the_environment_cannot_do_is_an_error_of_the_session() -> None:
+    script = ["step('north')", "FINAL(50)"]
+    outcome = evaluated(script, task(), of=plan(items=1, task="guess")).outcomes[0]
+    assert (outcome.rewards, outcome.metrics["steps"]) == ({"return": 1.0}, 1)
+
+
+def test_it_proves_itself_by_the_right_answer_as_the_only_action() -> None:
+    validate(task())
+    with pytest.raises(ConfigError, match="guess/test/50: the right answer '51' scores 0"):
+        validate(
+            env_task("guess", {"test": [Item("?", gold="51", id="guess/test/50", wrong="1")]}, lambda item: Guess(50))
+        )
+
+
+def test_what_is_no_environment() -> None:
+    class Odd:
+        def reset(self) -> tuple[str, dict[str, Any]]:
+            return "", {}
+
+        def step(self, action: str) -> str:
+            return action
+
+    from ramify.errors import RamifyError
+
+    with pytest.raises(RamifyError, match="the environment's step gave a str: it must be a mapping with observations"):
+        Episode(Odd(), ITEMS[0]).step("x")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("skyrl_gym") is None, reason="skyrl-gym is not installed")
+def test_an_environment_of_skyrl_gym() -> None:
+    import skyrl_gym
+
+    def make(item: Item) -> Any:
+        return skyrl_gym.make("gsm8k", extras={"reward_spec": {"ground_truth": item.gold}})
+
+    items = [Item("What is 6*7?", gold="42", right="#### 42", wrong="#### 41", id="gsm8k/test/0")]
+    sums = env_task("gsm8k", {"test": items}, make)
+    validate(sums)
+    assert scored(sums, items[0], answered(items[0], "42")).rewards == {"return": 0.0}  # not in the format it wants
+    (outcome,) = evaluated(lambda messages: "FINAL('#### 42')", sums, of=plan(items=1, task="gsm8k")).outcomes
+    assert outcome.rewards == {"return": 1.0}
