@@ -14,6 +14,7 @@ an empty environment; the host's end is ``process.py``. Standard library only.
 
 from __future__ import annotations
 
+import _signal
 import array
 import contextlib
 import fcntl
@@ -168,11 +169,13 @@ class Server:
             pid = os.fork()
         except OSError as error:
             if given is not _TEMPLATE:
+                self.forked(given)
                 self.clear(given)
             self._refuse(header["id"], fds, f"no process for it: {error}")
             return
         if not pid:
             _in_child(lambda: self._session(given, header["seed"], *fds))
+        self.forked(given)
         self.children[pid] = given
         self._opened(header["id"], pid, fds)
 
@@ -194,6 +197,9 @@ class Server:
         os.chdir(given)
         os.environ.update(HOME=given, TMPDIR=given)
         return wire, spool, set_limits(self.config["memory_bytes"], mapped_bytes())
+
+    def forked(self, given: Any) -> None:
+        """In the server, once the session has it too."""
 
     def clear(self, given: Any) -> None:
         """After the session's end."""
@@ -334,8 +340,9 @@ def _in_child(life: Any) -> None:
 
 
 def quiet_signals() -> None:
-    signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    """As a new process has them. By ``_signal``, since ``signal`` makes enums of all numbers: see ``_warm_up``."""
+    _signal.set_wakeup_fd(-1)
+    _signal.signal(_SIGCHLD, _SIG_DFL)
 
 
 def _pipe() -> tuple[int, int]:
@@ -399,13 +406,33 @@ def mapped_bytes(proc: int | None = None) -> int:
 
 
 def _warm_up() -> None:
-    """Walk once through what every cell does, so that no session pays for it."""
+    """Walk through what every session does, so that none pays for it.
+
+    Most of the time of a fork goes into copying the pages that a session writes to, one fault each; code that has run
+    before writes less: it is specialised, what it makes once is made."""
+    guest.complete_builtins()
     try:
-        guest.Code("x = 1\nx", "<warm>", 0)
         raise ValueError
     except ValueError as error:
         guest.show_error(error, set())
     guest.portable([1, "a", (2.0, None)])
+    _rehearse(16)
+
+
+def _rehearse(cells: int) -> None:
+    """Be the guest of a host that runs a few cells and goes away."""
+    if not hasattr(os, "memfd_create"):
+        return
+    host, theirs = socket.socketpair()
+    wire, spool = theirs.detach(), os.memfd_create("rehearsal")
+    with host:
+        for id in range(cells):
+            host.sendall(b"".join(guest.frame(json.dumps({"op": "run", "id": id, "code": "x = 1\nx"}).encode())))
+        host.shutdown(socket.SHUT_WR)
+        guest.Guest(
+            wire, wire, guest.FileSpool(spool), max_output_bytes=1000, owns_process=False, can_fork=True
+        ).serve()
+    os.close(spool)
 
 
 def main(control_fd: int) -> None:
@@ -460,3 +487,4 @@ def settle(proc: int | None = None) -> None:
 
 
 _libc: Any = None
+_SIGCHLD, _SIG_DFL = int(signal.SIGCHLD), int(signal.SIG_DFL)

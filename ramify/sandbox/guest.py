@@ -833,7 +833,7 @@ class Guest:
         """What cells see as ``builtins``; a guest that shares its process may be given another one."""
         self.namespace["__builtins__"] = builtins
         if owns_process:
-            _complete_builtins()
+            complete_builtins()
         self._builtins = dict(vars(builtins))
         self._recursion_limit = sys.getrecursionlimit()
 
@@ -1332,12 +1332,7 @@ def _receiver(fd: int) -> Any:
     import socket
 
     end = socket.socket(fileno=fd)
-    receive = end.recvmsg
-    _KEPT.append(end)
-    return receive
-
-
-_KEPT: list[Any] = []
+    return end.recvmsg
 
 
 def _open_descriptors() -> list[int]:
@@ -1350,7 +1345,7 @@ def _open_descriptors() -> list[int]:
     return [fd for fd in numbers if fd not in closed]
 
 
-def _complete_builtins() -> None:
+def complete_builtins() -> None:
     """What ``site`` adds to an interpreter and a server without it lacks."""
 
     def exit(code: Any = None) -> None:
