@@ -55,17 +55,17 @@ class Zygote(forkserver.Server):
     def forked(self, given: confine.Prepared) -> None:
         given.drop_rules()
 
-    def enter(self, given: confine.Prepared, wire: int, spool: int) -> tuple[int, int, tuple[int, int]]:
+    def enter(self, given: confine.Prepared, fds: list[int]) -> tuple[list[int], tuple[int, int]]:
         os.setsid()
         confinement, proc = self._walls.confinement, self._walls.proc
         mapped = forkserver.mapped_bytes(proc if proc >= 0 else None)
         confinement.enter(given)
-        wire, spool = forkserver.keep_only(wire, spool)
+        fds = forkserver.keep_only(fds)
         forkserver.tie_to_parent(self.pid)
         memory = forkserver.set_limits(self.config["memory_bytes"], mapped)
         confinement.limit()
-        confinement.finish(wire)
-        return wire, spool, memory
+        confinement.finish(fds[0])
+        return fds, memory
 
     def clear(self, given: confine.Prepared) -> None:
         given.drop()
