@@ -7,7 +7,7 @@ an empty environment; the host's end is ``process.py``. Standard library only.
     host ──control socket──> server ──fork──> session         a session talks to the host over a socket of its own
                                └────fork──> template ──fork──> session        (has decoded a large context once)
 
-    host:    config, then open{id,seed}+[wire, spool, shelf]  template{id}+[control, context]  compile{module,source}
+    host:    config, then open{id,seed,early}+[wire, spool, shelf]  template{id}+[control, context]  compile{module,source}
              signal{pid,signal}  adopt{pid}  disown{pid}  retire
     server:  ready | failed{message}, then opened{id,pid}+[pidfd]  failed{id,message}  exited{pid,status}
 """
@@ -174,7 +174,7 @@ class Server:
             self._refuse(header["id"], fds, f"no process for it: {error}")
             return
         if not pid:
-            _in_child(lambda: self._session(given, header["seed"], fds))
+            _in_child(lambda: self._session(given, header, fds))
         self.forked(given)
         self.children[pid] = given
         self._opened(header["id"], pid, fds)
@@ -247,11 +247,11 @@ class Server:
         self.control.send({"op": "ready"})
         self.serve()
 
-    def _session(self, given: Any, seed: str, fds: list[int]) -> None:
+    def _session(self, given: Any, header: dict[str, Any], fds: list[int]) -> None:
         """The rest of a session's life."""
         quiet_signals()
         (wire, spool, *rest), memory = self.enter(given, fds)
-        random.seed(seed)
+        random.seed(header["seed"])
         session = guest.Guest(
             wire, wire, guest.FileSpool(spool), max_output_bytes=self.config["max_output_bytes"], owns_process=True,
             memory_limits=memory, can_fork=True, shelf=shelf.Shelf(rest[0], is_host=False) if rest else None,
@@ -259,7 +259,7 @@ class Server:
         if self._has_context:
             session.bind("context", self._context, True)
         gc.enable()
-        session.serve()
+        session.serve(rehearse=header["early"])
         os._exit(0)
 
     # -- endings

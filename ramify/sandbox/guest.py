@@ -850,11 +850,11 @@ class Guest:
 
     # -- serving
 
-    def serve(self) -> None:
-        """Answer the host until it closes the stream."""
+    def serve(self, *, rehearse: bool = False) -> None:
+        """Answer the host until it closes the stream. ``rehearse``: nobody waits for us yet."""
         self._mend()
         self._send({"op": "hello", "pid": self._pid})
-        if self._owns_process:
+        if rehearse:
             self._rehearse()
         while True:
             try:
@@ -870,7 +870,7 @@ class Guest:
             self._loop.close()
 
     def _rehearse(self) -> None:
-        """Before anyone waits, write to the pages that a first cell would have to be given copies of."""
+        """Write to the pages now that a first cell would have to be given copies of."""
         eval(Code("x = 1\nx", "<cell 0>", 0).body, {})
 
     def _obey(self, header: dict[str, Any], blobs: list[memoryview]) -> None:

@@ -159,14 +159,16 @@ class ProcessSandbox:
 
     # -- sessions
 
-    async def fork(self, link: Link, seed: str) -> GuestSession:
-        """A session forked from ``link``'s process."""
+    async def fork(self, link: Link, seed: str, *, early: bool = False) -> GuestSession:
+        """A session forked from ``link``'s process. ``early``: nobody waits for it yet."""
         _make_room(_FDS_PER_SESSION * (len(self.sessions) + 1) + 128)
         ours, theirs = socket.socketpair()
         files = Files.make(self.buffers.shelf)
         try:
             with theirs:
-                reply, fds = await link.ask({"op": "open", "seed": seed}, (theirs.fileno(), *files.given()))
+                reply, fds = await link.ask(
+                    {"op": "open", "seed": seed, "early": early}, (theirs.fileno(), *files.given())
+                )
         except BaseException:
             ours.close()
             files.close()

@@ -102,9 +102,9 @@ class JailSandbox(ProcessSandbox):
 
     # -- sessions kept ready
 
-    async def fork(self, link: Link, seed: str) -> GuestSession:
-        if link is not await self.base():
-            return await super().fork(link, seed)
+    async def fork(self, link: Link, seed: str, *, early: bool = False) -> GuestSession:
+        if early or link is not await self.base():
+            return await super().fork(link, seed, early=early)
         session = await self._take(seed)
         if session is None:
             session = await super().fork(link, seed)
@@ -126,7 +126,7 @@ class JailSandbox(ProcessSandbox):
             await asyncio.sleep(_LATER_S)
             with contextlib.suppress(RamifyError):  # whoever wants a session next is told
                 while len(self._ready) < self.spec.pool:
-                    self._ready.append(await super().fork(await self.base(), ""))
+                    self._ready.append(await self.fork(await self.base(), "", early=True))
         finally:
             self._filling = None
 
