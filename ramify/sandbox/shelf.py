@@ -48,7 +48,7 @@ class Scratch:
 class Shelf:
     """One end's view of the file."""
 
-    __slots__ = ("_at", "_from", "_is_used", "_scratch", "fd", "got", "is_free", "key", "put_count", "told")
+    __slots__ = ("_at", "_from", "_is_used", "_scratch", "fd", "got", "is_free", "key", "owed", "put_count", "told")
 
     def __init__(self, fd: int, *, is_host: bool, scratch: Scratch | None = None) -> None:
         """``scratch``: what ``take`` reads into, so that its blobs are valid until the next one of any shelf."""
@@ -58,6 +58,9 @@ class Shelf:
         self._is_used = False
         self.is_free = True
         """Whether the other end has read what we put."""
+        self.owed: int | None = None
+        """Of the host: the number of the frame whose blobs it took and has not answered. A guest puts nothing before that;
+        one that says so would have the host hold a half's worth for every few bytes on the wire."""
         self.key = -1
         """What ``put`` was given with it."""
         self.put_count = self.got = self.told = 0

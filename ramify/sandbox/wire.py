@@ -143,7 +143,7 @@ def parse(view: memoryview, shelf: Shelf | None = None) -> tuple[FromGuest, list
         shelf.is_free = True
     lengths = getattr(message, "blobs", ())
     if getattr(message, "shelved", False):
-        return message, _off_shelf(lengths, len(view) - end, shelf)
+        return message, _off_shelf(message, lengths, len(view) - end, shelf)
     if not lengths:
         if end != len(view):
             raise ProtocolError(f"{len(view) - end:,} bytes after a frame without blobs")
@@ -151,11 +151,14 @@ def parse(view: memoryview, shelf: Shelf | None = None) -> tuple[FromGuest, list
     return message, split_blobs(view, end, lengths)
 
 
-def _off_shelf(lengths: Sequence[int], rest: int, shelf: Shelf | None) -> list[memoryview]:
+def _off_shelf(message: FromGuest, lengths: Sequence[int], rest: int, shelf: Shelf | None) -> list[memoryview]:
     if shelf is None or rest:
         raise ProtocolError(
             "a frame with its blobs on a shelf, where there is none" if shelf is None else "blobs twice"
         )
+    if shelf.owed is not None:
+        raise ProtocolError("blobs on a shelf that was not free")
+    shelf.owed = getattr(message, "id", 0)
     try:
         return shelf.take(lengths)
     except (ValueError, OSError) as error:
