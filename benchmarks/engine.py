@@ -220,7 +220,7 @@ def command() -> list[str]:
     """Ours as it is installed, or where it is not, what the installed command does."""
     installed = Path(sys.executable).with_name("ramify")
     return (
-        [str(installed)] if installed.exists() else [sys.executable, "-c", "from ramify.cli.main import main; main()"]
+        [str(installed)] if installed.exists() else [sys.executable, "-c", "from ramify.__main__ import main; main()"]
     )
 
 

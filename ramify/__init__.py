@@ -10,9 +10,11 @@ Names are loaded when they are first used, so that ``import ramify`` stays fast 
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
 
+TYPE_CHECKING = False  # not from typing, which takes longer to import than all else here
 if TYPE_CHECKING:
+    from typing import Any
+
     from ramify.clients.base import Client as Client
     from ramify.clients.base import Sampling as Sampling
     from ramify.clients.scripted import ScriptedClient as ScriptedClient

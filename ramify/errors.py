@@ -14,6 +14,7 @@
     │   └── SessionDied         the process behind a session ended
     ├── StoreError          a journal or blob that cannot be read or written
     │   └── ReplayDiverged      a replay asked something that was not recorded
+    ├── TrainError          training cannot go on: a loss or gradient that is not finite
     └── LimitReached        a limit was reached; ``.stop`` says which
 
     try:
@@ -115,6 +116,10 @@ class StoreError(RamifyError):
 
 class ReplayDiverged(StoreError):
     """A replayed run asked a model something other than what its journal recorded."""
+
+
+class TrainError(RamifyError):
+    """Training cannot go on: a loss or gradient that is not finite. The message names the sequence and the dump."""
 
 
 class LimitReached(RamifyError):

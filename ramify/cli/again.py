@@ -28,8 +28,11 @@ def find(run: str) -> tuple[Store, Recording]:
     return store, Recording(store.events(run))
 
 
-def rebuild(started: RunStarted, store: Store, *, stand_ins: bool = False, with_tools: bool = True) -> RLM:
-    """The RLM that ``started`` recorded. Raises ConfigError where this version cannot read what was recorded, SourceError
+def rebuild(
+    started: RunStarted, store: Store, *, stand_ins: bool = False, with_tools: bool = True, allow_weaker: bool = False
+) -> RLM:
+    """The RLM that ``started`` recorded; ``allow_weaker`` is for a machine whose sandbox is weaker than the recorded
+    one's. Raises ConfigError where this version cannot read what was recorded, SourceError
     where files that its tools read are gone."""
     config = started.config
     models = [*config.get("model", [])]
@@ -37,12 +40,13 @@ def rebuild(started: RunStarted, store: Store, *, stand_ins: bool = False, with_
     if not models:
         raise ConfigError(f"run {started.id} does not say which model it asked: ask anew")
     try:
+        sandbox = msgspec.convert(config.get("sandbox", {}), SandboxSpec)
         return RLM(
             [StandIn(name) for name in models] if stand_ins else models,
             sub_model=([StandIn(name) for name in subs] if stand_ins else subs) or None,
             limits=msgspec.convert(config.get("limits", {}), Limits),
             scaffold=msgspec.convert(config.get("scaffold", {}), Scaffold),
-            sandbox=msgspec.convert(config.get("sandbox", {}), SandboxSpec),
+            sandbox=msgspec.structs.replace(sandbox, allow_weaker=sandbox.allow_weaker or allow_weaker),
             sampling=msgspec.convert(config.get("sampling", {}), Sampling),
             tools=(_tools(started) if with_tools else None) or None,
             store=store,

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ramify.cli.exits import Exit, epilog
+from ramify.cli.measures import parse_size
 from ramify.cli.notes import Notes, write
 from ramify.cli.parser import Command, Option, UsageError
 from ramify.cli.settings import fill, unknown_variables
@@ -47,10 +48,15 @@ SETTINGS = (
     Option("max_tokens", int, "in and out, in all (default: 20000000)"),
     Option("max_reply_tokens", int, "of one reply (default: 8192)"),
     Option("max_concurrency", int, "requests at once (default: 64)"),
+    Option("branches", int, "first turns to go on from, each to an answer; most of them win (default: 1)"),
     Option("cite", bool, "ask for citations and check them"),
-    Option("scaffold", str, "prompts: default, minimal, or a .toml or .json file", "NAME|FILE"),
-    Option("sandbox", str, "where code runs (default: process)"),
-    Option("allow_weaker", bool, "accept a sandbox that isolates less, without a warning"),
+    Option("scaffold", str, "prompts: default, minimal, tiny, or a .toml or .json file", "NAME|FILE"),
+    Option("sandbox", str, "where code runs (default: jail)"),
+    Option("tier", str, "of the jail, the weakest accepted: A, B or C (default: B)", "A|B|C"),
+    Option("allow_weaker", bool, "accept less isolation, or none where there is no jail"),
+    Option("memory", str, "of one session (default: 2GiB)", "SIZE"),
+    Option("package", list, "of this Python, which sessions may import; repeat it for more"),
+    Option("mount", list, "file or folder that sessions may read, where they see it; repeat it", "PATH:PLACE"),
     Option("temperature", float, "of sampling (default: the provider's)"),
     Option("direct", bool, "answer by one plain call what fits easily (default: yes)"),
     Option("cache", bool, "use stored replies to the same requests"),
@@ -78,7 +84,8 @@ def ask(words: list[str], answer_schema: str | None = None, resume: str | None =
     if resume is not None:
         from ramify.cli.asking import run_again
 
-        return run_again(resume, notes, as_json=bool(settings.get("json")))
+        allow_weaker = bool(settings.get("allow_weaker"))
+        return run_again(resume, notes, as_json=bool(settings.get("json")), allow_weaker=allow_weaker)
     if not words or not words[0].strip():
         raise UsageError("say what you want to know: ramify ask QUESTION PATH…")
     if not settings.get("model"):
@@ -121,12 +128,25 @@ def sandbox_spec(settings: dict[str, Any]) -> SandboxSpec:
     given = settings.get("sandbox") or SandboxSpec().provider
     if given not in PROVIDERS:
         raise ConfigError(f"unknown sandbox '{given}': {nearest(given, PROVIDERS)}")
-    return SandboxSpec(provider=given, allow_weaker=bool(settings.get("allow_weaker")))
+    more = {name: settings[name] for name in ("tier", "allow_weaker") if settings.get(name) is not None}
+    if memory := settings.get("memory"):
+        more["memory_bytes"] = parse_size(memory, "--memory")
+    return SandboxSpec(
+        provider=given, packages=tuple(settings.get("package") or ()),
+        mounts=tuple(read_mount(each) for each in settings.get("mount") or ()), **more,
+    )  # fmt: skip
+
+
+def read_mount(given: str) -> tuple[str, str]:
+    """``"data:/data"`` -> (its path here, its place there); without a place, the same as here."""
+    path, colon, place = given.rpartition(":")
+    path = os.path.abspath(os.path.expanduser(path if colon else given))
+    return path, place if colon else path
 
 
 def _needs_session(paths: list[str], settings: dict[str, Any]) -> bool:
     """Whether the question will hardly be answered by one direct call."""
-    if settings.get("direct") is False:
+    if settings.get("direct") is False or settings.get("branches", 1) != 1:
         return True
     if len(paths) == 1 and os.path.isfile(paths[0]):
         return os.path.getsize(paths[0]) > _SMALL_BYTES
@@ -144,7 +164,7 @@ def make_rlm(settings: dict[str, Any], spec: SandboxSpec, store: Store | None) -
         scaffold = msgspec.structs.replace(scaffold, direct_chars=0)
     return RLM(
         settings["model"], sub_model=settings.get("sub_model") or None, limits=limits, scaffold=scaffold, sandbox=spec,
-        store=store, sampling=Sampling(temperature=settings.get("temperature")),
+        store=store, sampling=Sampling(temperature=settings.get("temperature")), branches=settings.get("branches", 1),
     )  # fmt: skip
 
 
@@ -164,6 +184,9 @@ def load_sources(paths: list[str], notes: Notes) -> Loaded | None:
         return None
     from ramify.sources.load import load
 
+    for path in paths:
+        if os.path.exists(path) and stat.S_ISFIFO(os.stat(path).st_mode):
+            notes.say(f"reading {path}, a pipe, until it is closed")
     loaded = load(paths or ["-"], stdin=sys.stdin.buffer)
     for line in loaded.describe():
         notes.say(line)
@@ -226,9 +249,9 @@ def _is_piped(notes: Notes) -> bool:
 
 
 def _refuse_settings(words: list[str], answer_schema: str | None, given: dict[str, Any]) -> None:
-    """A resumed run goes on as it began: only what concerns the output may be said again."""
+    """A resumed run goes on as it began: only what concerns the output and this machine may be said again."""
     named = [option.long for option in SETTINGS if given[option.name] is not None]
-    other = [name for name in named if name not in ("--json", "--quiet", "--verbose")]
+    other = [name for name in named if name not in ("--json", "--quiet", "--verbose", "--allow-weaker")]
     other += ["--answer-schema"] if answer_schema else []
     if words or other:
         raise UsageError(

@@ -26,7 +26,6 @@ from ramify.cli.watch import Lines, Watcher
 from ramify.engine.call import jsonable
 from ramify.engine.rlm import RLM
 from ramify.engine.running import Result, Running
-from ramify.sandbox.base import open_sandbox
 from ramify.types.event import AnyEvent
 from ramify.types.message import Usage
 from ramify.types.trajectory import Trajectory
@@ -61,13 +60,13 @@ def run(rlm: RLM, asked: Asked, notes: Notes, *, as_json: bool) -> Exit:
     return _finish(lambda on_event: asked.start(rlm, on_event), rlm, notes, as_json, bool(asked.schema))
 
 
-def run_again(run: str, notes: Notes, *, as_json: bool) -> Exit:
+def run_again(run: str, notes: Notes, *, as_json: bool, allow_weaker: bool) -> Exit:
     """Go on with a stored run; one that has ended is answered from the record."""
     from ramify.cli import again
 
     store, recorded = again.find(run)
     has_schema = bool(recorded.started.config.get("answer_schema"))
-    rlm = again.rebuild(recorded.started, store, with_tools=recorded.ended is None)
+    rlm = again.rebuild(recorded.started, store, with_tools=recorded.ended is None, allow_weaker=allow_weaker)
     if recorded.ended is not None:
         notes.say(f"run {recorded.started.id} had ended; this is its answer")
         return _print(asyncio.run(rlm.aresume(run)), notes, as_json, has_schema, is_stored=True)
@@ -107,7 +106,7 @@ async def _watched(start: Start, rlm: RLM, notes: Notes, interrupts: Interrupts)
 
 
 def _watcher(rlm: RLM, notes: Notes) -> Watcher:
-    lines = Lines(notes, lambda: None if rlm.sandbox.allow_weaker else open_sandbox(rlm.sandbox).warning)
+    lines = Lines(notes)
     if notes.quiet or not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
         return lines
     from ramify.cli.view import LiveView

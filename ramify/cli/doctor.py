@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from ramify import __version__
-from ramify.cli.ask import KINDS
+from ramify.cli.ask import KINDS, sandbox_spec
 from ramify.cli.exits import Exit
 from ramify.cli.parser import Command
 from ramify.cli.settings import config_path, fill, unknown_variables
@@ -21,9 +21,13 @@ from ramify.cli.text import clean, size
 from ramify.clients.prices import PriceTable
 from ramify.clients.providers import PROVIDERS
 from ramify.errors import RamifyError
-from ramify.sandbox.base import SandboxSpec, open_sandbox
+from ramify.sandbox.base import open_sandbox
 
-EXTRAS = {"anthropic": "anthropic", "litellm": "litellm", "pdf": "pypdf", "train": "torch", "ray": "ray"}
+EXTRAS = {
+    "anthropic": "anthropic", "litellm": "litellm", "pdf": "pypdf", "ipython": "IPython", "monty": "pydantic_monty",
+    "modal": "modal", "e2b": "e2b", "daytona": "daytona", "prime": "prime_sandboxes", "train": "torch",
+    "datasets": "datasets", "ray": "ray",
+}  # fmt: skip
 """Extra -> the module that it brings."""
 _KEYS_OF_OTHERS = {"anthropic": ("ANTHROPIC_API_KEY",)}
 
@@ -78,8 +82,7 @@ def _prices() -> Iterator[str]:
 
 
 def _sandbox() -> Iterator[str]:
-    given = fill({}, KINDS).get("sandbox")
-    spec = SandboxSpec(provider=given) if given else SandboxSpec()
+    spec = sandbox_spec(fill({}, KINDS))
     sandbox = open_sandbox(spec)
     can: dict[str, Any] = msgspec.to_builtins(sandbox.caps)
     yield f"{spec.provider}: {', '.join(name.replace('_', ' ') for name, value in can.items() if value) or 'nothing'}"

@@ -10,8 +10,8 @@ import gc
 import importlib
 import io
 import os
+import signal
 import sys
-import warnings
 from collections.abc import Callable
 from difflib import get_close_matches
 
@@ -19,7 +19,7 @@ from ramify import __version__
 from ramify.cli.exits import Exit
 from ramify.cli.notes import error_line
 from ramify.cli.parser import Command, UsageError, unknown_option
-from ramify.errors import RamifyError, WeakSandboxWarning
+from ramify.errors import RamifyError
 
 COMMANDS = {
     "ask": ("ramify.cli.ask", "answer a question over files, folders, databases or a pipe"),
@@ -34,8 +34,7 @@ COMMANDS = {
 
 
 def main() -> None:
-    """The entry point. Never returns."""
-    warnings.simplefilter("ignore", WeakSandboxWarning)  # the command says it in its own way
+    """What the command does, whatever was typed. Never returns."""
     gc.disable()  # nearly all that start-up makes stays; who has more to do than that turns it on again
     for name in ("stdout", "stderr"):  # None where the caller closed it, as by >&-
         if getattr(sys, name) is None:
@@ -44,7 +43,9 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # what the terminal has no sign for must not end a run
     arguments = sys.argv[1:]
-    sys.exit(_ended(lambda: _run(arguments), arguments))
+    code = _ended(lambda: _run(arguments), arguments)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # all is done and said
+    sys.exit(code)
 
 
 def command(name: str) -> Command:
@@ -95,6 +96,7 @@ def split(arguments: list[str]) -> tuple[str, list[str]]:
 def _ended(run: Callable[[], int], arguments: list[str]) -> int:
     """The exit code of ``run``, whatever it raises; what went wrong is said in a line."""
     try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # ``ramify.__main__`` had none
         return run()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python complains when it flushes at its end

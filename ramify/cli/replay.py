@@ -14,19 +14,19 @@ import msgspec
 from ramify.cli.exits import Exit
 from ramify.cli.notes import Notes
 from ramify.cli.parser import Command, Option
-from ramify.cli.text import clean, one_line
+from ramify.cli.text import clean, many, one_line
 from ramify.types.trajectory import Call, Trajectory
 
 _SHOWN = 10
 
 
-def replay(words: list[str], json: bool | None) -> int:
+def replay(words: list[str], json: bool | None, allow_weaker: bool | None) -> int:
     run = words[0]
     from ramify.cli import again
 
     Notes().take_warnings()
     store, recorded = again.find(run)
-    rlm = again.rebuild(recorded.started, store, stand_ins=True)
+    rlm = again.rebuild(recorded.started, store, stand_ins=True, allow_weaker=bool(allow_weaker))
 
     async def repeat() -> Trajectory:
         async with rlm:
@@ -71,9 +71,11 @@ def _in_call(old: Call, new: Call) -> Iterator[str]:
 def _verdict(old: Trajectory, found: list[str]) -> str:
     cells = sum(len(turn.cells) for call in old.calls for turn in call.turns)
     if not found:
-        return f"same: {len(old.calls):,} calls, {cells:,} cells, and the answer"
+        return f"same: {many(len(old.calls), 'call')}, {many(cells, 'cell')}, and the answer"
     more = [f"… and {len(found) - _SHOWN:,} more"] if len(found) > _SHOWN else []
-    return clean("\n".join([f"different in {len(found):,} places:", *(f"  {line}" for line in found[:_SHOWN]), *more]))
+    return clean(
+        "\n".join([f"different in {many(len(found), 'place')}:", *(f"  {line}" for line in found[:_SHOWN]), *more])
+    )
 
 
 def _shown(value: Any) -> str:
@@ -88,5 +90,8 @@ COMMAND = Command(
     "RUN",
     1,
     1,
-    (Option("json", bool, "print one JSON object", has_no=False),),
+    (
+        Option("json", bool, "print one JSON object", has_no=False),
+        Option("allow_weaker", bool, "accept less isolation than the run had", has_no=False),
+    ),
 )

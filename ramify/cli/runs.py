@@ -10,7 +10,7 @@ import msgspec
 from ramify.cli.exits import Exit
 from ramify.cli.measures import parse_age, parse_size
 from ramify.cli.parser import Command, Option
-from ramify.cli.text import clean, count, dollars, moment, one_line, seconds, size
+from ramify.cli.text import clean, count, dollars, many, moment, one_line, seconds, size
 from ramify.errors import ConfigError
 from ramify.store.index import RunSummary
 from ramify.store.store import Store
@@ -56,7 +56,7 @@ def prune(words: list[str], older_than: str | None, keep: int | None, max_size: 
     for id in removed:
         print(f"deleted {id}")
     after = store.size()
-    print(f"{len(removed)} runs deleted, {size(max(before - after, 0))} freed, {size(after)} left")
+    print(f"{many(len(removed), 'run')} deleted, {size(max(before - after, 0))} freed, {size(after)} left")
     return Exit.ANSWERED
 
 

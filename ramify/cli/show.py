@@ -58,13 +58,15 @@ def _run_lines(trajectory: Trajectory, full: bool) -> Iterator[str]:
     for root in trajectory.calls:
         if root.parent is None:
             yield from _call_lines(trajectory, root, "", full)
+    if trajectory.answered_by:
+        yield from ("", f"of these answers, that of {trajectory.answered_by} was chosen")
     for error in trajectory.errors:
         yield f"error: {error}"
 
 
 def _call_lines(trajectory: Trajectory, call: Call, indent: str, full: bool) -> Iterator[str]:
     yield ""
-    yield f"{indent}{call.id} {call.model} ({call.kind}): {one_line(call.question, 160)}"
+    yield f"{indent}{call.id} {call.model} ({call.kind}{_origin(call)}): {one_line(call.question, 160)}"
     children = trajectory.children(call)
     for number, turn in enumerate(call.turns):
         if call.kind == "rlm":
@@ -76,6 +78,15 @@ def _call_lines(trajectory: Trajectory, call: Call, indent: str, full: bool) -> 
         if not turn.cells and call.kind == "rlm":
             yield from _block(turn.reply.message.content, f"{indent}    ", full)
     yield f"{indent}  {_end(call, full)}"
+
+
+def _origin(call: Call) -> str:
+    """Of a branch or a conversation's next question: what it goes on from."""
+    if call.fork is None:
+        return ""
+    return (
+        f", from turn {call.fork.turn + 1} of {call.fork.call}" if call.fork.turn >= 0 else f", beside {call.fork.call}"
+    )
 
 
 def _children_lines(trajectory: Trajectory, made: list[Call], indent: str, full: bool) -> Iterator[str]:

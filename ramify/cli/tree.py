@@ -26,6 +26,7 @@ from ramify.types.event import (
     Replied,
     Requested,
     RunEnded,
+    RunStarted,
 )  # fmt: skip
 from ramify.types.trajectory import Stop
 
@@ -76,6 +77,7 @@ class Tree:
         self.replies = 0
         self.is_over = False
         self._parents: dict[str, tuple[Node, Tally]] = {}
+        self._replies_are_code = False
 
     def apply(self, event: AnyEvent) -> None:
         match event:
@@ -86,7 +88,8 @@ class Tree:
             case Replied():
                 self.replies += 1
                 if node := self.nodes.get(event.call):
-                    codes = read_action(event.reply.message).codes
+                    said = event.reply.message
+                    codes = (said.content,) if self._replies_are_code else read_action(said).codes
                     node.code, node.state = (codes[-1] if codes else node.code), "running code" if codes else "asking"
             case CellRan() if node := self.nodes.get(event.call):
                 node.code = event.result.code
@@ -96,6 +99,8 @@ class Tree:
                 self.notice = event.text
             case Attempted():
                 self.notice = event.error
+            case RunStarted():
+                self._replies_are_code = bool(event.config.get("scaffold", {}).get("raw_code"))
             case RunEnded():
                 self.is_over = True
             case _:

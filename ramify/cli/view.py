@@ -81,7 +81,7 @@ class LiveView:
         style = "dim" if is_done else "bold"
         since = (node.ended_s if is_done else elapsed_s) - node.started_s
         state = str(node.stop) if is_done else node.state
-        name = f"{node.id} " if node.depth else ""
+        name = f"{node.id} " if node.depth or ":" in node.id else ""
         turn = f" · turn {node.turn}" if node.turn else ""
         head = f"{indent}{_MARKS[node.state]} {name}{clean(node.model)}{turn} · {state} · {ticking(max(since, 0))}"
         rows = [Text(head, style)]

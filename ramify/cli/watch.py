@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Protocol
 
 from ramify.cli.notes import Notes
@@ -23,17 +23,12 @@ class Watcher(Protocol):
 
 
 class Lines:
-    """A line for each step, for those who asked for more; a sandbox's warning, once, before its first session."""
+    """A line for each step, for those who asked for more."""
 
-    def __init__(self, notes: Notes, warning: Callable[[], str | None]) -> None:
-        self._notes, self._warning = notes, warning
-        self._is_warned = False
+    def __init__(self, notes: Notes) -> None:
+        self._notes = notes
 
     def apply(self, event: AnyEvent) -> None:
-        if isinstance(event, CallStarted) and event.kind == "rlm" and not self._is_warned:
-            self._is_warned = True
-            if warning := self._warning():
-                self._notes.say(f"ramify: warning: {warning}")
         if self._notes.verbose and (line := line_of(event)):
             self._notes.say(f"{event.at_s:7.2f} s  {line}")
 
@@ -54,7 +49,8 @@ def line_of(event: AnyEvent) -> str:
                 f"call {event.call}, turn {event.turn + 1}: reply, {count(reply.usage.total_tokens)} tokens{cost}{paid}"
             )
         case CellRan(result=cell):
-            end = one_line(cell.error.strip().splitlines()[-1]) if cell.error else one_line(cell.value or cell.stdout)
+            error = cell.error.strip().splitlines()[0 if cell.died else -1] if cell.error else None
+            end = one_line(error or cell.value or cell.stdout)
             return f"call {event.call}, turn {event.turn + 1}: ran {seconds(cell.seconds)}: {end or '(no output)'}"
         case Attempted():
             return f"call {event.call}, turn {event.turn + 1}: {event.error}"

@@ -93,7 +93,7 @@ class AnthropicClient:
         system = "\n\n".join(message.content for message in request.messages[:head] if message.content)
         if system:
             fields["system"] = [_text(system)]
-        for name in ("temperature", "top_p"):
+        for name in ("temperature", "top_p", "top_k"):
             if (value := getattr(sampling, name)) is not None:
                 fields[name] = value
         if sampling.stop:

@@ -32,6 +32,8 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     """Ask for token ids and log-probabilities where the server has them."""
     extra: dict[str, Any] = {}
     """Further fields for the provider's request body, as they are: ``{"reasoning_effort": "low"}``."""
+    top_k: int | None = None
+    """Draw among the k likeliest tokens; left out where a provider's API has no such field."""
 
 
 class Tool(msgspec.Struct, frozen=True):
@@ -43,6 +45,16 @@ class Tool(msgspec.Struct, frozen=True):
     """JSON schema of the arguments."""
 
 
+class Known(msgspec.Struct, frozen=True):
+    """The exact ids of a request's beginning, as the model was given and sampled them. A client that has them extends
+    them by the messages after, and never makes ids of that text again: a tokenizer may cut it up in another way than
+    the model wrote it."""
+
+    num_messages: int
+    """Messages of the request that the ids stand for; the last of them is a reply of the model."""
+    ids: tuple[int, ...]
+
+
 class Request(msgspec.Struct, frozen=True):
     """One request for one reply."""
 
@@ -52,7 +64,10 @@ class Request(msgspec.Struct, frozen=True):
     """JSON schema that the reply's content should meet, where the provider can enforce it."""
     tools: tuple[Tool, ...] = ()
     affinity: str = ""
-    """Requests with the same value share a prefix; a server with several engines may keep them together."""
+    """Requests with the same value share a prefix; a server with several engines may keep them together. The engine
+    gives the call's id, unique within its run."""
+    known: Known | None = None
+    """Where the replies so far came with ids; no part of what makes two requests the same."""
 
     def max_input_tokens(self) -> int:
         """An upper bound on the prompt's tokens, known before sending: its UTF-8 bytes, plus what templates add.

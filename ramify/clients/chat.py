@@ -118,6 +118,8 @@ def body_fields(request: Request, endpoint: Endpoint, limit_field: str) -> dict[
     for name in ("temperature", "top_p", "seed"):
         if (value := getattr(sampling, name)) is not None:
             fields[name] = value
+    if sampling.top_k is not None and endpoint.provider.local:  # no field of OpenAI's own API
+        fields["top_k"] = sampling.top_k
     if sampling.stop:
         fields["stop"] = sampling.stop
     if sampling.logprobs:

@@ -74,6 +74,7 @@ def _tls() -> ssl.SSLContext | None:
     """A context with the environment's certificate authorities; None where the library's own serves."""
     if not any(os.environ.get(name) for name in (*_REPLACING, *_ADDING)):
         return None
+    _check_replacing()
     context = ssl.create_default_context()  # OpenSSL itself reads SSL_CERT_FILE and SSL_CERT_DIR
     replaced = {os.environ.get(name) for name in _REPLACING}
     for bundle in {os.environ.get(name) for name in _ADDING} - replaced:
@@ -84,6 +85,21 @@ def _tls() -> ssl.SSLContext | None:
         except (OSError, ssl.SSLError) as error:
             raise ConfigError(f"certificate bundle {bundle}: {error}; fix or unset its variable") from None
     return context
+
+
+def _check_replacing() -> None:
+    """OpenSSL goes on without a word where it cannot read what these variables name: every connection then fails."""
+    file, folders = (os.environ.get(name) for name in _REPLACING)
+    if file:
+        try:
+            with open(file, "rb") as opened:
+                is_pem = b"-----BEGIN" in opened.read()
+        except OSError as error:
+            raise ConfigError(f"SSL_CERT_FILE names {file}: {error.strerror}; fix or unset it") from None
+        if not is_pem:
+            raise ConfigError(f"SSL_CERT_FILE names {file}, which holds no certificate in PEM form; fix or unset it")
+    if folders and not any(os.path.isdir(folder) for folder in folders.split(os.pathsep)):
+        raise ConfigError(f"SSL_CERT_DIR names {folders}, which is no folder; fix or unset it")
 
 
 def _failure(where: str, url: str, proxy: str | None, error: Exception) -> ModelError:

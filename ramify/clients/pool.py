@@ -23,7 +23,7 @@ import msgspec
 from ramify.clients.base import Account, Client, Request
 from ramify.clients.limiter import Limiter
 from ramify.clients.prices import PriceTable, is_local
-from ramify.clients.providers import PROVIDERS, resolve, split_name
+from ramify.clients.providers import IN_PROCESS, PROVIDERS, resolve, split_name
 from ramify.clients.wire import Wire
 from ramify.errors import ConfigError, ModelError, RateLimited, ReplyLost
 from ramify.types.message import Reply
@@ -182,6 +182,10 @@ class Pool:
             from ramify.clients.scripted import ScriptedClient
 
             return ScriptedClient.load(model, window=window or _WINDOW, price=price)
+        if provider in IN_PROCESS:
+            from ramify.inference.base import connect
+
+            return connect(name)
         key, base_url = self._keys.get(provider), self._base_urls.get(provider)
         if provider == "litellm":
             from ramify.clients.litellm import LiteLLMClient

@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 
 from ramify.clients.base import Price
-from ramify.clients.providers import PROVIDERS
+from ramify.clients.providers import IN_PROCESS, PROVIDERS
 from ramify.errors import ConfigError
 
 _DATE = re.compile(r"[-@]20\d\d-?\d\d-?\d\d$")
@@ -82,8 +82,9 @@ class PriceTable:
 
 def is_local(name: str) -> bool:
     """Whether the model runs on the user's own machines, where tokens cost nothing."""
-    provider = PROVIDERS.get(name.partition(":")[0])
-    return provider is not None and provider.local
+    prefix = name.partition(":")[0]
+    provider = PROVIDERS.get(prefix)
+    return prefix in IN_PROCESS or (provider is not None and provider.local)
 
 
 def _read(path: Path) -> dict[str, Entry]:

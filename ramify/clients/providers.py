@@ -164,7 +164,9 @@ PROVIDERS: dict[str, Provider] = {
     ),
 }  # fmt: skip
 
-OTHERS = ("anthropic", "litellm", "scripted")
+IN_PROCESS = ("local", "tiny")
+"""Engines in this process: ``local:FOLDER``, and ``tiny``, which is a whole name."""
+OTHERS = ("anthropic", "litellm", "scripted", *IN_PROCESS)
 """Providers with a client of their own."""
 
 
@@ -186,7 +188,9 @@ class Endpoint(msgspec.Struct, frozen=True):
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """``"openai:gpt-5"`` -> ``("openai", "gpt-5")``."""
+    """``"openai:gpt-5"`` -> ``("openai", "gpt-5")``; ``"tiny"`` -> ``("tiny", "tiny")``."""
+    if name == "tiny":
+        return name, name
     provider, colon, model = name.partition(":")
     known = (*PROVIDERS, *OTHERS)
     if not colon:

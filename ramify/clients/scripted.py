@@ -4,7 +4,8 @@
     client = ScriptedClient(lambda messages: f"{len(messages)} messages so far", latency_s=0.05)
 
 It is injected where a real client would be; nothing is patched. ``served`` is what it would have charged, dropped
-replies included, so that a test can compare it with what a run reports.
+replies included, so that a test can compare it with what a run reports. With ``ids=ByteIds()`` it answers as an engine
+does that is trained from: with the exact token ids of prompt and reply.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 import msgspec
 
 from ramify.clients.base import Price, Request
+from ramify.clients.byte_ids import ByteIds
 from ramify.clients.script import (
     Failure,
     Lines,
@@ -40,7 +42,7 @@ from ramify.errors import BadReply, ModelError, RateLimited, Refused, ReplyLost,
 from ramify.types.message import Message, Reply, Usage
 
 __all__ = [
-    "Failure", "Rule", "ScriptedClient", "Step", "cut", "dropped", "html", "malformed", "no_choices", "no_usage",
+    "ByteIds", "Failure", "Rule", "ScriptedClient", "Step", "cut", "dropped", "html", "malformed", "no_choices", "no_usage",
     "rate_limited", "refused", "server_error", "stalled", "unreachable",
 ]  # fmt: skip
 
@@ -55,7 +57,9 @@ class ScriptedClient:
         window: int = 128_000,
         price: Price | None = None,
         latency_s: float = 0.0,
+        ids: ByteIds | None = None,
     ) -> None:
+        """``ids`` gives each reply token ids, where the script gave it none."""
         self.name = name
         self.window = window
         self.price = price
@@ -67,6 +71,7 @@ class ScriptedClient:
         self.most_in_flight = 0
         self._script = script if isinstance(script, Script) else Script(script, name)
         self._latency_s = latency_s
+        self._ids = ids
 
     @classmethod
     def load(cls, path: str | Path, *, window: int = 128_000, price: Price | None = None) -> ScriptedClient:
@@ -89,6 +94,8 @@ class ScriptedClient:
             reply = await self._replied(outcome)
         finally:
             self.in_flight -= 1
+        if self._ids is not None and reply.token_ids is None:
+            reply = self._ids.added_to(reply, request)
         model = reply.model or self.name.partition(":")[2]
         return msgspec.structs.replace(reply, model=model, seconds=time.perf_counter() - started)
 

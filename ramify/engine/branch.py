@@ -1,17 +1,19 @@
 """Several continuations of one turn of the root, and which of them answers.
 
-    rlm.completion(text, "…", search=4)                            four first turns; the answer that most of them give
-    rlm.completion(text, "…", search=Branches(4, 2, best))         of the third turn; ``best(answers) -> index``
+    RLM(model, branches=4)                                         four first turns; the answer that most of them give
+    RLM(model, search=Branches(4, turn=2, choose_by=by_score(f)))  of the third turn; the answer with the highest f(answer)
+    rlm.completion(text, "…", search=4)                            for this question
 
 Each continuation goes on with a fork of the session and ends as a call of its own in the trajectory (``0:1``, ``0:2``, …)
-that shares everything before the turn. A ``Search`` of one's own may branch at any turn, also within branches.
+that shares everything before the turn. A ``Search`` of one's own may branch at any turn, also within branches. A
+conversation goes on from the continuation that was chosen.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
@@ -19,6 +21,7 @@ from ramify.engine.call import LiveCall, jsonable
 from ramify.errors import ConfigError
 
 
+@runtime_checkable
 class Search(Protocol):
     """When to branch, and what to answer."""
 
@@ -40,6 +43,20 @@ def vote(answers: Sequence[Any]) -> int:
     keys = [None if answer is None else msgspec.json.encode(jsonable(answer), order="sorted") for answer in answers]
     counts = Counter(key for key in keys if key is not None)
     return keys.index(counts.most_common(1)[0][0]) if counts else 0
+
+
+def by_score(score: Callable[[Any], float]) -> Callable[[Sequence[Any]], int]:
+    """Chooses the first of the answers with the highest ``score``; a continuation without an answer only where none has.
+
+    >>> by_score(len)(["a", None, "bc", "de"])
+    2
+    """
+
+    def choose(answers: Sequence[Any]) -> int:
+        given = [index for index, answer in enumerate(answers) if answer is not None]
+        return max(given, key=lambda index: score(answers[index]), default=0)
+
+    return choose
 
 
 class Branches(msgspec.Struct, frozen=True):
@@ -64,17 +81,25 @@ class Branches(msgspec.Struct, frozen=True):
         return self.choose_by(answers)
 
 
-def search_of(given: Search | int | None, config: Mapping[str, Any] | None = None) -> Search | None:
-    """The search that was given, or that a recorded run's ``config`` names. Raises ConfigError for one that only its
-    author has."""
+def search_of(given: Search | int | None) -> Search | None:
+    """What ``search=`` means; 1 is a question without branches. Raises ConfigError for what is no search."""
     if isinstance(given, int):
         return Branches(given) if given != 1 else None
-    recorded = (config or {}).get("search")
-    if given is not None or recorded is None:
-        return given
-    if recorded.get("choose_by") != "vote":
+    if given is not None and not isinstance(given, Search):
+        raise ConfigError(f"search is {given!r}: give a number of continuations, Branches(…), or width() and choose()")
+    return given
+
+
+def recorded_search(config: Mapping[str, Any], known: Search | None) -> Search | None:
+    """The search of a recorded run. Raises ConfigError for one that only its author has, unless it is ``known``."""
+    recorded = config.get("search")
+    if recorded is None:
+        return None
+    if recorded.get("choose_by") == "vote":
+        return Branches(recorded["num"], recorded["turn"])
+    if known is None:
         raise ConfigError("the run was searched in a way of its own: give the same search= again")
-    return Branches(recorded["num"], recorded["turn"])
+    return known
 
 
 def config_of(search: Search | None) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """Several questions over one live session.
 
 Variables, imports and the history stay from question to question; each question is a call of its own in one trajectory
-(``0``, ``1``, …) that continues the one before. Limits hold for each question; the clock stops in between.
+(``0``, ``1``, …) that continues the one before, or the branch of it that was chosen. Limits hold for each question; the
+clock stops in between.
 """
 
 from __future__ import annotations
@@ -12,7 +13,10 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
+import msgspec
+
 from ramify.engine import sync
+from ramify.engine.branch import Search, config_of, search_of
 from ramify.engine.question import question
 from ramify.engine.recorder import Listener, Recorder, checked_listener
 from ramify.engine.resources import Shared
@@ -26,8 +30,11 @@ from ramify.types.trajectory import Trajectory
 class Conversation:
     """Open it with ``with`` (and ``ask``) or with ``async with`` (and ``aask``)."""
 
-    def __init__(self, setup: Setup, shared: Shared, prompt: Any, store: Store | None) -> None:
+    def __init__(
+        self, setup: Setup, shared: Shared, prompt: Any, store: Store | None, search: Search | None = None
+    ) -> None:
         self._setup, self._shared, self._prompt, self._store = setup, shared, prompt, store
+        self._search = search
         self._thread: Thread | None = None
         self._id = ""
         self._close_journal: Callable[[], None] | None = None
@@ -40,26 +47,32 @@ class Conversation:
         return self._opened().recorder.trajectory
 
     def ask(
-        self, query: str, *, answer_type: Any = None, cite: bool = False, on_event: Listener | None = None
-    ) -> Result:
+        self, query: str, *, answer_type: Any = None, cite: bool = False, search: Search | int | None = None,
+        on_event: Listener | None = None,
+    ) -> Result:  # fmt: skip
         """Ask the next question. Raises as ``RLM.completion`` does."""
-        return sync.run(self.aask(query, answer_type=answer_type, cite=cite, on_event=on_event))
+        return sync.run(self.aask(query, answer_type=answer_type, cite=cite, search=search, on_event=on_event))
 
     async def aask(
-        self, query: str, *, answer_type: Any = None, cite: bool = False, on_event: Listener | None = None
-    ) -> Result:
+        self, query: str, *, answer_type: Any = None, cite: bool = False, search: Search | int | None = None,
+        on_event: Listener | None = None,
+    ) -> Result:  # fmt: skip
         """``ask`` on the caller's event loop. Questions asked at once are answered one after the other."""
+        chosen = self._search if search is None else search_of(search)
         async with self._turn:
-            return await self._answer(query, answer_type, cite, on_event)
+            return await self._answer(query, answer_type, cite, chosen, on_event)
 
-    async def _answer(self, query: str, answer_type: Any, cite: bool, on_event: Listener | None) -> Result:
+    async def _answer(
+        self, query: str, answer_type: Any, cite: bool, search: Search | None, on_event: Listener | None
+    ) -> Result:
         thread = self._opened()
         asked = question(self._prompt, query, answer_type, cite)
         for listener in checked_listener(on_event):
             thread.recorder.listen(listener)
         try:
+            setup = msgspec.structs.replace(self._setup, config={**self._setup.config, **config_of(search)})
             running = Running(
-                self._setup, asked, self._shared.use(), id=self._id, recorder=thread.recorder, thread=thread
+                setup, asked, self._shared.use(), id=self._id, recorder=thread.recorder, thread=thread, search=search
             )
             return checked(await running.result())
         finally:

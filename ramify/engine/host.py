@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ramify.clients.base import Client
 from ramify.engine.call import LiveCall, Outcome
 from ramify.engine.observe import plain_prompt
+from ramify.engine.past import Answered, fingerprint
 from ramify.engine.plain import ask_plain
 from ramify.engine.run import Run
 from ramify.engine.typed import AnswerType, answer_type
@@ -41,11 +42,23 @@ class Host:
         self._where = Parent(call.id, turn, cell)
         self._child_loop = child_loop
         self._num_tool_calls = 0
+        self.answered: list[Answered] = []
+        """What was given to the session, in order; see ``past.py``."""
         self.fatal: ReplayDiverged | None = None
         """An error that the model's code may catch but that ends the run."""
 
     async def answer(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The ``sandbox.base.Answer`` of this cell."""
+        asked = fingerprint(name, args, kwargs)
+        try:
+            value = await self._answer(name, args, kwargs)
+        except HostCallError as error:
+            self.answered.append(Answered(asked, error=error))
+            raise
+        self.answered.append(Answered(asked, value))
+        return value
+
+    async def _answer(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         functions: dict[str, Callable[..., Awaitable[Any]]] = {
             "llm_query_batched": self._llm_query_batched,
             "rlm_query_batched": self._rlm_query_batched,

@@ -4,33 +4,43 @@
      ^                                                 │ no
      └───────────── observation  <─────────────────────┘
 
-What it leaves out: who pays and who may ask (``run.py``), what the session's calls do (``host.py``).
+What it leaves out: who pays and who may ask (``run.py``), the session and its death (``notebook.py``), what the session's
+calls do (``host.py``).
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from importlib import resources
 from typing import Any
+
+import msgspec
 
 from ramify.engine import observe
 from ramify.engine.action import Action, Final, read_action, said
 from ramify.engine.branch import Search
 from ramify.engine.call import LiveCall, Outcome
 from ramify.engine.host import Host
+from ramify.engine.notebook import MAX_DEATHS, Notebook
 from ramify.engine.run import NATIVE_TOOLS, Run
 from ramify.engine.typed import AnswerType, Mismatch
-from ramify.errors import HostCallError, LimitReached, ModelError, RamifyError, SandboxError, SessionDied
-from ramify.sandbox.base import Ran, Session
+from ramify.errors import (
+    ConfigError,
+    HostCallError,
+    LimitReached,
+    ModelError,
+    RamifyError,
+    ReplayDiverged,
+    SandboxError,
+    SessionDied,
+)
+from ramify.sandbox.base import Ran
 from ramify.types.event import CellRan
 from ramify.types.message import Message
 from ramify.types.trajectory import Cell, Fork, Stop
 
 ChildLoop = Callable[[Run, LiveCall], Coroutine[Any, Any, Outcome]]
 
-MAX_DEATHS = 3
-"""Sessions that one call may lose before it ends in an error."""
 _NOTHING: Any = object()
 
 
@@ -41,7 +51,7 @@ async def run_child(run: Run, call: LiveCall) -> Outcome:
     try:
         loop = RlmLoop(run, call)
         try:
-            outcome = await loop.answer(observe.first_message(call.question, run.description(call.context)))
+            outcome = await loop.answer(run.first_message(call))
         finally:
             await loop.close()
     except (ModelError, SandboxError, LimitReached) as error:
@@ -61,22 +71,20 @@ class RlmLoop:
         """``before`` is the loop of the question before, whose session goes on here."""
         self.run, self.call, self._search = run, call, search
         self._branched_at = -1
-        self.session: Session | None = None
-        self._opening: asyncio.Task[Session] | None = None
+        self.chosen: RlmLoop = self
+        """The branch whose answer is this loop's, and whose session a next question goes on with."""
+        self.own: Outcome | None = None
+        """What this continuation itself came to, where it was one of several."""
+        self.notebook = Notebook(run, call)
         if before is not None:
-            self.session, before.session = before.session, None
-            opening, before._opening = before._opening, None
-            failed = opening is not None and opening.done() and (opening.cancelled() or opening.exception() is not None)
-            self._opening = None if failed else opening
-        if self.session is not None:
-            run.keep(self.session)
+            self.notebook.take_over(before.notebook)
         self._kind: AnswerType | None = None
         self._pending: list[Message] = []
         self._reused: int | None = None
         self._deferred: Any = _NOTHING
         self._partial: Any = None
         self._last_text = ""
-        self._num_idle = self._num_deaths = 0
+        self._num_idle = 0
         self._is_root = call.parent is None
 
     async def answer(self, question: str, kind: AnswerType | None = None) -> Outcome:
@@ -84,7 +92,7 @@ class RlmLoop:
         self._kind = kind
         text = f"{question}\n\n{kind.instruction()}" if kind else question
         self._pending = [*self._before_question(), Message("user", text)]
-        self._begin_to_open()
+        self.notebook.begin_to_open()
         return await self._go_on()
 
     async def _go_on(self) -> Outcome:
@@ -96,16 +104,7 @@ class RlmLoop:
                 return outcome
 
     async def close(self) -> None:
-        opening, self._opening = self._opening, None
-        if opening is not None:
-            opening.cancel()
-            await asyncio.wait([opening])
-            if not opening.cancelled() and opening.exception() is None:
-                await opening.result().close()
-        if self.session is not None:
-            self.run.drop(self.session)
-            await self.session.close()
-            self.session = None
+        await self.notebook.close()
 
     # --- one turn ----------------------------------------------------------------------------------------------
 
@@ -124,12 +123,17 @@ class RlmLoop:
         except ModelError as error:
             return Outcome(Stop.ERROR, self._best(in_words=False), str(error), error)
         self._reused, self._last_text = None, reply.message.content
-        action = read_action(reply.message)
-        outcome, messages = await self._act(action)
+        try:
+            outcome, messages = await self._act(self._action(reply.message))
+        except SessionDied as died:
+            return Outcome(Stop.ERROR, self._best(in_words=False), str(died), died)
         if outcome is None:
             self._pending = messages
             await self._compact_if_long()
         return outcome
+
+    def _action(self, message: Message) -> Action:
+        return Action(codes=(message.content,)) if self.run.scaffold.raw_code else read_action(message)
 
     async def _act(self, action: Action) -> tuple[Outcome | None, list[Message]]:
         """Do what the model asked for: an outcome, or the messages that it is shown next."""
@@ -167,7 +171,7 @@ class RlmLoop:
         except Mismatch as mismatch:
             notes.append(f"The answer does not fit its type: {mismatch}. Correct it and give it again with FINAL(…).")
             return None
-        unseen = any(report != "(no output)" for report in reports)
+        unseen = any(report not in ("", "(no output)") for report in reports)
         if unseen and self.run.scaffold.defer_final and not confirmed:
             self._deferred = final
             notes.append(
@@ -183,31 +187,36 @@ class RlmLoop:
         """The next turn in ``width`` continuations at once; the outcome of the one that is chosen."""
         assert self._search is not None
         self._branched_at = self.call.turn
-        forks: list[RlmLoop] = []
+        tried: list[RlmLoop] = [self]
+        chosen: RlmLoop | None = None
         try:
-            for number in range(1, width):
-                forks.append(await self._fork(number))
-            outcomes = await asyncio.gather(self._go_on(), *(fork._go_on_and_end() for fork in forks))
+            while len(tried) < width:
+                tried.append(await self._fork())
+            outcomes = await asyncio.gather(self._go_on_safely(), *(fork._go_on_and_end() for fork in tried[1:]))
+            diverged = next((o.failure for o in outcomes if isinstance(o.failure, ReplayDiverged)), None)
+            if diverged is not None:
+                raise diverged
+            index = self._search.choose([outcome.answer for outcome in outcomes])
+            if not 0 <= index < width:
+                raise ConfigError(f"the search chose {index} of {width} answers: its choose() returns an index of one")
+            chosen = tried[index]
+            self.run.note(self.call, f"of {width} continuations of turn {self._branched_at}, {chosen.call.id} answers")
         finally:
-            for fork in forks:
-                await fork.close()
-        index = self._search.choose([outcome.answer for outcome in outcomes])
-        chosen = [self, *forks][index].call.id
-        self.run.note(self.call, f"of {width} continuations of turn {self._branched_at}, {chosen} answers")
+            for each in tried:
+                if each is not (chosen or self):
+                    await each.chosen.close()
+        self.own, self.chosen = self.own or outcomes[0], chosen.chosen
         return outcomes[index]
 
-    async def _fork(self, number: int) -> RlmLoop:
+    async def _fork(self) -> RlmLoop:
         """A continuation with a session of its own: forked, or where nothing has happened in it yet, a fresh one."""
         run, origin = self.run, self.call
-        call = LiveCall(
-            f"{origin.id}:{number}", "rlm", origin.client, origin.depth, origin.question, context=origin.context
-        )
+        call = LiveCall(origin.next_fork(), "rlm", origin.client, origin.depth, origin.question, context=origin.context)
         call.go_on_from(origin)
         call.num_turns_before = origin.num_turns_before + origin.turn
         fork = RlmLoop(run, call, search=self._search)
-        if origin.turn:
-            fork.session = await (await self._open()).fork()
-            run.keep(fork.session)
+        if origin.messages:
+            fork.notebook = await self.notebook.fork(call)
         fork._kind, fork._pending, fork._reused = self._kind, list(self._pending), self._reused
         fork._deferred, fork._partial, fork._last_text = self._deferred, self._partial, self._last_text
         fork._num_idle, fork._branched_at = self._num_idle, 0  # where this very branching is
@@ -217,12 +226,17 @@ class RlmLoop:
     async def _go_on_and_end(self) -> Outcome:
         outcome = Outcome(Stop.CANCELLED, error="cancelled")
         try:
-            outcome = await self._go_on()
-        except RamifyError as error:
-            outcome = Outcome(Stop.ERROR, error=str(error), failure=error)
+            outcome = await self._go_on_safely()
         finally:
-            self.run.end(self.call, outcome)
+            self.run.end(self.call, self.own or outcome)
         return outcome
+
+    async def _go_on_safely(self) -> Outcome:
+        """What fails in one branch leaves the others their answers."""
+        try:
+            return await self._go_on()
+        except RamifyError as error:
+            return Outcome(Stop.ERROR, error=str(error), failure=error)
 
     # --- cells -------------------------------------------------------------------------------------------------
 
@@ -231,13 +245,13 @@ class RlmLoop:
         reports: list[str] = []
         final = _NOTHING
         for index, code in enumerate(action.codes):
-            await self._open()
+            await self.notebook.session()
             if self.run.was_skipped(self.call, turn, index):
                 break
             if self.run.closing is not None:  # it began to close meanwhile, and interrupted only what was open
                 break
             cell, note = await self._run_cell(code, turn, index, notes)
-            reports.append(observe.cell_report(cell))
+            reports.append(self.run.scaffold.report(cell))
             final = note.get("final", final)
             self._partial = note.get("partial", self._partial)
             if cell.error is not None and index + 1 < len(action.codes):
@@ -246,25 +260,21 @@ class RlmLoop:
         return reports, final
 
     async def _run_cell(self, code: str, turn: int, index: int, notes: list[str]) -> tuple[Cell, dict[str, Any]]:
-        host = Host(self.run, self.call, turn, index, run_child)
-        session = await self._open()
-        try:
-            ran = await session.run(code, answer=host.answer, timeout_s=self.run.cell_s)
-        except SessionDied as died:
-            ran = await self._bury(code, died)
-        if host.fatal is not None:
-            raise host.fatal
+        run, place = self.run, (self.call.id, turn, index)
+        host = Host(run, self.call, turn, index, run_child)
+        recorded = run.recording.cell(*place) if run.recording is not None else None
+        ran = await self.notebook.execute(code, host, died=recorded is not None and recorded.died)
         if ran.interrupted == "time":
-            notes.append(f"the cell was stopped after {self.run.cell_s:g} s of work; what it had bound is there")
+            state = "there" if (await self.notebook.session()).caps.interrupt else "undone"
+            notes.append(f"the cell was stopped after {run.cell_s:g} s of work; what it had bound is {state}")
         note = ran.note.get("prelude") if isinstance(ran.note, dict) else None
         note = note if isinstance(note, dict) else {}
         cell = self._kept(ran, note)
-        recorded = self.run.recording.cell(self.call.id, turn, index) if self.run.recording is not None else None
         if recorded is not None:
             cell = self._as_recorded(cell, recorded)
-        self.run.recorder.emit(
-            CellRan(at_s=self.run.recorder.now(), call=self.call.id, turn=turn, cell=index, result=cell)
-        )
+        run.recorder.emit(CellRan(at_s=run.recorder.now(), call=self.call.id, turn=turn, cell=index, result=cell))
+        if self.notebook.num_deaths >= MAX_DEATHS:
+            raise SessionDied(f"call {self.call.id} lost {MAX_DEATHS} sessions; the last cell says: {cell.error}")
         return cell, note
 
     def _kept(self, ran: Ran, note: dict[str, Any]) -> Cell:
@@ -280,52 +290,15 @@ class RlmLoop:
         error = observe.cut(cell.error, most, len(cell.error), "not kept") if cell.error is not None else None
         value = observe.cut(cell.value, most, len(cell.value), "in _") if cell.value is not None else None
         stdout = observe.cut(cell.stdout, most, cell.stdout_chars, where)
-        return Cell(cell.code, stdout, value, error, round(cell.seconds, 6), cell.stdout_chars, digest, cell.restored)
+        return msgspec.structs.replace(
+            cell, stdout=stdout, value=value, error=error, seconds=round(cell.seconds, 6), stdout_digest=digest
+        )
 
     def _as_recorded(self, cell: Cell, recorded: Cell) -> Cell:
         """The replies that follow were given to what was shown then, so that is shown again; a difference is told."""
         if (cell.stdout, cell.value, cell.error) != (recorded.stdout, recorded.value, recorded.error):
             self.run.note(self.call, "a cell that was run again gave another output than it did when it was recorded")
         return recorded
-
-    async def _bury(self, code: str, died: SessionDied) -> Ran:
-        """The session is gone: what is left of the cell, and a note that the variables went with it."""
-        await self.close()
-        self._num_deaths += 1
-        if self._num_deaths >= MAX_DEATHS:
-            raise died
-        error = (
-            f"SessionDied: {died}\nA new session was started: `context` is there, your variables and imports are not."
-        )
-        return Ran(Cell(code, died.stdout, None, error, 0.0, len(died.stdout)))
-
-    def _begin_to_open(self) -> None:
-        """Get a session ready; while the first request is on the wire this costs no time."""
-        if self.session is None and self._opening is None:
-            self._opening = asyncio.get_running_loop().create_task(self._new_session())
-
-    async def _open(self) -> Session:
-        if self.session is None:
-            self._begin_to_open()
-            assert self._opening is not None
-            self.session, self._opening = await asyncio.shield(self._opening), None
-            self.run.keep(self.session)
-        return self.session
-
-    async def _new_session(self) -> Session:
-        run, call = self.run, self.call
-        session = await run.open_session(call)
-        try:
-            await session.install("prelude", _prelude(run.scaffold.max_output_chars))
-            tools = run.tools_at(call.depth)
-            if tools.functions:
-                await session.install("tools", tools.source())
-            for name, value in tools.values.items():
-                await session.set(name, value, reserved=True)
-        except BaseException:
-            await session.close()
-            raise
-        return session
 
     # --- answers -----------------------------------------------------------------------------------------------
 
@@ -334,7 +307,7 @@ class RlmLoop:
         name = final.text
         if final.variable or (name.isidentifier() and name not in ("True", "False", "None")):
             try:
-                session = await self._open()
+                session = await self.notebook.session()
                 return await session.get(name)
             except (HostCallError, SandboxError) as error:
                 if final.variable:
@@ -346,7 +319,7 @@ class RlmLoop:
 
     def _best(self, *, in_words: bool = True) -> Any:
         """The best answer so far, checked where it can be: one that was put off or kept, or else what was said last."""
-        words = said(self._last_text) if in_words else ""
+        words = said(self._last_text) if in_words and not self.run.scaffold.raw_code else ""
         for candidate in (self._deferred, self._partial, words or None):
             if candidate is _NOTHING or candidate is None:
                 continue
@@ -359,6 +332,8 @@ class RlmLoop:
     async def _last_word(self, stop: Stop) -> Outcome:
         """At a limit: one request more to answer with what there is. For the root it was held back; a child has one
         only where its own turns are what ran out."""
+        if not self.run.scaffold.last_word:
+            return self._cut_short(stop)
         reason = "You are asked to finish." if stop is Stop.CANCELLED else f"The limit is reached ({stop})."
         if not self._is_root and stop is not Stop.MAX_TURNS:
             return self._cut_short(stop)
@@ -398,7 +373,8 @@ class RlmLoop:
     def _before_question(self) -> list[Message]:
         """What stands before the question: the system prompt, or the answers that native calls are still owed."""
         if not self.call.messages:
-            return [Message("system", self._system_prompt())]
+            system = self._system_prompt()
+            return [Message("system", system)] if system else []
         return [Message("tool", "(answered)", tool_call_id=call.id) for call in self.call.messages[-1].tool_calls]
 
     def _system_prompt(self) -> str:
@@ -409,6 +385,9 @@ class RlmLoop:
         )
 
     def _observation(self, action: Action, reports: list[str], notes: list[str]) -> list[Message]:
+        if self.run.scaffold.terse_chars:
+            shown = "\n".join(filter(None, reports)) or "\n".join(notes)[: self.run.scaffold.terse_chars]
+            return [Message("user", shown)]
         turn, most = self.call.num_turns_before + self.call.turn, self.run.limits.max_turns
         warnings = observe.running_low(self.run.ledger.standing(), turn, most)
         text = observe.observation(reports, notes, turn, most, warnings)
@@ -423,6 +402,8 @@ class RlmLoop:
     async def _compact_if_long(self) -> None:
         """Summarise a history that nears the window; the next turn begins a new branch from the first messages."""
         run, call = self.run, self.call
+        if not run.scaffold.compact_at:
+            return
         known = call.known_tokens()
         unknown = self._pending if known else [*call.messages, *self._pending]
         tokens = known + sum(len(message.content) for message in unknown) // 3
@@ -436,8 +417,3 @@ class RlmLoop:
             return
         self._reused = 2
         self._pending = [Message("user", observe.CONTINUE.format(summary=reply.message.content))]
-
-
-def _prelude(max_output_chars: int) -> str:
-    source = resources.files("ramify.engine").joinpath("prelude.py").read_text("utf-8")
-    return f"{source}\n_CONTROL['max_output_chars'] = {max_output_chars}\n"

@@ -27,6 +27,11 @@ SUMMARISE = (
     "what you have found out with its evidence, which variables of the session hold what, what is still to be done. "
     "The session itself stays as it is. Write text only, no code."
 )
+REBUILT = (
+    "What this cell did is lost. The cells before it were run again in a new session, with the answers that their calls "
+    "had been given: their variables are back."
+)
+STARTED_ANEW = "A new session was started: `context` is there, your variables and imports are not."
 CONTINUE = "Summary of the work so far (the session and its variables are as you left them):\n\n{summary}\n\nGo on."
 
 
@@ -65,6 +70,33 @@ def observation(
     )
     extra = [f"[note] {note}" for note in notes]
     return "\n".join([*([body] if body else []), *extra, *warnings, f"[turn {turn} of {max_turns}]"])
+
+
+def terse(cell: Cell, max_chars: int) -> str:
+    """What ``cell`` printed and echoed, and the line that names its error, in ``max_chars`` at most; of that line at
+    least half of them are shown.
+
+    >>> terse(Cell("", "ab\\n", "7", "Traceback …\\nValueError: no"), 90)
+    'ab\\n7\\nValueError: no'
+    """
+    output = "\n".join(part for part in (cell.stdout.rstrip("\n"), cell.value) if part)
+    if not cell.error:
+        return output[:max_chars]
+    error = _named(cell.error)
+    output = f"{output}\n" if output else ""
+    error = error[: max(max_chars // 2, max_chars - len(output))]
+    return output[: max_chars - len(error) - 1].rstrip("\n") + "\n" * bool(output) + error
+
+
+def _named(error: str) -> str:
+    """The line of a traceback that names the error: the first after its places.
+
+    >>> _named("Traceback …\\n  File …\\nValueError: no\\nsecond line of the message")
+    'ValueError: no'
+    """
+    lines = error.rstrip("\n").split("\n")
+    places = [index for index, line in enumerate(lines[:-1]) if line[:1] == " " or line.startswith("Traceback")]
+    return lines[places[-1] + 1 if places else 0]
 
 
 def running_low(standing: Iterable[tuple[str, float, float]], turn: int, max_turns: int) -> list[str]:

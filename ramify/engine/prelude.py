@@ -138,12 +138,18 @@ def _as_data(value: Any) -> Any:
 
 def FINAL_VAR(name: Any) -> None:
     """Give the value of the variable called ``name`` as the final answer."""
-    if isinstance(name, str) and name.isidentifier():
-        if name not in namespace:
-            raise NameError(f"FINAL_VAR: there is no variable '{name}'; SHOW_VARS() lists them")
-        FINAL(namespace[name])
-    else:
+    if not (isinstance(name, str) and name.isidentifier()):
         FINAL(name)
+    elif globals().get("namespace_is_live", True):
+        FINAL(_variable(name))
+    else:
+        _CONTROL["final_var"] = name
+
+
+def _variable(name: str) -> Any:
+    if name not in namespace:
+        raise NameError(f"FINAL_VAR: there is no variable '{name}'; SHOW_VARS() lists them")
+    return namespace[name]
 
 
 def SHOW_VARS() -> dict[str, str]:
@@ -188,7 +194,7 @@ history = _History()
 outputs: dict[int, str] = {}
 """Cell number -> the whole output of a cell whose output was cut."""
 
-_CONTROL: dict[str, int] = {"cells": 0, "max_output_chars": 10_000}
+_CONTROL: dict[str, Any] = {"cells": 0, "max_output_chars": 10_000, "final_var": None}
 
 
 def after_cell() -> dict[str, Any]:
@@ -198,6 +204,9 @@ def after_cell() -> dict[str, Any]:
     text = last_output()
     if len(text) > _CONTROL["max_output_chars"]:
         outputs[_CONTROL["cells"]] = text
+    wanted, _CONTROL["final_var"] = _CONTROL["final_var"], None
+    if wanted is not None:
+        FINAL(_variable(wanted))
     current = namespace.get("answer")
     if isinstance(current, Mapping) and current.get("content") not in ("", None):
         note["partial"] = _carried(current["content"])

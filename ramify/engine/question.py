@@ -8,7 +8,7 @@ completion(ramify.load("logs/"), "…")  context, tools and a description from t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import msgspec
@@ -18,6 +18,7 @@ from ramify.engine.citations import INSTRUCTION, cited_type
 from ramify.engine.scaffold import Scaffold
 from ramify.engine.typed import AnswerType, answer_type
 from ramify.errors import ConfigError
+from ramify.sandbox.base import Session
 from ramify.types.message import encodable
 
 MAX_BARE_PROMPT_CHARS = 20_000
@@ -50,6 +51,8 @@ class Question(msgspec.Struct, frozen=True):
     """Functions that come with the sources."""
     kind: AnswerType | None = None
     cite: bool = False
+    on_session: Callable[[Session], Awaitable[None]] | None = None
+    """What is done to each fresh session before its first cell."""
 
     def is_direct(self, scaffold: Scaffold, window: int, has_tools: bool) -> bool:
         """The root-level rule: what fits easily is answered by one direct call."""
@@ -61,8 +64,9 @@ class Question(msgspec.Struct, frozen=True):
 
 def question(prompt: Any, query: str | None, kind: Any, cite: bool) -> Question:
     """The question that ``completion(prompt, query)`` asks. Raises ConfigError for an empty one."""
-    about, tools = "", {}
+    about, tools, on_session = "", {}, None
     if isinstance(prompt, Sources):
+        on_session = getattr(prompt, "on_session", None)  # of a task's beginning
         about, tools, prompt = prompt.manifest(), dict(prompt.tools), prompt.context
     if hasattr(prompt, "read"):
         raise ConfigError(f"a context cannot be a {type(prompt).__name__}: give prompt.read(), or ramify.load(path)")
@@ -82,8 +86,9 @@ def question(prompt: Any, query: str | None, kind: Any, cite: bool) -> Question:
     if cite and context is None:
         raise ConfigError("citations need a context to cite: give one, or ask without cite")
     return Question(
-        encodable(text), context, "\n".join(filter(None, [about, INSTRUCTION if cite else ""])), tools, check, cite
-    )
+        encodable(text), context, "\n".join(filter(None, [about, INSTRUCTION if cite else ""])), tools, check, cite,
+        on_session,
+    )  # fmt: skip
 
 
 def _num_chars(context: Any) -> int:

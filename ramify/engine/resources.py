@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 
 from ramify.clients.pool import Pool
 from ramify.errors import WeakSandboxWarning
-from ramify.sandbox.base import Sandbox, SandboxSpec, launch, open_sandbox
+from ramify.sandbox.base import Sandbox, SandboxSpec, launch, open_sandbox, said_aloud
 
 
 class Resources:
@@ -22,25 +22,37 @@ class Resources:
     def __init__(self, max_in_flight: int, spec: SandboxSpec) -> None:
         self.pool = Pool(max_in_flight=max_in_flight)
         self._spec = spec
-        self._sandbox: Sandbox | None = None
+        self._opening: asyncio.Task[Sandbox] | None = None
 
-    @property
-    def sandbox(self) -> Sandbox:
-        if self._sandbox is None:
-            self._sandbox = open_sandbox(self._spec)
-            if self._sandbox.warning and not self._spec.allow_weaker:
-                warnings.warn(self._sandbox.warning, WeakSandboxWarning, stacklevel=2)
-        return self._sandbox
+    async def sandbox(self) -> Sandbox:
+        """Opened by whoever asks first. Raises ConfigError for what was asked of it, SandboxError where it cannot be
+        had; for the next one it is tried again."""
+        if self._opening is None or _has_failed(self._opening):
+            self.prepare()
+            self._opening = asyncio.get_running_loop().create_task(self._open())
+        return await asyncio.shield(self._opening)
+
+    async def _open(self) -> Sandbox:
+        sandbox = await asyncio.to_thread(open_sandbox, self._spec)  # the jail first tries out its walls
+        if warning := said_aloud(sandbox, self._spec):
+            warnings.warn(warning, WeakSandboxWarning, stacklevel=2)
+        return sandbox
 
     def prepare(self) -> None:
         """A session will be needed soon: let what it takes to open one start meanwhile."""
-        if self._sandbox is None:
+        if self._opening is None:
             launch(self._spec)
 
     async def close(self) -> None:
-        if self._sandbox is not None:
-            await self._sandbox.close()
+        if self._opening is not None:
+            await asyncio.wait([self._opening])
+            if not _has_failed(self._opening):
+                await self._opening.result().close()
         await self.pool.close()
+
+
+def _has_failed(task: asyncio.Task[Sandbox]) -> bool:
+    return task.done() and (task.cancelled() or task.exception() is not None)
 
 
 class Shared:

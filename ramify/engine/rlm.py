@@ -29,7 +29,7 @@ import msgspec
 
 from ramify.clients.base import Client, Sampling
 from ramify.engine import sync
-from ramify.engine.branch import Search, config_of, search_of
+from ramify.engine.branch import Search, config_of, recorded_search, search_of
 from ramify.engine.citations import Citation, Cited
 from ramify.engine.conversation import Conversation
 from ramify.engine.limits import Limits
@@ -66,6 +66,8 @@ class RLM:
     ``child_tools``  the same for children; by default ``tools``
     ``store``        where runs are kept; by default nowhere
     ``sampling``     temperature and the like
+    ``branches``     continuations of the root's first turn, of which the answer that most of them give is taken
+    ``search``       another way to branch and to choose: see ``engine/branch.py``
     """
 
     def __init__(
@@ -80,12 +82,18 @@ class RLM:
         child_tools: Tools | None = None,
         store: Store | None = None,
         sampling: Sampling | None = None,
+        branches: int = 1,
+        search: Search | None = None,
     ) -> None:
         limits = limits or Limits()
         spec = SandboxSpec(provider=sandbox) if isinstance(sandbox, str) else sandbox or SandboxSpec()
         for name, value, kind in (("limits", limits, Limits), ("sandbox", spec, SandboxSpec)):
             if not isinstance(value, kind):
                 raise ConfigError(f"{name} is a {type(value).__name__}: give a ramify.{kind.__name__}(…)")
+        if branches < 1 or (branches > 1 and search is not None):
+            problem = "a search was given, too: give one of them" if search else "give 1 for none, or more"
+            raise ConfigError(f"branches is {branches}: {problem}")
+        self._search = search_of(branches if search is None else search)
         module_of(spec)  # an unknown provider is known as such before anything is asked
         tool_set = ToolSet(tools)
         self.store = store
@@ -117,7 +125,7 @@ class RLM:
         Without ``query``, ``prompt`` is the question. ``answer_type`` is a type or a JSON schema that the answer must
         meet; ``cite`` asks for citations and checks them; ``cache`` uses replies to the same requests kept in the store.
         ``search`` runs several continuations of a turn and chooses among their answers: a number (of first turns, by
-        vote), ``Branches`` or a ``Search``.
+        vote), ``Branches`` or a ``Search``; by default as the RLM was made, 1 for none.
         Raises ConfigError for wrong input, and the model's or sandbox's error where that left no answer. A limit is no
         error: see ``Result.stop``."""
         return self._in_thread(
@@ -152,18 +160,23 @@ class RLM:
     def start(
         self, prompt: Any, query: str | None = None, *, answer_type: Any = None, cite: bool = False,
         cache: bool = False, search: Search | int | None = None, on_event: Listener | None = None,
-        metadata: Mapping[str, Any] | None = None,
+        metadata: Mapping[str, Any] | None = None, sampling: Sampling | None = None,
     ) -> Running:  # fmt: skip
         """A run that goes on while the caller does other things; needs a running event loop. Its ``result`` is data: it
-        raises nothing for what a model did. ``metadata`` is kept with the run's configuration."""
+        raises nothing for what a model did. ``metadata`` is kept with the run's configuration; ``sampling`` is this run's
+        own, so that attempts at one question may each have their seed."""
         asked = question(prompt, query, answer_type, cite)
-        chosen = search_of(search)
+        chosen = self._search if search is None else search_of(search)
         listeners = checked_listener(on_event)
         journal = self.store.create(self.store.new_id(asked.text)) if self.store else None
         recorder = Recorder(journal, listeners)
         config = {**self._setup.config, **config_of(chosen), **(metadata or {})}
+        setup = msgspec.structs.replace(self._setup, config=config)
+        if sampling is not None:
+            config["sampling"] = msgspec.to_builtins(sampling)
+            setup = msgspec.structs.replace(setup, sampling=sampling)
         return Running(
-            msgspec.structs.replace(self._setup, config=config), asked, self._shared.use(),
+            setup, asked, self._shared.use(),
             id=journal.id if journal else _new_id(), recorder=recorder, cache=self._cache(cache), search=chosen,
             close=functools.partial(_put_away, self.store, journal),
         )  # fmt: skip
@@ -171,7 +184,7 @@ class RLM:
     def conversation(self, prompt: Any) -> Conversation:
         """Several questions over one live session: ``with rlm.conversation(text) as c: c.ask(…)``, or ``async with`` and
         ``await c.aask(…)``. Limits hold for each question."""
-        return Conversation(self._setup, self._shared, prompt, self.store)
+        return Conversation(self._setup, self._shared, prompt, self.store, self._search)
 
     # --- going on, and again -----------------------------------------------------------------------------------
 
@@ -239,7 +252,7 @@ class RLM:
         asked = self._question_of(started, answer_type)
         return Running(
             self._setup, asked, self._shared.use(), id=started.id, recorder=recorder, recording=recording,
-            search=search_of(search, started.config), close=close,
+            search=recorded_search(started.config, self._search) if search is None else search_of(search), close=close,
         )  # fmt: skip
 
     def _question_of(self, started: RunStarted, kind: Any) -> Question:

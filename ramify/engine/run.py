@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -50,6 +50,8 @@ class Replies(Protocol):
 
     def reply(self, call: str, turn: int, prompt_hash: str) -> Reply | None: ...
 
+    def reused_ids(self, call: str, turn: int) -> int: ...
+
     def attempts_at(self, call: str, turn: int) -> Sequence[Attempted]: ...
 
     def in_flight(self, call: str, turn: int) -> bool: ...
@@ -82,12 +84,14 @@ class Run:
         tools: tuple[ToolSet, ToolSet],
         recording: Replies | None = None,
         cache: Cache | None = None,
+        on_session: Callable[[Session], Awaitable[None]] | None = None,
     ) -> None:
-        """``tools`` are the root's and the children's."""
+        """``tools`` are the root's and the children's; ``on_session`` is done to each fresh session."""
         self.limits = limits = setup.limits
         self.scaffold, self.blobs, self.cell_s = setup.scaffold, setup.blobs, setup.sandbox.cell_s
         self.max_output_bytes = setup.sandbox.max_output_bytes
         self.models, self.recorder, self.recording, self.cache = models, recorder, recording, cache
+        self.on_session = on_session
         self._resources, self._tools = resources, tools
         self.sampling = msgspec.structs.replace(
             setup.sampling, max_tokens=min(setup.sampling.max_tokens, limits.max_reply_tokens)
@@ -149,6 +153,14 @@ class Run:
             self._descriptions[context.digest] = observe.describe(context.value)
         return self._descriptions[context.digest]
 
+    def first_message(self, call: LiveCall, about: str = "", *, is_next: bool = False) -> str:
+        """What ``call`` is told first; ``is_next``: in a conversation, after another question."""
+        if is_next and not self.scaffold.first:
+            return f"The next question: {call.question}"
+        value = "" if call.context is None else call.context.value
+        description = "" if self.scaffold.first else self.description(call.context)
+        return self.scaffold.first_message(call.question, value, description, about)
+
     async def keep_context(self, context: SharedContext) -> None:
         """Put a child's context where the run is stored, before anything is done with it."""
         if self.blobs is None:
@@ -163,7 +175,7 @@ class Run:
 
     async def open_session(self, call: LiveCall) -> Session:
         """A fresh session over the context of ``call``."""
-        return await self._resources.sandbox.open(context=call.context, seed=call.id)
+        return await (await self._resources.sandbox()).open(context=call.context, seed=call.id)
 
     def keep(self, session: Session) -> None:
         """``session`` is interrupted when the run closes."""
@@ -210,7 +222,7 @@ class Run:
             sampling = msgspec.structs.replace(
                 sampling, max_tokens=min(sampling.max_tokens, self.limits.last_word_tokens)
             )
-        request = Request(prompt, sampling, schema, tools, affinity=call.id)
+        request = Request(prompt, sampling, schema, tools, affinity=call.id, known=call.known_ids(reused))
         digest = prompt_hash(call.client.name, request)
 
         def about_to_send() -> None:
@@ -222,33 +234,39 @@ class Run:
             )  # fmt: skip
 
         account = _Account(self, call, call.max_input_tokens(request, reused), sampling.max_tokens)
-        reply = self._recorded(call, digest, account)
-        if reply is not None:
+        recorded = self._recorded(call, digest, account)
+        if recorded is not None:
             about_to_send()  # as it was
-        paid_before = reply is not None
-        if reply is None:
+            reply, reused_ids = recorded
+        else:
             client = _Announcing(call.client, about_to_send)
-            reply = await self._ask_live(call, client, request, account, last_word is not None)
+            whole = await self._ask_live(call, client, request, account, last_word is not None)
             if self.cache is not None:
-                self.cache.put(digest, reply)
+                self.cache.put(digest, whole)
+            reply, reused_ids = call.without_path(whole)
         self.recorder.emit(
-            Replied(at_s=self.recorder.now(), call=call.id, turn=call.turn, reply=reply, cached=paid_before)
-        )
-        call.advance(prompt, reply)
+            Replied(
+                at_s=self.recorder.now(), call=call.id, turn=call.turn, reply=reply, cached=recorded is not None,
+                reused_ids=reused_ids,
+            )
+        )  # fmt: skip
+        call.advance(reused, new, reply, reused_ids)
         return reply
 
-    def _recorded(self, call: LiveCall, digest: str, account: _Account) -> Reply | None:
-        """The reply from the run that is being repeated, or from the cache. Raises what that run met instead of one."""
+    def _recorded(self, call: LiveCall, digest: str, account: _Account) -> tuple[Reply, int] | None:
+        """The reply, and the ids of the path that its prompt began with, from the run that is being repeated or from the
+        cache. Raises what that run met instead of one."""
         if self.recording is not None:
             self._repeat_attempts(self.recording, call, account)
             reply = self.recording.reply(call.id, call.turn, digest)
             if reply is not None:
                 self.ledger.charge(reply.usage, reply.cost)
-                return reply
+                return reply, self.recording.reused_ids(call.id, call.turn)
         if self.cache is not None and not call.is_branch:  # branches ask the same to get different replies
             reply = self.cache.get(digest)
             if reply is not None:
-                return msgspec.structs.replace(reply, usage=Usage(), cost=None if reply.cost is None else 0.0)
+                free = msgspec.structs.replace(reply, usage=Usage(), cost=None if reply.cost is None else 0.0)
+                return call.without_path(free)
         return None
 
     def _repeat_attempts(self, recording: Replies, call: LiveCall, account: _Account) -> None:

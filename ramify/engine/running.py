@@ -28,7 +28,7 @@ from ramify.engine.recorder import Recorder
 from ramify.engine.resources import Resources
 from ramify.engine.run import Cache, Replies, Run
 from ramify.engine.setup import Setup
-from ramify.errors import RamifyError
+from ramify.errors import ConfigError, RamifyError, SandboxError
 from ramify.sandbox.context import SharedContext
 from ramify.types.event import AnyEvent, RunEnded, RunStarted
 from ramify.types.message import Usage
@@ -105,6 +105,7 @@ class Running:
         self._setup, self._question, self._use, self._thread = setup, question, use, thread
         self._recording, self._cache, self._search, self._close = recording, cache, search, close
         self._run: Run | None = None
+        self._answered_by = ""
         self._wanted: Stop | None = None
         self._task = asyncio.get_running_loop().create_task(self._drive())
 
@@ -144,6 +145,8 @@ class Running:
             async with self._use as resources:
                 context = await self._context(resources)
                 models = self._setup.connect(resources)
+                if not self._is_direct(models):
+                    await resources.sandbox()  # where there is none, nothing is asked and nothing recorded
                 self._run = run = self._make_run(resources, models)  # refuses limits that cannot be kept
                 self._started(context)
                 if self._wanted is not None:
@@ -172,7 +175,10 @@ class Running:
             return None
 
         def prepare() -> SharedContext:
-            context = SharedContext(value)
+            try:
+                context = SharedContext(value)
+            except SandboxError as error:  # of what the caller gave
+                raise ConfigError(f"the context cannot be given to a session: {error}") from None
             if blobs is not None:
                 blobs.put(context.buffer(), context.digest)
             return context
@@ -196,25 +202,31 @@ class Running:
         self.recorder.emit(
             RunStarted(
                 at_s=self.recorder.now(), id=self.id, question=self._question.text, started_at=time.time(),
-                context=context_ref(context), config=config,
+                task=str(config.get("task", "")), context=context_ref(context), config=config,
             )
         )  # fmt: skip
 
     def _make_run(self, resources: Resources, models: Models) -> Run:
         setup = self._setup
         tools = setup.tools.plus(self._question.tools), setup.child_tools.plus(self._question.tools)
-        return Run(setup, resources, models, self.recorder, tools=tools, recording=self._recording, cache=self._cache)
+        return Run(
+            setup, resources, models, self.recorder, tools=tools, recording=self._recording, cache=self._cache,
+            on_session=self._question.on_session,
+        )  # fmt: skip
 
     async def _answer(self, run: Run, models: Models, context: SharedContext | None) -> Outcome:
         try:
-            client = models.rlm(0)
-            has_tools = bool(self._setup.tools.functions or self._setup.tools.values)
-            direct = self._question.is_direct(self._setup.scaffold, client.window, has_tools)
-            if self._thread is None and direct and self._search is None:
-                return await self._answer_directly(run, client, context)
-            return await self._answer_by_loop(run, client, context)
+            answer = self._answer_directly if self._is_direct(models) else self._answer_by_loop
+            return await answer(run, models.rlm(0), context)
         finally:
             run.finish()
+
+    def _is_direct(self, models: Models) -> bool:
+        """Whether one plain call will do."""
+        if self._thread is not None or self._search is not None:
+            return False
+        has_tools = bool(self._setup.tools.functions or self._setup.tools.values)
+        return self._question.is_direct(self._setup.scaffold, models.rlm(0).window, has_tools)
 
     async def _answer_directly(self, run: Run, client: Client, context: SharedContext | None) -> Outcome:
         asked = self._question
@@ -241,7 +253,7 @@ class Running:
         if before is not None and before.call.messages:
             call.go_on_from(before.call)
             fork = Fork(before.call.id, before.call.turn - 1)
-        message = f"The next question: {self._question.text}" if before else self._first_message(run, context)
+        message = run.first_message(call, self._question.about, is_next=before is not None)
         if thread is not None:
             thread.loop, thread.num_questions = loop, thread.num_questions + 1
         run.begin(call, fork)
@@ -252,12 +264,12 @@ class Running:
             outcome = Outcome(Stop.ERROR, error=str(error), failure=error)
         finally:
             if thread is None:
-                await loop.close()
-            run.end(call, outcome)
+                await loop.chosen.close()
+            else:
+                thread.loop = loop.chosen
+            run.end(call, loop.own or outcome)
+        self._answered_by = loop.chosen.call.id if loop.own else ""
         return outcome
-
-    def _first_message(self, run: Run, context: SharedContext | None) -> str:
-        return observe.first_message(self._question.text, run.description(context), self._question.about)
 
     def _ended(self, outcome: Outcome, run: Run | None) -> None:
         try:
@@ -266,6 +278,7 @@ class Running:
                     RunEnded(
                         at_s=self.recorder.now(), stop=outcome.stop, answer=jsonable(outcome.answer), error=outcome.error,
                         usage=run.ledger.usage if run else Usage(), cost=run.ledger.cost if run else None,
+                        answered_by=self._answered_by,
                     )
                 )  # fmt: skip
         finally:

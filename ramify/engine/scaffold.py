@@ -2,14 +2,18 @@
 
 Markers in doubled braces are filled in, and nothing else, so that a prompt may contain any braces it likes:
 ``{{tools}}`` the user's tools, ``{{limits}}`` what may be spent, ``{{children}}`` how to start children where that is
-possible.
+possible. In ``first`` they are ``{{question}}`` and ``{{chars}}``.
 """
 
 from __future__ import annotations
 
+import re
+
 import msgspec
 
+from ramify.engine import observe
 from ramify.errors import ConfigError, nearest
+from ramify.types.trajectory import Cell
 
 _DEFAULT_SYSTEM = """\
 You answer a question about data that may be far larger than what you can read at once. The data is in the variable
@@ -59,8 +63,11 @@ class Scaffold(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     name: str = "default"
     system: str = _DEFAULT_SYSTEM
+    """Empty: there is no system message."""
     child_system: str | None = None
     """For children; None: the same as ``system``."""
+    first: str = ""
+    """The first message of a call; empty: question, size and beginning of the context (``observe.first_message``)."""
     direct_system: str = _DIRECT_SYSTEM
     direct_chars: int = 32_000
     """A root context of at most this many characters is answered by one direct call, without a session; 0 is never."""
@@ -70,18 +77,29 @@ class Scaffold(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Put a final answer off by one turn where it came together with output that the model had not seen."""
     max_idle: int = 2
     """Turns in a row without code or answer after which the call ends with ``no_code``."""
+    last_word: bool = True
+    """Ask for the answer with what there is where a limit is reached; otherwise the best so far is the answer."""
     compact_at: float = 0.8
-    """Share of the model's window at which the history is summarised and a new branch begins."""
+    """Share of the model's window at which the history is summarised and a new branch begins; 0 is never."""
     native_tools: bool = False
     """Also offer running code and answering as native tools."""
+    raw_code: bool = False
+    """A reply is one cell of code as it stands, without fences or words around it."""
+    terse_chars: int = 0
+    """Longest observation that is what a cell gave and nothing else; 0: observations are whole, with notes, what is left
+    of limits, and the count of turns."""
 
     def __post_init__(self) -> None:
-        if self.max_output_chars < 100 or self.max_idle < 1 or not 0 < self.compact_at <= 1 or self.direct_chars < 0:
+        if self.max_output_chars < 100 or self.max_idle < 1 or not 0 <= self.compact_at <= 1 or self.direct_chars < 0:
             raise ConfigError(
                 f"scaffold '{self.name}' is out of range: max_output_chars={self.max_output_chars} must be at least 100, "
-                f"max_idle={self.max_idle} at least 1, compact_at={self.compact_at} above 0 and at most 1, "
+                f"max_idle={self.max_idle} at least 1, compact_at={self.compact_at} from 0 to 1, "
                 f"direct_chars={self.direct_chars} not negative"
             )
+        if self.terse_chars and self.terse_chars < 20:
+            raise ConfigError(f"scaffold '{self.name}': terse_chars={self.terse_chars} shows nothing; give 20 or more")
+        if self.native_tools and self.raw_code:
+            raise ConfigError(f"scaffold '{self.name}': with raw_code a reply is code, so leave native_tools out")
 
     def system_prompt(self, *, depth: int, children: bool, tools: str, limits: str) -> str:
         text = self.system if depth == 0 or self.child_system is None else self.child_system
@@ -90,8 +108,25 @@ class Scaffold(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             text = text.replace(marker, value)
         return text.strip()
 
+    def first_message(self, question: str, context: object, description: str = "", about: str = "") -> str:
+        """What a call is told first. ``context`` is the value that its session gets."""
+        if not self.first:
+            return observe.first_message(question, description, about)
+        filled = {"{{question}}": question, "{{chars}}": str(observe.chars_of(context))}
+        text = re.sub("|".join(map(re.escape, filled)), lambda found: filled[found[0]], self.first)
+        return f"{text}\n{about}" if about else text
 
-SCAFFOLDS = {"default": Scaffold(), "minimal": Scaffold(name="minimal", system=_MINIMAL_SYSTEM)}
+    def report(self, cell: Cell) -> str:
+        """What is shown of one execution."""
+        return observe.terse(cell, self.terse_chars) if self.terse_chars else observe.cell_report(cell)
+
+
+TINY = Scaffold(
+    name="tiny", system="", first="{{question}}\nlen {{chars}}", raw_code=True, terse_chars=90, direct_chars=0,
+    defer_final=False, last_word=False, compact_at=0.0,
+)  # fmt: skip
+"""For policies of a few hundred thousand parameters: as few tokens as will do, nothing that needs reading."""
+SCAFFOLDS = {"default": Scaffold(), "minimal": Scaffold(name="minimal", system=_MINIMAL_SYSTEM), "tiny": TINY}
 
 
 def scaffold_of(given: Scaffold | str | None) -> Scaffold:

@@ -25,7 +25,8 @@ Answer = Callable[[str, Sequence[Any], Mapping[str, Any]], Awaitable[Any]]
 
 
 class Caps(msgspec.Struct, frozen=True):
-    """What a provider really does on this machine. ``isolates_*`` true means that a test tried and failed."""
+    """What a provider does on this machine. The jail has tried out what it claims, by attacking its own walls; others
+    claim what Docker, a cloud or Monty promises, which ``check.py`` puts to the test where they run."""
 
     isolates_files: bool = False
     isolates_network: bool = False
@@ -51,7 +52,9 @@ MIN_MEMORY_BYTES = 64 << 20
 class SandboxSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Which sessions a run gets."""
 
-    provider: str = "process"
+    provider: str = "jail"
+    """One of ``PROVIDERS``. Where there is no jail (it needs Linux), one that isolates has to be named, or less
+    accepted."""
     memory_bytes: int = 2 << 30
     """Address space that one session may add to what it is forked with."""
     cell_s: float = 120.0
@@ -71,7 +74,8 @@ class SandboxSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     files_bytes: int = 16 << 20
     """Most that a session may write into its folder; 0: it has none. In the jail, tier A."""
     mounts: tuple[tuple[str, str], ...] = ()
-    """(file or folder of this machine, where sessions see it), read-only. In the jail."""
+    """(file or folder of this machine, where sessions see it), read-only. In the jail; at tier B both must be the
+    same, at tier C there are none."""
     cpu_s: int = 3600
     """Processor time of a session's whole life, its threads together. In the jail."""
     rollback: bool = False
@@ -83,7 +87,8 @@ class SandboxSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Most that all sessions of a sandbox may use together; 0: three quarters of what the machine has. The one that
     uses most is ended when it is more. In the jail."""
     allow_weaker: bool = False
-    """Accept a provider that does not isolate what the default would."""
+    """Accept a weaker tier, or ``process`` where there is no jail at all; that is said in a warning. A weak provider
+    that is named goes without its warning."""
 
     def __post_init__(self) -> None:
         for name in ("memory_bytes", "cell_s", "grace_s", "max_output_bytes"):
@@ -138,7 +143,8 @@ class Session(Protocol):
 
         In it ``call_host(name, *args, **kwargs)`` calls the host, ``HostError`` (``.kind``, ``.data``) is what it
         raises, ``namespace`` is the notebook's dict, ``last_output()`` all that the last cell printed, ``portable(x)`` a
-        copy of ``x`` as the host would get it, or TypeError. ``after_cell()``, where there is one, gives ``Ran.note``."""
+        copy of ``x`` as the host would get it, or TypeError. ``after_cell()``, where there is one, gives ``Ran.note``.
+        Where ``namespace_is_live`` is there and false, ``namespace`` is brought up to date before ``after_cell`` only."""
         ...
 
     async def fork(self) -> Session:
@@ -221,8 +227,20 @@ def launch(spec: SandboxSpec) -> None:
 def open_sandbox(spec: SandboxSpec) -> Sandbox:
     """The sandbox that ``spec`` describes. Nothing is started before its first session.
 
-    Raises ConfigError for an unknown provider or package, SandboxError where this machine cannot hold it."""
-    return cast(Sandbox, importlib.import_module(module_of(spec)).open_provider(spec))
+    Raises ConfigError for an unknown provider or package, or mounts where none can be shown; SandboxError where this
+    machine cannot hold it, with what is missing."""
+    sandbox = cast(Sandbox, importlib.import_module(module_of(spec)).open_provider(spec))
+    is_jail = spec.provider == "jail" and sandbox.caps.isolates_files  # and not what stands in for one
+    if spec.mounts and not is_jail:
+        name = "process" if spec.provider == "jail" else spec.provider
+        raise ConfigError(f"sandbox '{name}' shows sessions no mounts, only 'jail' does: leave them out")
+    return sandbox
+
+
+def said_aloud(sandbox: Sandbox, spec: SandboxSpec) -> str | None:
+    """The warning of ``sandbox``, unless its weakness was both named and accepted. Who accepts less than the jail has
+    not said how much less."""
+    return None if spec.allow_weaker and spec.provider != "jail" else sandbox.warning
 
 
 def module_of(spec: SandboxSpec) -> str:
@@ -231,3 +249,10 @@ def module_of(spec: SandboxSpec) -> str:
     if module is None:
         raise ConfigError(f"unknown sandbox '{spec.provider}': {nearest(spec.provider, PROVIDERS)}")
     return module
+
+
+def digest_of(value: Any) -> str:
+    """The digest by which journals and trajectories know ``value`` as a context. Raises SandboxError for what no session
+    can hold."""
+    digest: str = importlib.import_module("ramify.sandbox.context").SharedContext(value).digest
+    return digest

@@ -77,7 +77,7 @@ def main(arguments: list[str]) -> int:
         print("usage: python -m ramify.sandbox.check [PROVIDER]", file=sys.stderr)
         return 2
     try:
-        spec = SandboxSpec(provider=arguments[0] if arguments else "process", memory_bytes=512 << 20)
+        spec = SandboxSpec(provider=arguments[0] if arguments else SandboxSpec().provider, memory_bytes=512 << 20)
         return 0 if asyncio.run(_report(spec)) else 1
     except RamifyError as error:
         print(error, file=sys.stderr)

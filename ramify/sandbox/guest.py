@@ -364,6 +364,15 @@ _close, _dup2, _waitpid = os.close, os.dup2, os.waitpid
 _clock, _get_ident = time.monotonic, threading.get_ident
 
 
+def _random_state() -> Any:
+    """The generator of ``random`` and where it is. A fork seeds it anew; a branch draws on from here, so that a run that
+    is repeated draws the same."""
+    generator = getattr(sys.modules.get("random"), "_inst", None)
+    with contextlib.suppress(Exception):  # the session may have put anything there
+        return generator and (generator, generator.getstate())
+    return None
+
+
 def frame(header: bytes, blobs: Sequence[Buffer] = ()) -> list[Buffer]:
     """The buffers of one frame."""
     rest = 5 + len(header) + sum(map(len, blobs))
@@ -1088,12 +1097,15 @@ class Guest:
         for."""
         fds, self._reader.fds = self._reader.fds, []
         reason, pid = self._cannot_fork(fds), -1
+        drawn = _random_state()
         if reason is None:
             try:
                 pid = _os_fork()
             except OSError as error:
                 reason = f"no process for a branch: {error.strerror}"
         if not pid:
+            with contextlib.suppress(Exception):
+                drawn and drawn[0].setstate(drawn[1])
             self._become_branch(*fds)
             return
         for fd in fds:

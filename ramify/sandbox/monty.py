@@ -4,7 +4,7 @@ Decides how a session's promises are kept without the guest: cells are fed to Mo
 (they come from this package or its user, and are trusted) run in the host and lend the session their functions, and a
 cell that is stopped is undone, since the worker is begun again from what it held before. Leaves out most of Python:
 no ``del``, ``globals()``, generators, base classes, most of the standard library; exceptions of the host arrive as
-RuntimeError; a module's classes and objects of its own are not seen, and its ``namespace`` is as the last cell left it.
+RuntimeError; of a module's values functions and plain ones are seen, and its ``namespace`` is as the last cell left it.
 """
 
 from __future__ import annotations
@@ -123,6 +123,8 @@ class MontySession:
         self._cell_of: dict[int, int] = {}
         self._is_busy = self._is_closed = False
         self._reserved: dict[str, Any] = {}
+        self._states: dict[str, dict[Any, Any]] = {}
+        """Dicts that modules and cells both change."""
         self._lent: dict[str, Callable[..., Any]] = {}
         self._modules: dict[str, types.ModuleType] = {}
         self._names: set[str] = set()
@@ -260,10 +262,19 @@ class MontySession:
         if name not in self._lent:
             return step.resume({"exception": NameError(f"name '{name}' is not defined")})
         try:
-            value = await asyncio.to_thread(self._lent[name], *step.args, **step.kwargs)
+            args, kwargs = self._plain(list(step.args)), self._plain(dict(step.kwargs))
+            value = await asyncio.to_thread(self._lent[name], *args, **kwargs)
             return step.resume({"return_value": value})
         except Exception as error:  # noqa: BLE001  (the module's, or of the cell's arguments: it rises in the cell)
             return step.resume({"exception": _as_builtin(error)})
+
+    def _plain(self, value: Any) -> Any:
+        """``value`` with objects of the session's own classes as data: of dataclasses their fields."""
+        if isinstance(value, self._monty.MontyClassProxy):
+            return self._plain(value.attributes) if value.is_dataclass else f"<{value.name} object>"
+        if type(value) in (list, tuple):
+            return type(value)(map(self._plain, value))
+        return {key: self._plain(item) for key, item in value.items()} if type(value) is dict else value
 
     def _shown(self, error: Any) -> str:
         text = error.display()
@@ -292,8 +303,10 @@ class MontySession:
     async def _after(self, error: str | None) -> tuple[Any, str | None, list[str]]:
         restored = [name for name in self._names if name in self._reserved or name in self._lent]
         notes: dict[str, Any] = {}
+        before: dict[str, Any] = {}
         if self._modules:
             await self._look_back()
+            before = {name: dict(state) for name, state in self._states.items()}
         for name, module in self._modules.items():
             hook = module.__dict__.get("after_cell")
             if hook is not None:
@@ -301,6 +314,9 @@ class MontySession:
                     notes[name] = portable(await asyncio.to_thread(hook))
                 except Exception as failure:  # noqa: BLE001  (shown to whoever wrote the cell)
                     notes[name], error = None, error or f"{type(failure).__name__}: {cut(str(failure), 2000)}"
+        for name, state in before.items():
+            if state != self._states[name] and name not in restored:
+                await self._feed("None", inputs={name: dict(self._states[name])})
         for name in sorted(restored):
             self._names.discard(name)
             if name in self._reserved:
@@ -312,14 +328,16 @@ class MontySession:
     async def _look_back(self) -> None:
         """What the modules see of the session: its names, and their own values as the cell left them."""
         self._namespace.clear()
-        for name in sorted(self._names | set(self._reserved)):
+        self._namespace.update(self._reserved)
+        for name in sorted(self._names | set(self._states)):
             with contextlib.suppress(self._monty.MontyError):
-                value = await self._feed(name)
-                self._namespace[name] = value
-                ours = self._reserved.get(name)
-                if name not in self._names and isinstance(ours, dict) and isinstance(value, dict):
+                value = self._plain(await self._feed(name))
+                if name not in self._names and isinstance(value, dict):
+                    ours = self._states[name]
                     ours.clear()
                     ours.update(value)
+                else:
+                    self._namespace[name] = value
         self._namespace.update(self._lent)
 
     # -- values and modules
@@ -357,7 +375,7 @@ class MontySession:
             made = types.ModuleType(module)
             made.__dict__.update(
                 call_host=self._call_host, HostError=HostError, namespace=self._namespace,
-                last_output=lambda: self._last_output, portable=portable,
+                last_output=lambda: self._last_output, portable=portable, namespace_is_live=False,
             )  # fmt: skip
             try:
                 exec(compile(source, f"<{module}>", "exec", 0, True), made.__dict__)
@@ -376,6 +394,8 @@ class MontySession:
                 elif _is_plain(value) or isinstance(value, dict):
                     await self._bind(name, dict(value) if isinstance(value, dict) else value, False)
                     self._reserved[name] = value
+                    if isinstance(value, dict):
+                        self._states[name] = value
 
     def _call_host(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """For a module's functions, which run in a thread."""
@@ -398,6 +418,17 @@ class MontySession:
         except Exception as error:  # noqa: BLE001  (a fault of the host, not of the cell: ``run`` raises it)
             cell.bug = error
             raise HostError("HostFailed", f"{name} failed in the host") from None
+
+    # -- branches
+
+    async def fork(self) -> MontySession:
+        raise SandboxError("a session of 'monty' cannot be forked: run without a search, or in the jail")
+
+    async def resume(self, *, answer: Answer, timeout_s: float | None = None) -> Ran:
+        raise SandboxError("a session of 'monty' is no branch: there is nothing to go on with")
+
+    async def close_tree(self) -> None:
+        await self.close()
 
     # -- stopping
 

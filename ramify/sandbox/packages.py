@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
+import sys
 from collections.abc import Sequence
 
 from ramify.errors import ConfigError
@@ -36,7 +37,11 @@ def _folder(name: str) -> str:
 def _remedy(name: str) -> str:
     """Distributions are often named otherwise than what they are imported as."""
     wanted = name.lower().replace("_", "-")
-    for imported, distributions in importlib.metadata.packages_distributions().items():
-        if wanted in (distribution.lower().replace("_", "-") for distribution in distributions):
-            return f"it is imported as '{imported}'"
-    return f"pip install {name}"
+    found = sorted(
+        imported
+        for imported, distributions in importlib.metadata.packages_distributions().items()
+        if not imported.startswith("_") and wanted in (each.lower().replace("_", "-") for each in distributions)
+    )
+    if found:
+        return f"it is imported as '{found[0]}'"
+    return f"install it into the environment of {sys.executable}, or leave it out"

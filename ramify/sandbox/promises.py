@@ -672,6 +672,8 @@ async def branches(probe: Probe) -> None:
         ran = await probe.cells("x.append(2)\nprint('branch')", "host('echo', x)", session=branch)
         same((ran[0].stdout, ran[1].value), ("branch\n", "[1, 2]"))
         same(values(await probe.cells("x", session=session)), ["[1]"])
+        draw = "import random\nrandom.random()"
+        same(values(await probe.cells(draw, session=branch)), values(await probe.cells(draw, session=session)))
         await session.close()
         same(values(await probe.cells("x", session=branch)), ["[1, 2]"])
         ran2 = await branch.run("while True: pass", answer=echo, timeout_s=0.2)

@@ -9,8 +9,10 @@ an archive that cannot be read is a ``Problem``. Which kind a file is, and who r
 from __future__ import annotations
 
 import os
+import select
 import stat
 import sys
+import time
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -24,6 +26,8 @@ __all__ = ["Item", "Loaded", "Problem", "load"]
 
 MAX_BYTES = 1 << 30
 """Of all that is read and unpacked."""
+WRITER_S = 1.0
+"""Most time that a pipe may have nobody who writes to it."""
 _STDIN = "-"
 _BLOCK_BYTES = 1 << 20
 _MANY = 3
@@ -107,10 +111,40 @@ def _read_one(path: str, label: str, loading: Loading) -> None:
             return
         loading.seen.add(real)
         data = read_regular(path, path, loading, flags=0)
-    else:  # a pipe, such as <(zcat log.gz)
+    elif stat.S_ISFIFO(mode):
+        data = _read_pipe(path, loading)
+    else:  # a device
         with open(path, "rb") as stream:
             data = _drain(stream, path, loading)
     read_file(File(label, data, Path(path) if stat.S_ISREG(mode) else None), loading)
+
+
+def _read_pipe(path: str, loading: Loading) -> bytes:
+    """All of a pipe with a name, such as <(zcat log.gz)."""
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # or opening waits for a writer, for ever
+    with open(fd, "rb", buffering=0) as stream:
+        head = _first_block(fd)
+        os.set_blocking(fd, True)
+        loading.spend(len(head), path)
+        return head + _drain(stream, path, loading)
+
+
+def _first_block(fd: int) -> bytes:
+    """What is in a pipe that does not block; nothing where its writer has written nothing yet, or is done.
+
+    Raises Unreadable where there is no writer within ``WRITER_S``."""
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    until = time.monotonic() + WRITER_S
+    while time.monotonic() < until:
+        was_written_to = bool(poll.poll(10))
+        try:
+            block = os.read(fd, _BLOCK_BYTES)
+        except BlockingIOError:
+            return b""
+        if block or was_written_to:
+            return block
+    raise Unreadable("is a pipe that nobody writes to", "start what writes to it first")
 
 
 def _drain(stream: BinaryIO, name: str, loading: Loading) -> bytes:

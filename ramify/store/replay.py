@@ -52,7 +52,7 @@ class Recording:
         self._ends: dict[str, CallEnded] = {}
         self._cells: dict[tuple[str, int, int], Cell] = {}
         self._asked: dict[tuple[str, int], Requested] = {}
-        self._replies: dict[tuple[str, int], Reply] = {}
+        self._replies: dict[tuple[str, int], Replied] = {}
         self._tools: dict[tuple[str, int, int, int], ToolAnswered] = {}
         self._attempts: dict[tuple[str, int], list[Attempted]] = {}
         self._held: set[Key] = set()
@@ -65,7 +65,8 @@ class Recording:
         self.started = self.questions[0]
 
     def reply(self, call: str, turn: int, prompt_hash: str) -> Reply | None:
-        """The reply that was recorded for this request. Raises what ended the call, where that was the outcome."""
+        """The reply that was recorded for this request, with the prompt ids that it added. Raises what ended the call,
+        where that was the outcome."""
         asked = self._asked.get((call, turn))
         if asked is None:
             self._fail_again(call)  # for want of budget, it was never sent
@@ -80,7 +81,11 @@ class Recording:
         if reply is None:
             self._fail_again(call)
             self._missing(f"a reply to call {call}, turn {turn}")
-        return reply
+        return None if reply is None else reply.reply
+
+    def reused_ids(self, call: str, turn: int) -> int:
+        """How many ids of the call's path the prompt of a recorded reply began with."""
+        return self._replies[call, turn].reused_ids
 
     def attempts_at(self, call: str, turn: int) -> list[Attempted]:
         """What was sent for this turn and failed; some of it may have been paid."""
@@ -160,7 +165,7 @@ class Recording:
             case Replied():
                 if (event.call, event.turn) not in self._asked:
                     raise StoreError(f"call {event.call}, turn {event.turn} has a reply but no request in the journal")
-                self._replies[event.call, event.turn] = event.reply
+                self._replies[event.call, event.turn] = event
             case CellRan():
                 self._cells[event.call, event.turn, event.cell] = event.result
             case ToolAnswered():

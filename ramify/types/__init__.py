@@ -2,9 +2,10 @@
 
 from ramify.types.message import Message, Reply, ToolCall, Usage, VersionSpan
 from ramify.types.sequence import Batch, Segment, Sequence
+from ramify.types.tokens import TokenPath, TokenSpan
 from ramify.types.trajectory import Call, Cell, ContextRef, Fork, Group, Parent, Stop, Trajectory, Turn
 
 __all__ = [
     "Batch", "Call", "Cell", "ContextRef", "Fork", "Group", "Message", "Parent", "Reply", "Segment", "Sequence",
-    "Stop", "ToolCall", "Trajectory", "Turn", "Usage", "VersionSpan",
+    "Stop", "TokenPath", "TokenSpan", "ToolCall", "Trajectory", "Turn", "Usage", "VersionSpan",
 ]  # fmt: skip

@@ -91,6 +91,8 @@ class Replied(Event, frozen=True):
     reply: Reply
     cached: bool = False
     """The reply came from a recorded run or the call cache, and was not paid now."""
+    reused_ids: int = 0
+    """Ids of the call's path so far that the prompt begins with; ``reply.prompt_ids`` are those after."""
 
 
 class CellRan(Event, frozen=True):
@@ -135,6 +137,8 @@ class RunEnded(Event, frozen=True):
     error: str | None = None
     usage: Usage = Usage()
     cost: float | None = None
+    answered_by: str = ""
+    """The branch whose answer was chosen; empty where there was nothing to choose."""
 
 
 AnyEvent = (
@@ -170,7 +174,9 @@ class Fold:
             case Replied():
                 call = self._calls[event.call]
                 asked = self._asked.pop(event.call)
-                call.turns.append(Turn(asked.reused, asked.prompt, event.reply))
+                turn = Turn(asked.reused, asked.prompt, event.reply, reused_ids=event.reused_ids)
+                self._compare_ids(call, turn)
+                call.turns.append(turn)
                 self._charge(call, event.reply.usage, event.reply.cost)
             case CellRan():
                 turns = self._calls[event.call].turns
@@ -190,11 +196,39 @@ class Fold:
                 self.trajectory.stop, self.trajectory.answer = None, None
             case RunEnded():
                 self.trajectory.stop, self.trajectory.answer = event.stop, event.answer
+                self.trajectory.answered_by = event.answered_by
                 self.trajectory.seconds = event.at_s
                 if self.trajectory.cost is None:
                     self.trajectory.cost = event.cost  # 0 where there is a price and nothing was asked
             case _:
                 pass
+
+    def _compare_ids(self, call: Call, turn: Turn) -> None:
+        """Count a turn whose prompt does not begin with all ids of the turns before, which a trainer must split or
+        refuse. Where its messages do begin with all of theirs, the client made ids of old text again: an error."""
+        before = self._turn_before(call)
+        if before is None or before.num_ids is None or turn.reply.prompt_ids is None:
+            return
+        if turn.reused_ids >= before.num_ids:
+            return
+        self._count("split_turns")
+        if turn.reused > before.reused + len(before.prompt):
+            self._count("retokenised_turns")
+            self.trajectory.errors.append(
+                f"call {call.id}, turn {len(call.turns)}: its prompt keeps {turn.reused_ids} of the {before.num_ids} ids of "
+                "the turns before, although it keeps their text: the client tokenised it anew"
+            )
+
+    def _turn_before(self, call: Call) -> Turn | None:
+        while not call.turns and call.fork is not None:
+            origin = self._calls[call.fork.call]
+            if call.fork.turn >= 0:
+                return origin.turns[call.fork.turn]
+            call = origin
+        return call.turns[-1] if call.turns else None
+
+    def _count(self, name: str) -> None:
+        self.trajectory.metrics[name] = self.trajectory.metrics.get(name, 0) + 1
 
     def _charge(self, call: Call, usage: Usage, cost: float | None) -> None:
         call.usage += usage

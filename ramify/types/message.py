@@ -101,13 +101,20 @@ class Reply(msgspec.Struct, frozen=True, omit_defaults=True):
     seconds: float = 0.0
     """Time on the wire."""
     prompt_ids: tuple[int, ...] | None = None
-    """Token ids of the whole prompt, where the server returns them."""
+    """Token ids of the whole prompt, where the server returns them; in a tree and a journal those after the
+    ``reused_ids`` of the turn."""
     token_ids: tuple[int, ...] | None = None
-    """Token ids that were sampled."""
+    """Token ids that were sampled, the one that ended the reply included."""
     logprobs: tuple[float, ...] | None = None
-    """Log-probability of each sampled token."""
+    """Log-probability of each sampled token, under the distribution that it was drawn from."""
     versions: tuple[VersionSpan, ...] | None = None
+    kept: tuple[tuple[int, ...], ...] | None = None
+    """For each sampled token the ids that top-p and top-k left to draw from: with them a trainer renormalises as the
+    sampler did. None where nothing was cut off."""
 
     def __post_init__(self) -> None:
-        if self.token_ids is not None and self.logprobs is not None and len(self.token_ids) != len(self.logprobs):
-            raise ValueError(f"{len(self.token_ids)} token ids but {len(self.logprobs)} logprobs in one reply")
+        if self.token_ids is None:
+            return
+        for name, values in (("logprobs", self.logprobs), ("kept sets", self.kept)):
+            if values is not None and len(values) != len(self.token_ids):
+                raise ValueError(f"{len(self.token_ids)} token ids but {len(values)} {name} in one reply")

@@ -1,51 +1,86 @@
 """What a trainer sees: token sequences with per-token streams, and the packed batch of them.
 
-Legend: T tokens of a sequence, k teacher tokens per position, S segments of a batch.
-Plain lists, so that this floor needs no tensor library; a backend makes tensors of them.
+    Sequence   one path, a number per token              Batch   a forest; shared prefixes stand once
+    ids        1 2 3 7 8                                 token_ids  1 2 3 7 8 9      segments  [0,3) [3,5)<0 [5,6)<0
+    mask       . . . x x                                 sources    2 3 2            what predicts each entry
+    rl         . . . w w                                 targets    7 8 9            what is predicted
+
+A batch has an *entry* for each token that carries loss: the token whose hidden state predicts it, its id, and its streams.
+Two sequences that share tokens share their hidden states and keep an entry each, with its own advantage and weight.
+
+Arrays are numpy's, made elsewhere: this floor only measures their length, so that it needs no tensor library.
+Legend: T tokens of a sequence or batch, E entries, k teacher tokens per position, S segments, M ids in all kept sets.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sized
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-Stream = list[float]
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    Ints = npt.NDArray[np.int64]
+    Floats = npt.NDArray[np.float32]
+    Bools = npt.NDArray[np.bool_]
+else:  # numpy comes with the trainer only
+    Ints = Floats = Bools = Any
 
 
-class Sequence(msgspec.Struct, omit_defaults=True):
+class Kept(msgspec.Struct):
+    """Which ids the sampler could have drawn, token by token, where top-p or top-k cut the vocabulary."""
+
+    offsets: Ints
+    """[T + 1] token t was drawn from ``ids[offsets[t] : offsets[t + 1]]``; from the whole vocabulary where that is empty."""
+    ids: Ints
+    """[M]"""
+
+
+class Sequence(msgspec.Struct, eq=False, kw_only=True):
     """One path through a tree, from its first token to its last."""
 
-    token_ids: list[int]
+    token_ids: Ints
     """[T]"""
-    mask: list[bool]
-    """[T] whether the token was sampled by the policy, and so can carry loss."""
-    sampler_logprobs: Stream
-    """[T] log-probability at sampling time; 0 where ``mask`` is false."""
-    advantages: Stream
+    mask: Bools
+    """[T] whether the token was sampled by the policy."""
+    sampler_logprobs: Floats
+    """[T] log-probability at sampling time, under the distribution that the token was drawn from; 0 where given."""
+    advantages: Floats
     """[T]"""
-    rl: Stream
+    rl: Floats
     """[T] weight of the policy-gradient component."""
-    ce: Stream = msgspec.field(default_factory=list)
-    """[T] weight of the cross-entropy component; empty for none."""
-    kd: Stream = msgspec.field(default_factory=list)
-    """[T] weight of the distillation component; empty for none."""
-    versions: list[int] = msgspec.field(default_factory=list)
-    """[T] policy version that sampled the token, -1 where it was given; empty if unknown."""
-    streams: dict[str, list[float] | list[list[float]]] = msgspec.field(default_factory=dict)
+    ce: Floats | None = None
+    """[T] weight of the cross-entropy component; None for none."""
+    kd: Floats | None = None
+    """[T] weight of the distillation component; None for none."""
+    versions: Ints | None = None
+    """[T] policy version that sampled the token, -1 where it was given; None if unknown."""
+    streams: dict[str, Floats] = msgspec.field(default_factory=dict)
     """Further named streams, each [T] or [T, k]: old and reference logprobs, values, teacher top-k."""
+    kept: Kept | None = None
+    """None where every token was drawn from the whole vocabulary."""
+    temperature: float = 1.0
+    """That the tokens were sampled at; logits are divided by it before log-probabilities are compared."""
+    name: str = ""
+    """For errors: ``7c1f/call=0.3``."""
 
     def __post_init__(self) -> None:
-        num_tokens = len(self.token_ids)
         streams: dict[str, Sized] = {"mask": self.mask, "sampler_logprobs": self.sampler_logprobs}
         streams |= {"advantages": self.advantages, "rl": self.rl}
-        optional: dict[str, Sized] = {"ce": self.ce, "kd": self.kd, "versions": self.versions}
-        streams |= {name: values for name, values in optional.items() if values}
-        for name, values in {**streams, **self.streams}.items():
-            if len(values) != num_tokens:
-                raise ValueError(
-                    f"sequence of {num_tokens} tokens has {len(values)} entries in '{name}', not one per token"
-                )
+        optional: dict[str, Sized | None] = {"ce": self.ce, "kd": self.kd, "versions": self.versions, **self.streams}
+        streams |= {name: values for name, values in optional.items() if values is not None}
+        _check_lengths(f"sequence {self.name}".strip(), "tokens", len(self.token_ids), streams)
+        if self.kept is not None and len(self.kept.offsets) != len(self.token_ids) + 1:
+            raise ValueError(
+                f"sequence {self.name} of {len(self.token_ids)} tokens has {len(self.kept.offsets)} offsets of kept "
+                "sets, not one per token and one for the end"
+            )
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
 
 
 class Segment(msgspec.Struct, frozen=True):
@@ -57,30 +92,65 @@ class Segment(msgspec.Struct, frozen=True):
     """Index of the segment that this one continues; -1 for a root."""
 
 
-class Batch(msgspec.Struct):
+class Batch(msgspec.Struct, eq=False, kw_only=True):
     """A packed forest: shared prefixes stand once. The last stop before the device."""
 
-    token_ids: list[int]
+    token_ids: Ints
     """[T]"""
-    positions: list[int]
+    positions: Ints
     """[T] depth of the token in its path, from 0."""
     segments: list[Segment]
-    """[S] parents before children; together they cover [0, T) in order."""
-    streams: dict[str, list[float] | list[list[float]]]
-    """Each [T] or [T, k]."""
+    """[S] each directly before its descendants (preorder); together they cover [0, T) in order."""
+    sources: Ints
+    """[E] index of the token after which the entry's token comes: its hidden state predicts it."""
+    targets: Ints
+    """[E] id of the entry's token."""
+    streams: dict[str, Floats]
+    """Each [E] or [E, k]: ``sampler_logprobs``, ``advantages``, ``rl``, ``ce``, ``kd``, ``temperature`` and the named
+    streams of the sequences."""
     denominators: dict[str, float]
-    """Loss component -> global weight sum, over every batch of the step."""
+    """Loss component -> what its weighted sum is divided by, over every batch of the step."""
+    sequences: dict[int, str]
+    """Index, in the list that was packed, of each sequence with entries here -> its name."""
+    owners: Ints
+    """[E, 2] index of the sequence that the entry belongs to, and which of its tokens it is."""
+    versions: Ints | None = None
+    """[E] policy version that sampled the entry's token; None if unknown."""
+    kept: Kept | None = None
+    """Of the entries: its offsets are [E + 1]."""
 
     def __post_init__(self) -> None:
-        num_tokens = len(self.token_ids)
-        streams: dict[str, Sized] = {"positions": self.positions, **self.streams}
-        for name, values in streams.items():
-            if len(values) != num_tokens:
-                raise ValueError(f"batch of {num_tokens} tokens has {len(values)} entries in '{name}'")
-        end = 0
-        for index, segment in enumerate(self.segments):
-            if segment.start != end or segment.end < segment.start or not -1 <= segment.parent < index:
-                raise ValueError(f"segment {index} {segment} does not follow token {end} or names a later parent")
-            end = segment.end
-        if end != num_tokens:
-            raise ValueError(f"segments cover {end} of {num_tokens} tokens")
+        num_tokens, num_entries = len(self.token_ids), len(self.sources)
+        _check_lengths("batch", "tokens", num_tokens, {"positions": self.positions})
+        entries: dict[str, Sized] = {"targets": self.targets, "owners": self.owners, **self.streams}
+        if self.versions is not None:
+            entries["versions"] = self.versions
+        _check_lengths("batch", "entries", num_entries, entries)
+        check_segments(self.segments, num_tokens)
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+def check_segments(segments: list[Segment], num_tokens: int) -> None:
+    """ValueError where ``segments`` do not cover the tokens in preorder."""
+    end = 0
+    open_ones: list[int] = []
+    for index, segment in enumerate(segments):
+        while open_ones and open_ones[-1] != segment.parent:
+            open_ones.pop()
+        if segment.start != end or segment.end < segment.start or (segment.parent != -1 and not open_ones):
+            raise ValueError(
+                f"segment {index} {segment} does not follow token {end}, or does not stand among the descendants of "
+                "its parent"
+            )
+        open_ones.append(index)
+        end = segment.end
+    if end != num_tokens:
+        raise ValueError(f"segments cover {end} of {num_tokens} tokens")
+
+
+def _check_lengths(what: str, unit: str, length: int, streams: dict[str, Any]) -> None:
+    for name, values in streams.items():
+        if len(values) != length:
+            raise ValueError(f"{what} of {length} {unit} has {len(values)} entries in '{name}', not one for each")

@@ -20,6 +20,7 @@ from typing import Any, Literal
 import msgspec
 
 from ramify.types.message import Message, Reply, Usage
+from ramify.types.tokens import PathBuilder, TokenPath
 
 SCHEMA_VERSION = 1
 """Of events and trajectories on disk. A reader refuses a newer one."""
@@ -76,6 +77,8 @@ class Cell(msgspec.Struct, frozen=True, omit_defaults=True):
     """The blob that holds the whole output, where it was cut and a store was given."""
     restored: tuple[str, ...] = ()
     """Reserved names that the cell had rebound and that were put back."""
+    died: bool = False
+    """The session ended in the middle of it, and what it had done there is lost; ``error`` says why."""
 
 
 class Turn(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -86,7 +89,18 @@ class Turn(msgspec.Struct, frozen=True, omit_defaults=True):
     prompt: tuple[Message, ...]
     """The messages of this prompt after the reused ones."""
     reply: Reply
+    """Its ``prompt_ids`` are those after the reused ones."""
     cells: tuple[Cell, ...] = ()
+    reused_ids: int = 0
+    """How many ids of the path so far (of prompt and reply of every turn before) this prompt begins with. Less than all
+    of them where the history was summarised, or where the client made ids of old text again; see ``paths``."""
+
+    @property
+    def num_ids(self) -> int | None:
+        """Length of the path up to and including this reply; None where the client gave no ids."""
+        if self.reply.prompt_ids is None or self.reply.token_ids is None:
+            return None
+        return self.reused_ids + len(self.reply.prompt_ids) + len(self.reply.token_ids)
 
 
 class Parent(msgspec.Struct, frozen=True):
@@ -149,6 +163,8 @@ class Trajectory(msgspec.Struct, omit_defaults=True):
     metrics: dict[str, float] = msgspec.field(default_factory=dict)
     errors: list[str] = msgspec.field(default_factory=list)
     answer: Any = None
+    answered_by: str = ""
+    """The call whose answer was chosen, where several branches gave one; each call has its own ``answer``."""
     stop: Stop | None = None
     usage: Usage = Usage()
     """Of the whole tree."""
@@ -196,6 +212,38 @@ class Trajectory(msgspec.Struct, omit_defaults=True):
         for step in call.turns if turn is None else call.turns[: turn + 1]:
             messages = [*messages[: step.reused], *step.prompt, step.reply.message]
         return messages
+
+    def path(self, call: Call, turn: int | None = None) -> TokenPath | None:
+        """The token ids of ``call`` up to and including the reply of ``turn`` (by default its last), those of the calls
+        that it continues first. None where that turn has none.
+
+        A turn that does not extend the one before cuts the path where they part; ``paths`` has what was cut off."""
+        path = PathBuilder()
+        for owner, index, step in self._steps(call, turn):
+            path.add(owner, index, step)
+        return path.built()
+
+    def paths(self, call: Call) -> list[TokenPath]:
+        """The fewest paths that hold every id of ``call``: one, but where a turn does not extend the one before
+        (``metrics["split_turns"]`` counts those). What several of them share is sampled once: ``TokenPath.spans`` tell
+        which turn of which call sampled what."""
+        path = PathBuilder()
+        found = []
+        for owner, index, step in self._steps(call, None):
+            if owner == call.id and index > 0 and not path.is_extended_by(step):
+                found.append(path.built())
+            path.add(owner, index, step)
+        last = path.built() if call.turns else None
+        return [each for each in (*found, last) if each is not None]
+
+    def _steps(self, call: Call, turn: int | None) -> Iterator[tuple[str, int, Turn]]:
+        """(call's id, index, turn) from the first turn on, those of the calls that ``call`` continues first."""
+        line = [(call, len(call.turns) if turn is None else turn + 1)]
+        while (fork := line[-1][0].fork) is not None:
+            line.append((self.call(fork.call), fork.turn + 1))
+        for owner, num_turns in reversed(line):
+            for index, step in enumerate(owner.turns[:num_turns]):
+                yield owner.id, index, step
 
 
 class Group(msgspec.Struct):

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-COMMAND = [sys.executable, "-m", "ramify.cli.main"]
+COMMAND = [sys.executable, "-m", "ramify"]
 SESSION_SCRIPT = ["```repl\nprint(len(context))\n```", "```repl\nFINAL(len(context))\n```"]
 
 

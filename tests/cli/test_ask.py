@@ -16,17 +16,31 @@ SESSION = ("--no-direct", "how long?", "log.txt")
 def test_the_answer_alone_is_on_stdout(shell: Shell) -> None:
     shell.write("log.txt", "x" * 50_000)
     done = shell.ask(SESSION_SCRIPT, "how long?", "log.txt")
-    loaded, warning, summary = done.err.splitlines()
+    loaded, summary = done.err.splitlines()
     assert (done.code, done.out, loaded) == (0, "50000\n", "log.txt: text, 50,000 characters")
-    assert warning.startswith("ramify: warning: sandbox 'process': ")
     assert summary.startswith("final · 2 turns, 2 calls · ")
     assert " · run 2" in summary
 
 
-def test_quiet_says_nothing_and_a_weaker_sandbox_may_be_accepted(shell: Shell) -> None:
+def test_a_weak_sandbox_is_said_aloud_unless_it_is_accepted(shell: Shell) -> None:
     shell.write("log.txt", "abc")
-    assert shell.ask(SESSION_SCRIPT, *SESSION, "--quiet") == Done(0, "3\n", "")
-    assert "warning" not in shell.ask(SESSION_SCRIPT, *SESSION, "--allow-weaker").err
+    weak = (*SESSION, "--sandbox", "process")
+    assert shell.ask(SESSION_SCRIPT, *weak, "--quiet") == Done(0, "3\n", "")
+    _, warning, _ = shell.ask(SESSION_SCRIPT, *weak).err.splitlines()
+    assert warning.startswith("ramify: warning: sandbox 'process': ")
+    assert "warning" not in shell.ask(SESSION_SCRIPT, *weak, "--allow-weaker").err
+
+
+def test_what_sessions_are_given(shell: Shell) -> None:
+    shell.write("log.txt", "abc")
+    shell.write("data/more.txt", "12345")
+    place = str(shell.folder / "data")
+    look = f"import pypdf\nFINAL([open(p + '/more.txt').read() for p in ({place!r}, '/data') if os.path.exists(p)])"
+    script = [code(f"import os\n{look}")]
+    given = ("--mount", "data", "--package", "pypdf", "--memory", "300MB")
+    assert shell.ask(script, *SESSION, "-q", *given) == Done(0, '["12345"]\n', "")
+    elsewhere = shell.ask(script, *SESSION, "-q", "--mount", "data:/data", "--package", "pypdf", "--tier", "A")
+    assert elsewhere == Done(0, '["12345"]\n', "") or "does not reach tier A" in elsewhere.err
 
 
 def test_one_json_object(shell: Shell) -> None:
@@ -46,6 +60,28 @@ def test_what_fits_is_answered_by_one_call(shell: Shell) -> None:
     shell.write("log.txt", "the answer is 7")
     done = shell.ask(["seven"], "what is it?", "log.txt")
     assert (done.code, done.out, "sandbox" in done.err) == (0, "seven\n", False)
+
+
+def test_several_ways_to_begin(shell: Shell) -> None:
+    shell.write("log.txt", "abc")
+    ways = [code(f"FINAL('{letter}')") for letter in "abb"]
+    assert shell.ask(ways, "--branches", "3", "-q", "which?", "log.txt") == Done(0, "b\n", "")
+    shown = shell.run("show", "last").out.splitlines()
+    assert [line for line in shown if line.startswith("0")] == [
+        "0 scripted:script.json (rlm): which?",
+        "0:1 scripted:script.json (rlm, beside 0): which?",
+        "0:2 scripted:script.json (rlm, beside 0): which?",
+    ]
+    assert sorted(line for line in shown if "answer: " in line) == ["  answer: a", "  answer: b", "  answer: b"]
+    assert shown[-1] in (f"of these answers, that of {call} was chosen" for call in ("0", "0:1", "0:2"))
+    assert shell.run("replay", "last").out == "same: 3 calls, 3 cells, and the answer\n"
+    assert shell.ask(ways, "which?", "log.txt", "--no-direct", "-q", RAMIFY_BRANCHES="3").out == "b\n"
+    wrong = shell.ask(ways, "--branches", "0", "which?", "log.txt")
+    assert (wrong.code, wrong.out, wrong.err.splitlines()[-1]) == (
+        1,
+        "",
+        "ramify: branches is 0: give 1 for none, or more",
+    )
 
 
 @pytest.mark.parametrize("paths", [[], ["-"]])

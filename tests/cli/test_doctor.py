@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import tomllib
+from pathlib import Path
+
+from ramify.cli.doctor import EXTRAS
 from tests.cli.helpers import Shell
 
 
@@ -12,8 +16,8 @@ def test_a_healthy_machine(shell: Shell) -> None:
     assert "secret" not in done.out
     assert "pass" not in done.out.replace("passed", "")
     for said in (
-        "openai: OPENAI_API_KEY is set", "openai: OPENAI_BASE_URL = ", "model = 'openai:m'", "process: limits memory",
-        "does not: isolates files", "warning: sandbox 'process'", "pdf: ", "/store, 0 runs, ", "config.toml",
+        "openai: OPENAI_API_KEY is set", "openai: OPENAI_BASE_URL = ", "model = 'openai:m'", "jail: isolates files", "tier ",
+        "seccomp: yes; Landlock: ", "pdf: ", "/store, 0 runs, ", "config.toml",
     ):  # fmt: skip
         assert said in done.out, said
 
@@ -25,3 +29,16 @@ def test_a_broken_one(shell: Shell) -> None:
     assert "wrong: " in done.out
     assert "did you mean 'model'?" in done.out
     assert "price table nowhere.json" in done.out
+
+
+def test_a_weak_sandbox_that_was_chosen(shell: Shell) -> None:
+    shell.write("config/ramify/config.toml", 'sandbox = "process"\nallow-weaker = true\n')
+    done = shell.run("doctor")
+    assert (done.code, done.err) == (0, "")
+    for said in ("process: limits memory", "does not: isolates files", "warning: sandbox 'process'"):
+        assert said in done.out, said
+
+
+def test_every_extra_is_looked_for() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert set(EXTRAS) == set(project["optional-dependencies"]) - {"dev", "serve-test"}

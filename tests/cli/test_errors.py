@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 from tests.cli.helpers import Shell
 
 MODEL = ("-m", "scripted:script.json")
+WORK = [*MODEL, "q", "log.txt", "--no-direct"]
 CASES = {
     "unknown provider": (["-m", "opnai:gpt-5", "q"], 1, r"unknown provider 'opnai' .*did you mean 'openai'\?"),
     "a model without a provider": (["-m", "gpt-5", "q"], 1, r"'gpt-5' has no provider: write provider:model"),
@@ -21,6 +23,7 @@ CASES = {
     "nothing listens": (["-m", "openai:m@http://127.0.0.1:9/v1", "q", "--max-seconds", "1"], 4, r"127\.0\.0\.1:9"),
     "unreadable path": ([*MODEL, "q", "nowhere.txt"], 1, r"nowhere.txt does not exist"),
     "nearest path": ([*MODEL, "q", "log.tx"], 1, r"did you mean log.txt\?"),
+    "a pipe without a writer": ([*MODEL, "q", "pipe"], 1, r"pipe is a pipe that nobody writes to: start what writes"),
     "empty file": ([*MODEL, "q", "empty.txt"], 1, r"empty.txt is empty"),
     "binary file": ([*MODEL, "q", "binary.bin"], 1, r"binary.bin .*binary"),
     "invalid schema": ([*MODEL, "q", "log.txt", "--answer-schema", '{"type": "integr"}'], 1, r"schema is not valid"),
@@ -31,6 +34,17 @@ CASES = {
     "negative cost": ([*MODEL, "q", "--max-cost", "-1"], 1, r"max_cost=-1.0 allows nothing"),
     "a limit that cannot be kept": ([*MODEL, "q", "--max-cost", "1"], 1, r"no known price"),
     "unknown sandbox": ([*MODEL, "q", "log.txt", "--no-direct", "--sandbox", "proces"], 1, r"did you mean 'process'\?"),
+    "no such mount": ([*WORK, "--mount", "nowhere:/data"], 1, r"mounts: there is no '.*/nowhere' on this machine"),
+    "a mount without a place": ([*WORK, "--mount", "log.txt:here"], 1, r"'here' is no place .*: give an absolute path"),
+    "a mount of everything": ([*WORK, "--mount", "/:/all"], 1, r"mounts: '/' is not allowed: give a folder or file of"),
+    "a mount without walls": ([*WORK, "--sandbox", "process", "--mount", "log.txt"], 1, r"'process' .* no mounts"),
+    "no such package": ([*WORK, "--package", "numpi"], 1, r"no package 'numpi'; install it into the environment of"),
+    "a package by another name": ([*WORK, "--package", "pytest-timeout"], 1, r"it is imported as 'pytest_timeout'"),
+    "too much memory": ([*WORK, "--memory", "900TB"], 1, r"memory_bytes is .*, more than the .* bytes of this machine"),
+    "too little memory": ([*WORK, "--memory", "1MB"], 1, r"in which no Python session runs: give at least 67,108,864"),
+    "memory that is no size": ([*WORK, "--memory", "lots"], 1, r"--memory 'lots' is not understood: write it as 2GB"),
+    "unknown tier": ([*WORK, "--tier", "D"], 1, r"sandbox tier is 'D': give 'A', 'B' or 'C'"),
+    "a sandbox without its extra": ([*WORK, "--sandbox", "prime"], 1, r"pip install 'ramify\[prime\]'"),
     "unknown scaffold": ([*MODEL, "q", "--scaffold", "minimum"], 1, r"did you mean 'minimal'\?"),
     "citing nothing": ([*MODEL, "q", "--cite"], 1, r"citations need a context"),
     "a cache without a store": ([*MODEL, "q", "--cache", "--no-store"], 1, r"leave out --no-store"),
@@ -50,6 +64,7 @@ def test_bad_input(shell: Shell, case: str) -> None:
     shell.write("empty.txt", "")
     shell.write("list.json", "[]")
     (shell.folder / "binary.bin").write_bytes(bytes(range(256)) * 100)
+    os.mkfifo(shell.folder / "pipe")
     done = shell.run("ask", *arguments)
     said = [line for line in done.err.splitlines() if line.startswith("ramify: ") and "warning" not in line]
     assert (done.code, done.out, len(said)) == (code, "", 1), done.err

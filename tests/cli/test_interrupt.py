@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import subprocess
+import sys
 
 import pytest
 
@@ -58,3 +59,19 @@ def test_terminated(shell: Shell, script: list[object]) -> None:
     process.send_signal(signal.SIGTERM)
     out, _ = process.communicate(timeout=20)
     assert (process.returncode, out) == (143, b"")
+
+
+def test_at_once(shell: Shell) -> None:
+    """While modules are imported, before anything could answer it: no traceback. (Python's own first moments are
+    Python's; ``-X importtime`` tells when they are over.)"""
+    for until in (b" ramify.cli", b" ramify.cli.parser", b" ramify.cli.main"):
+        command = [sys.executable, "-X", "importtime", "-m", "ramify", "ask", "how many?"]
+        with subprocess.Popen(command, env=shell.env, cwd=shell.folder, stderr=subprocess.PIPE) as process:
+            assert process.stderr is not None
+            for line in process.stderr:
+                if line.rstrip().endswith(until):
+                    process.send_signal(signal.SIGINT)
+                    break
+            rest = process.stderr.read()
+        assert b"Traceback" not in rest
+        assert process.returncode in (-signal.SIGINT, 130, 1), rest

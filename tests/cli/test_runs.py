@@ -142,7 +142,7 @@ def test_rm_and_prune(stored: Shell) -> None:
     assert stored.run("runs", "rm", oldest).out.startswith(f"deleted {oldest} (")
     assert stored.run("runs", "prune", "--older-than", "1d").out.startswith("0 runs deleted, ")
     gone = stored.run("runs", "prune", "--keep", "0").out.splitlines()
-    assert (gone[0], gone[1].startswith("1 runs deleted, ")) == (f"deleted {newest}", True)
+    assert (gone[0], gone[1].startswith("1 run deleted, ")) == (f"deleted {newest}", True)
     assert stored.run("runs").out.splitlines() == ["\t".join(COLUMNS)]
 
 

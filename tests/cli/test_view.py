@@ -11,7 +11,7 @@ import termios
 
 from ramify.cli.tree import Tree
 from ramify.cli.view import budget_row
-from ramify.types.event import AnyEvent, CallEnded, CallStarted, CellRan, Noted, Replied, Requested
+from ramify.types.event import AnyEvent, CallEnded, CallStarted, CellRan, Noted, Replied, Requested, RunStarted
 from ramify.types.message import Message, Reply
 from ramify.types.trajectory import Cell, Parent, Stop
 from tests.cli.helpers import Shell, code
@@ -53,6 +53,18 @@ def test_a_node_follows_its_call() -> None:
         watched.apply(event)
         node = watched.nodes["0"]
         assert (node.turn, node.state, node.code) == expected
+
+
+def test_where_replies_are_code_they_are_shown_whole() -> None:
+    watched = tree(
+        RunStarted(id="r", question="q", started_at=0.0, config={"scaffold": {"raw_code": True}}),
+        started("0", parent=None), started("0:1", parent=None),
+        Replied(call="0", turn=0, reply=Reply(Message("assistant", "x = 1"))),
+    )  # fmt: skip
+    assert [(node.id, node.code, node.state) for node in watched.nodes.values()] == [
+        ("0", "x = 1", "running code"),
+        ("0:1", "", "starting"),
+    ]
 
 
 def test_what_does_not_fit_is_left_out_ended_ones_first() -> None:
@@ -98,7 +110,7 @@ def test_on_a_terminal(shell: Shell) -> None:
     shell.write("log.txt", "abc")
     model = shell.model([first, code(f"FINAL({evil!r})")])
     written = on_a_terminal(shell, "ask", "-m", model, "--sub-model", sub, "--no-direct", "q?", "log.txt")
-    assert "stolen title" not in written
+    assert "\x1b]0;" not in written  # the title as text, in code that was caught in the view, does no harm
     assert "\x1b[2J" not in written
     shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written)
     assert "│ # [bold]not markup[/] wiped" in shown

@@ -85,7 +85,7 @@ def test_everything_a_request_can_ask():
     closed = {"type": "object", "properties": {}, "required": [], "additionalProperties": False}
     asked = Request(
         (Message("user", "a"),),
-        Sampling(9, 0.5, 0.9, ("END",), seed=3, logprobs=True, extra={"thinking": {"type": "disabled"}}),
+        Sampling(9, 0.5, 0.9, ("END",), seed=3, logprobs=True, extra={"thinking": {"type": "disabled"}}, top_k=3),
         schema=closed,
         tools=(Tool("look", "looks", {"type": "object"}),),
     )
@@ -96,6 +96,7 @@ def test_everything_a_request_can_ask():
         "messages": [{"role": "user", "content": [text("a")]}],
         "temperature": 0.5,
         "top_p": 0.9,
+        "top_k": 3,
         "stop_sequences": ["END"],
         "thinking": {"type": "disabled"},
         "output_config": {"format": {"type": "json_schema", "schema": closed}},

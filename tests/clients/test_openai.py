@@ -107,6 +107,11 @@ def test_an_open_schema_is_not_called_strict():
     assert body["response_format"]["json_schema"]["strict"] is False
 
 
+def test_a_cut_at_the_k_likeliest_is_asked_of_the_servers_that_know_it():
+    asked = Request((Message("user", "hi"),), Sampling(9, top_k=3))
+    assert [sent(asked, name).json.get("top_k") for name in ("vllm", "ollama", "openai")] == [3, 3, None]
+
+
 def test_openrouter_gets_reasoning_back():
     asked = Request((Message("assistant", "a", reasoning="hm"), Message("user", "b")))
     assert sent(asked, "openrouter").json["messages"][0] == {"role": "assistant", "content": "a", "reasoning": "hm"}

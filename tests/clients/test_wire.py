@@ -123,12 +123,25 @@ def test_certificate_authorities_of_the_environment(variable, certificate, monke
     assert run(main()) == ("hello" if variable is not None else (True, []))
 
 
-def test_a_missing_bundle_is_named(monkeypatch):
-    monkeypatch.setenv("REQUESTS_CA_BUNDLE", "/no/such/bundle.pem")
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        ("REQUESTS_CA_BUNDLE", "/no/such/bundle.pem", r"certificate bundle /no/such/bundle\.pem: "),
+        (
+            "SSL_CERT_FILE",
+            "/no/such/ca.pem",
+            r"SSL_CERT_FILE names /no/such/ca\.pem: No such file or directory; fix or",
+        ),
+        ("SSL_CERT_FILE", __file__, r"SSL_CERT_FILE names .*, which holds no certificate in PEM form; fix or unset it"),
+        ("SSL_CERT_DIR", "/no/such:/nor/this", r"SSL_CERT_DIR names /no/such:/nor/this, which is no folder"),
+    ],
+)
+def test_a_missing_bundle_is_named(variable, value, message, monkeypatch):
+    monkeypatch.setenv(variable, value)
 
     async def main():
         pool = Pool(keys={"openai": "key-123"})
-        with pytest.raises(ConfigError, match=r"certificate bundle /no/such/bundle\.pem: "):
+        with pytest.raises(ConfigError, match=message):
             await pool.ask(pool.client("openai:m@https://localhost:1/v1"), request(), Books())
         await pool.close()
 

@@ -8,22 +8,12 @@ from typing import Any
 
 import pytest
 
-from ramify import SandboxSpec, Stop, Store
-from ramify.engine.branch import Branches, vote
-from ramify.errors import ConfigError, SandboxError
-from ramify.sandbox.base import open_sandbox
+from ramify import Stop, Store
+from ramify.engine.branch import Branches, by_score, vote
+from ramify.errors import ConfigError, ReplayDiverged
+from ramify.types.message import Message
 from ramify.types.trajectory import Fork
 from tests.engine.helpers import client, code, rlm
-
-
-def provider_that_forks() -> SandboxSpec:
-    for name in ("jail", "process"):
-        try:
-            if open_sandbox(SandboxSpec(provider=name, allow_weaker=True)).caps.fork:
-                return SandboxSpec(provider=name, allow_weaker=True)
-        except (SandboxError, ConfigError):
-            continue
-    pytest.skip("no provider on this machine can fork a session")
 
 
 def test_first_turns_are_tried_several_times_and_most_answers_win(tmp_path: Path) -> None:
@@ -34,21 +24,23 @@ def test_first_turns_are_tried_several_times_and_most_answers_win(tmp_path: Path
         assert (result.answer, result.stop) == ("b", Stop.FINAL)
         calls = {call.id: (call.answer, call.fork, len(call.turns)) for call in result.trajectory.calls}
         assert calls == {
-            "0": ("b", None, 1),
+            "0": ("a", None, 1),
             "0:1": ("b", Fork("0", -1), 1),
             "0:2": ("b", Fork("0", -1), 1),
             "0:3": ("none", Fork("0", -1), 2),
         }
+        assert result.trajectory.answered_by == "0:1"
         assert result.usage == model.served
         again = r.replay("last")
         assert (again.answer, again.usage) == (result.answer, result.usage)
+        assert (again.trajectory.answered_by, store.load("last")) == ("0:1", result.trajectory)
 
 
 def test_a_later_turn_is_continued_in_forks_of_its_session() -> None:
     replies = iter([code("x = [1]"), *[code(f"x.append({i})\nFINAL(x)") for i in range(3)]])
     model = client(lambda messages: next(replies))
     best = Branches(3, turn=1, choose_by=lambda answers: answers.index(max(answers)))
-    with rlm(model, sandbox=provider_that_forks()) as r:
+    with rlm(model) as r:
         result = r.completion("text", "?", search=best)
     assert result.answer == [1, 2]
     assert sorted(call.answer for call in result.trajectory.calls[1:]) == [[1, 1], [1, 2]]
@@ -76,3 +68,159 @@ def test_votes() -> None:
     ]  # fmt: skip
     with pytest.raises(ConfigError, match="at least 2 continuations"):
         Branches(1)
+
+
+def test_an_rlm_may_branch_by_default() -> None:
+    def model() -> Any:
+        return client([code(f"FINAL('{letter}')") for letter in "abb"])
+
+    with rlm(model(), branches=3) as r:
+        assert r.completion("text", "?").answer == "b"
+    with rlm(model(), branches=3) as r:
+        result = r.completion("text", "?", search=1)
+        assert (result.answer, result.trajectory.answered_by) == ("a", "")
+    with rlm(model(), branches=3) as r:
+        assert r.completion("text", "?", search=Branches(2)).trajectory.answered_by == "0"
+    with rlm(model(), search=Branches(3, choose_by=by_score(lambda answer: answer == "a"))) as r:
+        assert r.completion("text", "?").answer == "a"
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"branches": 0}, "branches is 0: give 1 for none, or more"),
+        ({"branches": 2, "search": Branches(2)}, "branches is 2: a search was given, too: give one of them"),
+        ({"search": "best"}, "search is 'best': give a number of continuations"),
+    ],
+)
+def test_what_is_no_search_is_refused(options: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        rlm([], **options)
+
+
+def test_an_answer_that_is_not_there_cannot_be_chosen() -> None:
+    class Odd:
+        def width(self, call: Any) -> int:
+            return 2 if call.id == "0" and call.turn == 0 else 1
+
+        def choose(self, answers: Any) -> int:
+            return 7
+
+    with rlm([code("FINAL(1)")] * 2, search=Odd()) as r, pytest.raises(ConfigError, match="chose 7 of 2 answers"):
+        r.completion("text", "?")
+
+
+TWO_LEVELS = Branches(3, turn=1)
+
+
+def _two_levels(messages: tuple[Message, ...]) -> str:
+    """A first turn; then every branch asks a child and a plain call something of its own, and answers what it heard."""
+    if messages[0].role != "system":
+        return f"re: {messages[-1].content}"
+    if "Question: child" in messages[1].content:
+        return code("FINAL(context)")
+    num = sum(message.role == "assistant" for message in messages)
+    asking = "luck = random.random()\na = rlm_query('child', f'{luck}')\nb = llm_query(a)\nx.append(b)"
+    return code(["import random\nx = []", asking, "FINAL(x)"][num])
+
+
+@pytest.mark.parametrize("cut", [0, 5, 12, 16, 24])
+def test_branches_of_a_later_turn_are_replayed_and_resumed(tmp_path: Path, cut: int) -> None:
+    store, model = Store(tmp_path), client(_two_levels)
+    with rlm(model, store=store, search=TWO_LEVELS) as r:
+        result = r.completion("text", "?")
+        again = r.replay("last")
+    ids = {call.id for call in result.trajectory.calls}
+    assert ids == {"0", "0:1", "0:2", "0.0", "0.1", "0:1.0", "0:1.1", "0:2.0", "0:2.1"}
+    assert (again.answer, again.usage) == (result.answer, result.usage)
+    assert {call.id: call.answer for call in again.trajectory.calls} == _answers(result)
+    if cut:
+        journal = next(tmp_path.rglob("*.jsonl"))
+        journal.write_bytes(b"".join(journal.read_bytes().splitlines(keepends=True)[:cut]))
+        with rlm(client(_two_levels), store=store) as r:
+            resumed = r.resume("last")
+        assert _answers(resumed) == _answers(result), "forks draw the same random numbers again"
+
+
+def _answers(result: Any) -> dict[str, Any]:
+    return {call.id: call.answer for call in result.trajectory.calls}
+
+
+def test_a_branch_that_fails_leaves_the_others_their_answers() -> None:
+    lines = [code("import os; os.abort()"), code("FINAL('b')"), code("FINAL('b')")]
+    rest = iter(lines)
+    model = client(lambda messages: next(rest, lines[0]))
+    with rlm(model, branches=3) as r:
+        result = r.completion("text", "?")
+    assert result.answer == "b"
+    assert sorted((call.stop, call.answer) for call in result.trajectory.calls) == [
+        (Stop.ERROR, None),
+        (Stop.FINAL, "b"),
+        (Stop.FINAL, "b"),
+    ]
+
+
+def test_a_replay_that_diverges_in_a_branch_says_so(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    with rlm([code("FINAL(llm_query('a'))")] * 2 + ["one", "two"], store=store, branches=2) as r:
+        r.completion("text", "?")
+    journal = next(tmp_path.rglob("*.jsonl"))
+    lines = journal.read_bytes().splitlines(keepends=True)
+    journal.write_bytes(b"".join(line for line in lines if b'"0:1.0"' not in line))
+    with rlm([], store=store) as r, pytest.raises(ReplayDiverged, match=r"call 0:1\.0"):
+        r.replay("last")
+
+
+def test_a_conversation_goes_on_from_the_branch_that_was_chosen() -> None:
+    model = client([
+        code("x = 'a'\nFINAL(x)"), code("x = 'b'\nFINAL(x)"), code("x = 'b'\ny = 1\nFINAL(x)"),
+        code("FINAL(x + '1')"), code("FINAL(x + '2')"), code("FINAL(x + '2')"),
+        code("FINAL(x)"),
+    ])  # fmt: skip
+    with rlm(model, branches=3) as r, r.conversation("text") as c:
+        assert [c.ask("?").answer, c.ask("and?").answer, c.ask("last?", search=1).answer] == ["b", "b2", "b"]
+        trajectory = c.trajectory
+    assert [(call.id, call.fork, call.answer) for call in trajectory.calls] == [
+        ("0", None, "a"),
+        ("0:1", Fork("0", -1), "b"),
+        ("0:2", Fork("0", -1), "b"),
+        ("1", Fork("0:1", 0), "b1"),
+        ("1:1", Fork("1", -1), "b2"),
+        ("1:2", Fork("1", -1), "b2"),
+        ("2", Fork("1:1", 0), "b"),
+    ]
+    said = [message.content for message in trajectory.conversation(trajectory.call("2")) if message.role == "assistant"]
+    assert said == [code("x = 'b'\nFINAL(x)"), code("FINAL(x + '2')"), code("FINAL(x)")]
+
+
+def test_branches_within_branches() -> None:
+    class Twice:
+        """Two continuations of the first turn, and of the second one of each."""
+
+        def width(self, call: Any) -> int:
+            return 2 if call.num_turns_before + call.turn < 2 else 1
+
+        def choose(self, answers: Any) -> int:
+            return by_score(sum)(answers)
+
+    num = iter(range(100))
+
+    def script(messages: tuple[Message, ...]) -> str:
+        turn = sum(message.role == "assistant" for message in messages)
+        return code(f"x = [{next(num)}]" if turn == 0 else f"x.append({next(num)})\nFINAL(x)")
+
+    with rlm(client(script), search=Twice()) as r, r.conversation("text") as c:
+        result = c.ask("?")
+        answered_by = c.trajectory.answered_by
+        going_on = c.ask("and?", search=1)
+    calls = {call.id: call for call in result.trajectory.calls}
+    last = calls.pop("1")
+    assert {id: call.fork for id, call in calls.items()} == {
+        "0": None, "0:1": Fork("0", -1), "0:2": Fork("0", 0), "0:1:1": Fork("0:1", 0),
+    }  # fmt: skip
+    assert last.fork == Fork(answered_by, len(calls[answered_by].turns) - 1)
+    answers = {id: call.answer for id, call in calls.items()}
+    assert answers["0"][0] == answers["0:2"][0] != answers["0:1"][0] == answers["0:1:1"][0]
+    assert len({answer[1] for answer in answers.values()}) == 4
+    assert result.answer == answers[answered_by] == max(answers.values(), key=sum)
+    assert going_on.answer[:2] == result.answer, "it goes on in the session of the branch that was chosen"

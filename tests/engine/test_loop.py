@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import warnings
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from ramify import Citation, Scaffold, Stop
-from ramify.errors import ConfigError, ModelError
+from ramify import Citation, SandboxSpec, Scaffold, Stop, Store
+from ramify.errors import ConfigError, ModelError, SandboxError, WeakSandboxWarning
 from ramify.types.message import Message, Reply, ToolCall
 from tests.engine.helpers import SCAFFOLD, client, code, rlm
 
@@ -299,14 +301,31 @@ def test_braces_in_a_system_prompt_are_just_braces() -> None:
 
 
 def test_a_weak_sandbox_is_said_aloud_unless_it_is_accepted() -> None:
-    from ramify import SandboxSpec
-    from ramify.errors import WeakSandboxWarning
-
-    with rlm([code("FINAL(1)")]) as r, pytest.warns(WeakSandboxWarning, match="Do not run hostile code in it"):
+    with (
+        rlm([code("FINAL(1)")], sandbox="process") as r,
+        pytest.warns(WeakSandboxWarning, match="Do not run hostile code in it"),
+    ):
         r.completion(TEXT, "?")
-    with rlm([code("FINAL(1)")], sandbox=SandboxSpec(allow_weaker=True)) as r:
-        import warnings
-
-        with warnings.catch_warnings():
+    for spec in (SandboxSpec(provider="process", allow_weaker=True), None):
+        with rlm([code("FINAL(1)")], sandbox=spec) as r, warnings.catch_warnings():
             warnings.simplefilter("error")
             r.completion(TEXT, "?")
+
+
+def test_a_sandbox_that_cannot_be_had_is_known_before_anything_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DOCKER_HOST", "unix:///no/such/engine.sock")
+    for spec, error, message in (
+        (SandboxSpec(mounts=((str(tmp_path / "none"), "/data"),)), ConfigError, "sandbox mounts: there is no '.*none'"),
+        (SandboxSpec(packages=("no_such_package",)), ConfigError, "this Python has no package 'no_such_package'"),
+        (SandboxSpec(memory_bytes=1 << 60), ConfigError, "memory_bytes is .*, more than the .* bytes of this machine"),
+        (SandboxSpec(provider="docker"), SandboxError, "sandbox 'docker': no engine at"),
+    ):
+        model = client([code("FINAL(1)")] * 2)
+        store = Store(tmp_path / "store")
+        with rlm(model, sandbox=spec, store=store) as r, pytest.raises(error, match=message):
+            r.completion(TEXT, "?")
+        assert (model.requests, store.runs()) == ([], [])
+        with rlm(model, sandbox=spec, scaffold="default") as r:  # which one plain call answers: it needs no session
+            assert r.completion("How many days has May?").answer

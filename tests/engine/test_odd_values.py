@@ -45,6 +45,15 @@ def test_a_context_that_contains_itself() -> None:
         r.completion(context, "?")
 
 
+@pytest.mark.parametrize("odd", [object(), {"a": print}, [1, {2: lambda: 1}]])
+def test_a_context_that_no_session_can_hold(odd: Any) -> None:
+    with (
+        rlm([]) as r,
+        pytest.raises(ConfigError, match=r"^the context cannot be given to a session: a value of type \w+ at"),
+    ):
+        r.completion(odd, "?")
+
+
 class _Later:
     async def __call__(self) -> str:
         return "later"

@@ -127,7 +127,7 @@ def test_everything_dies_with_a_killed_host(tmp_path: Path) -> None:
         from ramify.sandbox.context import SharedContext
         async def answer(*a): print(*a[1], flush=True)
         async def main():
-            sandbox = open_sandbox(SandboxSpec(cell_s=60))
+            sandbox = open_sandbox(SandboxSpec(provider="process", cell_s=60))
             sessions = [await sandbox.open(), await sandbox.open(context=SharedContext("x" * 2_000_000))]
             for session in sessions:
                 await session.install("m", "__all__ = ['tell']\\ndef tell(*a): call_host('t', *a)")
@@ -148,7 +148,10 @@ def test_everything_dies_with_a_killed_host(tmp_path: Path) -> None:
 
 
 def test_a_server_that_nobody_takes_ends_with_its_host() -> None:
-    code = "from ramify.sandbox import process as p, base; s = base.SandboxSpec(); p.launch(s); print(p._launched[s].folder)"
+    code = (
+        "from ramify.sandbox import process as p, base; s = base.SandboxSpec(provider='process'); p.launch(s); "
+        "print(p._launched[s].folder)"
+    )
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     run = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment, check=True)
     assert asyncio.run(until(lambda: not os.path.exists(run.stdout.strip())))
@@ -246,11 +249,11 @@ def test_a_cancelled_open_leaves_nothing() -> None:
         (lambda: SandboxSpec(max_output_bytes=0), ConfigError, "max_output_bytes is 0"),
         (lambda: SandboxSpec(memory_bytes=1 << 20), ConfigError, "in which no Python session runs"),
         (
-            lambda: open_sandbox(SandboxSpec(packages=("nothere",))),
+            lambda: open_sandbox(SandboxSpec(provider="process", packages=("nothere",))),
             ConfigError,
-            "no package 'nothere'; pip install nothere",
+            "no package 'nothere'; install it into the environment of",
         ),
-        (lambda: open_sandbox(SandboxSpec(packages=("PyYAML_x",))), ConfigError, "no package"),
+        (lambda: open_sandbox(SandboxSpec(provider="process", packages=("PyYAML_x",))), ConfigError, "no package"),
         (lambda: SharedContext(object()), SandboxError, "a value of type object at value"),
     ],
 )

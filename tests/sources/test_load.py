@@ -251,6 +251,29 @@ def test_what_cannot_be_read_in_a_folder_is_named(tmp_path: Path):
     assert "not loaded (2), is binary: x.bin, y.png" in loaded.describe()
 
 
+def test_a_pipe_with_a_name(tmp_path: Path):
+    """What is written late is read; what was never begun is refused."""
+    pipe = str(tmp_path / "pipe")
+    os.mkfifo(pipe)
+    lines = "".join(f"line {i}\n" for i in range(20_000))
+
+    def write() -> None:
+        with open(pipe, "w") as file:
+            for start in range(0, len(lines), 50_000):
+                file.write(lines[start : start + 50_000])
+                file.flush()
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    assert load([pipe]).context == lines
+    writer.join()
+    with pytest.raises(SourceError, match="is a pipe that nobody writes to: start what writes to it first"):
+        load([pipe])
+    with subprocess.Popen([sys.executable, "-c", "print('abc')"], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert load([f"/dev/fd/{process.stdout.fileno()}"]).context == "abc\n"
+
+
 def test_unreadable_by_permission(tmp_path: Path):
     if os.geteuid() == 0:
         pytest.skip("root may read everything")

@@ -9,7 +9,7 @@ import pytest
 
 from ramify.types.event import AnyEvent, RunStarted
 from ramify.types.message import Message, Reply, Usage
-from ramify.types.sequence import Batch, Segment, Sequence
+from ramify.types.sequence import Batch, Kept, Segment, Sequence
 from ramify.types.trajectory import SCHEMA_VERSION, Stop, Trajectory
 
 
@@ -56,33 +56,48 @@ def sequence(**changed: Any) -> Sequence:
         "sampler_logprobs": [0.0, -1.0, -2.0],
         "advantages": [0.0, 1.0, 1.0],
         "rl": [0.0, 0.5, 0.5],
+        "name": "7c1f/call=0",
     }
     return Sequence(**(fields | changed))
 
 
 def test_sequence_streams_have_one_entry_per_token():
     whole = sequence(ce=[0.0] * 3, versions=[-1, 4, 4], streams={"teacher": [[0.1, 0.2]] * 3})
-    assert whole.token_ids == [1, 2, 3]
+    assert len(whole) == 3
     for changed in ({"mask": [True]}, {"rl": []}, {"ce": [1.0]}, {"versions": [1]}, {"streams": {"values": [0.0]}}):
         name = "values" if "streams" in changed else next(iter(changed))
-        with pytest.raises(ValueError, match=f"sequence of 3 tokens has . entries in '{name}'"):
+        with pytest.raises(ValueError, match=f"sequence 7c1f/call=0 of 3 tokens has . entries in '{name}'"):
             sequence(**changed)
+    with pytest.raises(ValueError, match="of 3 tokens has 2 offsets of kept sets"):
+        sequence(kept=Kept([0, 1], [5]))
 
 
 def batch(segments: list[Segment], **changed: Any) -> Batch:
-    fields: dict[str, Any] = {"token_ids": [1, 2, 3, 4], "positions": [0, 1, 2, 2], "streams": {"rl": [0.0] * 4}}
-    return Batch(segments=segments, denominators={"rl": 1.0}, **(fields | changed))
+    fields: dict[str, Any] = {
+        "token_ids": [1, 2, 3, 4],
+        "positions": [0, 1, 2, 2],
+        "sources": [1, 1],
+        "targets": [3, 4],
+        "streams": {"rl": [0.5, 0.5]},
+        "denominators": {"rl": 1.0},
+        "sequences": {0: "a", 1: "b"},
+        "owners": [[0, 2], [1, 2]],
+    }
+    return Batch(segments=segments, **(fields | changed))
 
 
-def test_batch_segments_cover_the_tokens_in_order():
+def test_batch_segments_cover_the_tokens_in_preorder():
     forest = [Segment(0, 2, -1), Segment(2, 3, 0), Segment(3, 4, 0)]
     assert batch(forest).segments == forest
     for wrong, message in (
         ([Segment(0, 3, -1)], "segments cover 3 of 4 tokens"),
         ([Segment(0, 2, -1), Segment(3, 4, 0)], "segment 1 .* does not follow token 2"),
-        ([Segment(0, 2, 0), Segment(2, 4, 0)], "segment 0 .* names a later parent"),
+        ([Segment(0, 2, 0), Segment(2, 4, 0)], "segment 0 .* does not stand among the descendants"),
+        ([Segment(0, 2, -1), Segment(2, 3, -1), Segment(3, 4, 0)], "segment 2 .* the descendants of its parent"),
     ):
         with pytest.raises(ValueError, match=message):
             batch(wrong)
     with pytest.raises(ValueError, match="batch of 4 tokens has 1 entries in 'positions'"):
         batch(forest, positions=[0])
+    with pytest.raises(ValueError, match="batch of 2 entries has 1 entries in 'rl'"):
+        batch(forest, streams={"rl": [0.0]})

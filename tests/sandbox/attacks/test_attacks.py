@@ -31,6 +31,7 @@ from ramify.sandbox.base import PROVIDERS
 HERE = Path(__file__).parents[1]
 ROOT = HERE.parents[1]
 NOBODY = 65534
+IS_ROOT = os.geteuid() == 0
 assert ALL_ATTACKS is ATTACKS
 
 
@@ -59,7 +60,7 @@ def place(as_root: bool, home: str) -> Place:
         "PYTHONPATH": os.pathsep.join(path), "PYTHONDONTWRITEBYTECODE": "1", "HOME": home, "TMPDIR": home,
         "LANG": "C.UTF-8", "PATH": os.environ["PATH"],
     }  # fmt: skip
-    if as_root or os.geteuid() != 0:
+    if as_root or not IS_ROOT:
         return Place(sys.executable, env, {})
     whoami: dict[str, Any] = {"user": NOBODY, "group": NOBODY, "extra_groups": []}
     version = "python{}.{}".format(*sys.version_info)
@@ -96,21 +97,29 @@ def findings(provider: str, tier: str, as_root: bool, names: tuple[str, ...] = (
     return Findings(opening, verdicts, closing, complaint)
 
 
-@functools.cache
-def started() -> dict[tuple[str, bool], Future[Findings]]:
-    """All runners of the jail, two at a time: much of what they do is waiting for a limit of time."""
+Started = dict[tuple[str, bool], Future[Findings]]
+
+
+@pytest.fixture(scope="module")
+def started(request: pytest.FixtureRequest) -> Started:
+    """The runners of the tests that were chosen, two at a time: much of what they do is waiting for a limit of time."""
     pool = ThreadPoolExecutor(2)
-    users = [True, False] if os.geteuid() == 0 else [False]
-    return {(tier, as_root): pool.submit(findings, "jail", tier, as_root) for as_root in users for tier in "ABC"}
+    chosen = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    keys = dict.fromkeys((each["tier"], each["as_root"]) for each in chosen if {"tier", "as_root"} <= each.keys())
+    return {
+        (tier, as_root): pool.submit(findings, "jail", tier, as_root)
+        for tier, as_root in keys
+        if sys.platform == "linux" and (IS_ROOT or not as_root)
+    }
 
 
-def of_jail(tier: str, as_root: bool) -> Findings:
+def of_jail(started: Started, tier: str, as_root: bool) -> Findings:
     """The jail's findings, or a loud skip."""
     if "jail" not in PROVIDERS or sys.platform != "linux":
         pytest.skip("there is no jail on this platform")
-    if as_root and os.geteuid() != 0:
+    if as_root and not IS_ROOT:
         pytest.skip("these tests do not run as root")
-    found = started()[tier, as_root].result()
+    found = started[tier, as_root].result()
     if found.opening is None:
         pytest.fail(found.complaint)
     if found.opening.refusal:
@@ -120,15 +129,18 @@ def of_jail(tier: str, as_root: bool) -> Findings:
     return found
 
 
-WHO = pytest.mark.parametrize("as_root", [True, False], ids=["root", "user"])
-TIERS = [pytest.param("A", id="A"), pytest.param("B", id="B"), pytest.param("C", id="C")]
+slow = pytest.mark.slow  # whoever works on the jail tries tier A as themselves; the rest is CI's
+WHO = pytest.mark.parametrize(
+    "as_root", [pytest.param(True, id="root"), pytest.param(False, id="user", marks=[slow] if IS_ROOT else [])]
+)
+TIERS = ["A", pytest.param("B", marks=slow), pytest.param("C", marks=slow)]
 
 
 @pytest.mark.parametrize("name", ATTACKS)
 @pytest.mark.parametrize("tier", TIERS)
 @WHO
-def test_contained(tier: str, as_root: bool, name: str) -> None:
-    found = of_jail(tier, as_root)
+def test_contained(started: Started, tier: str, as_root: bool, name: str) -> None:
+    found = of_jail(started, tier, as_root)
     if name not in found.verdicts:
         pytest.fail(f"the runner did not come to it: {found.complaint}")
     verdict, attack = found.verdicts[name], ATTACKS[name]
@@ -143,17 +155,17 @@ def test_contained(tier: str, as_root: bool, name: str) -> None:
 
 @pytest.mark.parametrize("tier", TIERS)
 @WHO
-def test_nothing_is_left(tier: str, as_root: bool) -> None:
-    found = of_jail(tier, as_root)
+def test_nothing_is_left(started: Started, tier: str, as_root: bool) -> None:
+    found = of_jail(started, tier, as_root)
     assert found.closing is not None, found.complaint
     assert (found.closing.faults, found.complaint) == ([], "")
 
 
 @pytest.mark.parametrize("tier", TIERS)
 @WHO
-def test_the_host_is_killed(tier: str, as_root: bool) -> None:
+def test_the_host_is_killed(started: Started, tier: str, as_root: bool) -> None:
     """Without a word to anyone: every process below it ends, and its folders go."""
-    of_jail(tier, as_root)
+    of_jail(started, tier, as_root)
     with tempfile.TemporaryDirectory(prefix="attacks-") as home:
         python, env, whoami = place(as_root, home)
         command = [python, "-m", "attacks.host", plan_of("jail", tier)]
@@ -182,13 +194,12 @@ TRIED = tuple(name for name, attack in ATTACKS.items() if is_tried(attack))
 @pytest.mark.parametrize("name", TRIED)
 def test_is_an_attack(name: str) -> None:
     """Against a provider that does not isolate, each reaches its goal, or is one that every provider contains."""
-    is_root = os.geteuid() == 0
-    found = findings("process", "A", is_root, TRIED)
+    found = findings("process", "A", IS_ROOT, TRIED)
     assert name in found.verdicts, found.complaint
     verdict, wanted = found.verdicts[name], ATTACKS[name].without_walls
     if wanted == "contained":
         assert verdict.contained, verdict
-    elif wanted == "reached" or (wanted == "needs root" and is_root):
+    elif wanted == "reached" or (wanted == "needs root" and IS_ROOT):
         assert verdict.reached, verdict
 
 

@@ -1,0 +1,156 @@
+"""One attempt at one item through the one engine: prepared, run, scored. Used by evaluation and by training alike.
+
+    prepare ──> RLM (sessions, children, a model) ──> on_end ──> score ──> Trajectory with rewards, or errors without
+
+Decides how long anything may wait and what is a failure: an attempt that ends in an error not of the model's own making
+keeps what happened in ``errors`` and gets no reward. What the model did to itself (a prompt grown past its window, a
+session killed three times) is scored like any other answer. Raises only what is a bug, or a cancellation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import threading
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from typing import Any
+
+from ramify.clients.base import Sampling
+from ramify.engine.rlm import RLM
+from ramify.engine.running import Result
+from ramify.errors import RamifyError, Refused, SessionDied
+from ramify.tasks.base import Item, Start, Task, scored
+from ramify.types.trajectory import Stop, Trajectory
+
+GRACE_S = 30.0
+"""How long past its own deadline (``limits.max_seconds``) an attempt is waited for before it counts as stalled. The same
+holds for a task's ``prepare``, ``on_end`` and ``score``."""
+
+
+async def attempt(
+    rlm: RLM,
+    task: Task,
+    item: Item,
+    *,
+    name: str = "",
+    sampling: Sampling | None = None,
+    metadata: Mapping[str, Any] | None = None,
+    grace_s: float = GRACE_S,
+    on_stall: Callable[[str], None] = print,
+) -> Trajectory:
+    """The trajectory of one attempt, with ``rewards`` where it could be scored and ``errors`` where it could not.
+
+    ``name`` is its id in place of the run's; ``sampling`` its own, so that attempts differ in their seed; ``metadata`` is
+    kept with the run; ``on_stall`` is told where an attempt stood that did not end."""
+    try:
+        start = await _in_time(lambda: task.prepare(item), task, item, "prepare", grace_s)
+    except RamifyError as error:
+        return Trajectory(name, item.question, task=item.id, errors=[str(error)], stop=Stop.ERROR)
+    about = {**(metadata or {}), "task": item.id}
+    try:
+        trajectory, failure = await _run(
+            rlm, f"{name} item {item.id}".strip(), start, item.question, sampling, about, grace_s, on_stall
+        )
+    except BaseException:
+        if start.on_end is not None:
+            start.on_end(None)
+        raise
+    trajectory.id, trajectory.task = name or trajectory.id, item.id
+    try:
+        if start.on_end is not None:
+            end = functools.partial(_in_thread, start.on_end, trajectory.answer)
+            trajectory.metadata = {**trajectory.metadata, **await _in_time(end, task, item, "on_end", grace_s)}
+        if failure is None:
+            score = functools.partial(_in_thread, scored, task, item, trajectory)
+            await _in_time(score, task, item, "score", grace_s)
+    except RamifyError as error:
+        failure = failure or str(error)
+    if failure is not None:
+        trajectory.errors.append(failure)
+    return trajectory
+
+
+async def _in_time(work: Callable[[], Awaitable[Any]], task: Task, item: Item, what: str, grace_s: float) -> Any:
+    """What the task's own code gives. Raises RamifyError, naming task and item, where it fails or takes too long."""
+    where = f"task '{task.name}', item {item.id}: its {what}"
+    try:
+        async with asyncio.timeout(grace_s):
+            return await work()
+    except TimeoutError:
+        raise RamifyError(f"{where} took more than {grace_s:g} s") from None
+    except RamifyError:
+        raise
+    except Exception as error:
+        raise RamifyError(f"{where} raised {error!r}") from error
+
+
+async def _in_thread(work: Callable[..., Any], *args: Any) -> Any:
+    """``work(*args)`` in a thread that nobody waits for at the end: a score that never returns must not hold up more than
+    its own attempt."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[Any] = loop.create_future()
+
+    def settle(value: Any, error: BaseException | None) -> None:
+        if done.done():
+            return
+        if error is None:
+            done.set_result(value)
+        else:
+            done.set_exception(RuntimeError(repr(error)) if isinstance(error, StopIteration) else error)
+
+    def target() -> None:
+        value, error = None, None
+        try:
+            value = work(*args)
+        except BaseException as raised:  # noqa: BLE001 -- raised again where it is waited for
+            error = raised
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(settle, value, error)
+
+    threading.Thread(target=target, daemon=True, name="ramify task").start()
+    return await done
+
+
+async def _run(
+    rlm: RLM, name: str, start: Start, question: str, sampling: Sampling | None, about: Mapping[str, Any],
+    grace_s: float, on_stall: Callable[[str], None],
+) -> tuple[Trajectory, str | None]:  # fmt: skip
+    """The trajectory and, where it is not to be scored, why."""
+    running = rlm.start(start, question, metadata=about, sampling=sampling)
+    ending = asyncio.ensure_future(running.result())
+    max_seconds = rlm.limits.max_seconds
+    try:
+        await asyncio.wait([ending], timeout=max_seconds + grace_s)
+        if ending.done():
+            return ending.result().trajectory, _failure(ending.result())
+        on_stall(f"{name} (run {running.id}) did not end in time; tasks stand at:\n{_stacks()}")
+        return running.recorder.trajectory, f"it did not end within {max_seconds:g} s, and was given up"
+    except RamifyError as error:  # before it began: no session, no model
+        return running.recorder.trajectory, str(error)
+    finally:
+        running.cancel()
+        await asyncio.wait([ending], timeout=grace_s)
+
+
+def _failure(result: Result) -> str | None:
+    """Why the attempt is not to be scored, if so."""
+    failure = result.failure
+    is_its_own = isinstance(failure, SessionDied) or (isinstance(failure, Refused) and failure.too_long)
+    if result.stop is not Stop.ERROR or is_its_own:
+        return None
+    return result.error or "it ended in an error that was not said"
+
+
+def _stacks() -> str:
+    """Where the tasks of this loop wait: how many at each place, the most crowded first."""
+    places = Counter(" > ".join(_frames(task.get_coro())) for task in asyncio.all_tasks())
+    return "\n".join(f"{count} x {place}" for place, count in places.most_common())
+
+
+def _frames(waiting: Any) -> Iterator[str]:
+    """File, line and function of each coroutine that waits for the next."""
+    while (frame := getattr(waiting, "cr_frame", None)) is not None:
+        yield f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}"
+        waiting = waiting.cr_await

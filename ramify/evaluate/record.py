@@ -1,0 +1,148 @@
+"""An evaluation on disk: the plan in the first line, an outcome in each line after it, so that a killed one goes on.
+
+    {"type":"plan","model":"openai:gpt-5-mini","task":"ledger","split":"test","items":100,…}
+    {"type":"outcome","item":"ledger/test/0","attempt":0,"reward":1.0,…}
+
+One process writes at a time. A line that its writer did not finish is cut off when it is opened again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from ramify.errors import ConfigError, StoreError
+from ramify.evaluate.run import Evaluation, Outcome, Plan
+from ramify.store.files import FILE_MODE, make_folder, write_all
+
+FOLDER = "evaluations"
+"""In a store."""
+_decoder = msgspec.json.Decoder(Plan | Outcome)
+
+
+class Records:
+    """The evaluations of a store."""
+
+    def __init__(self, root: Path) -> None:
+        self._folder = root / FOLDER
+
+    def create(self, plan: Plan) -> Record:
+        make_folder(self._folder)
+        words = "-".join(filter(None, (plan.task.partition(":")[0].rpartition("/")[2], plan.split)))
+        id = f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(3)}-{words}"
+        return Record(self._folder / f"{id}.jsonl", plan)
+
+    def reopen(self, id: str) -> Record:
+        """An evaluation that was begun, to go on with. Raises StoreError for one that there is not."""
+        return Record(self.path(id))
+
+    def load(self, id: str) -> Evaluation:
+        return read(self.path(id))
+
+    def path(self, id: str) -> Path:
+        """The file that ``id`` means: an id, the unique beginning of one, ``last``, or a ``.jsonl`` file."""
+        if id.endswith(".jsonl"):
+            return Path(id).expanduser()
+        found = sorted(self._folder.glob("*.jsonl"))
+        chosen = found[-1:] if id == "last" else [path for path in found if path.stem.startswith(id)] if id else []
+        if len(chosen) != 1:
+            known = f"the last is {found[-1].stem}" if found else f"there is none in {self._folder}"
+            many = f"{len(chosen)} evaluations begin with" if chosen else "there is no evaluation"
+            raise StoreError(f"{many} {id!r}: {known}")
+        return chosen[0]
+
+
+class Record:
+    """One evaluation's file, open for writing. Implements ``run.Record``."""
+
+    def __init__(self, path: Path, plan: Plan | None = None) -> None:
+        """A new one for ``plan``, or the one that is there. Raises StoreError where another process writes it."""
+        self.path = path
+        flags = os.O_RDWR | os.O_APPEND | (os.O_CREAT | os.O_EXCL if plan is not None else 0)
+        try:
+            self._fd = os.open(path, flags, FILE_MODE)
+        except OSError as error:
+            raise StoreError(f"the evaluation {path} cannot be opened: {error.strerror}") from error
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(self._fd)
+            raise StoreError(f"the evaluation {path.stem} is being written by another process") from None
+        if plan is not None:
+            self.plan, self.outcomes = plan, list[Outcome]()
+            self._write(plan)
+        else:
+            self._go_on()
+
+    @property
+    def id(self) -> str:
+        return self.path.stem
+
+    def append(self, outcome: Outcome) -> None:
+        self.outcomes.append(outcome)
+        self._write(outcome)
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _go_on(self) -> None:
+        data = self.path.read_bytes()
+        whole = data.rfind(b"\n") + 1
+        if whole < len(data):
+            os.ftruncate(self._fd, whole)
+        evaluation = _decoded(data[:whole], self.path)
+        self.plan = evaluation.plan
+        # What failed for reasons not the model's own is tried again.
+        self.outcomes = [outcome for outcome in evaluation.outcomes if outcome.reward is not None]
+
+    def _write(self, entry: Plan | Outcome) -> None:
+        write_all(self._fd, msgspec.json.encode(entry) + b"\n", self.path)
+
+
+def read(path: Path) -> Evaluation:
+    """The evaluation in ``path`` as far as it got; of an attempt that was made again, the last."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise StoreError(f"the evaluation {path} cannot be read: {error.strerror}") from None
+    return _decoded(data[: data.rfind(b"\n") + 1], path)
+
+
+def _decoded(data: bytes, path: Path) -> Evaluation:
+    entries = []
+    for number, line in enumerate(data.splitlines(), 1):
+        try:
+            entries.append(_decoder.decode(line))
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise StoreError(f"{path}, line {number}: {error}") from None
+    if not entries or not isinstance(entries[0], Plan):
+        raise StoreError(f"{path} is no evaluation: its first line must be a plan")
+    outcomes: dict[tuple[str, int], Outcome] = {}
+    for entry in entries[1:]:
+        if isinstance(entry, Outcome):
+            outcomes[entry.item, entry.attempt] = entry
+    return Evaluation(entries[0], tuple(outcomes.values()))
+
+
+def same_plan(recorded: Plan, wanted: Plan) -> None:
+    """Raises ConfigError that names the first difference."""
+    for name in Plan.__struct_fields__:
+        before, now = getattr(recorded, name), getattr(wanted, name)
+        if before != now:
+            raise ConfigError(f"the evaluation was begun with {name} {before!r}, and not {now!r}: begin another one")
+
+
+def unfinished(evaluation: Evaluation, num_items: int) -> int:
+    """How many attempts are still to be made."""
+    return num_items * evaluation.plan.attempts - len(evaluation.outcomes)
+
+
+__all__: Sequence[str] = ("Record", "Records", "read", "same_plan", "unfinished")

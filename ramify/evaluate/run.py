@@ -1,0 +1,193 @@
+"""Evaluates a model on a task: every item of a split, some attempts at each, through the one engine, a few at a time.
+
+    Plan ──> items x attempts, less what the record has ── workers ──> attempt ──> Outcome ──> record (a line each)
+
+Decides the order, the seeds and what is kept of an attempt. An evaluation with a ``Record`` goes on where it was stopped:
+attempts that it has are not made again. Leaves out figures (``report.py``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from ramify.clients.base import Sampling
+from ramify.engine.rlm import RLM
+from ramify.errors import ConfigError
+from ramify.evaluate.attempt import GRACE_S, attempt
+from ramify.tasks.base import Item, Task, items_of, total
+from ramify.tasks.scoring.text import as_text
+from ramify.types.message import Usage
+from ramify.types.trajectory import Stop, Trajectory
+
+_MAX_ANSWER_CHARS = 500
+
+
+class Plan(msgspec.Struct, frozen=True, tag="plan", forbid_unknown_fields=True, kw_only=True):
+    """What is evaluated."""
+
+    model: str
+    """As a person reads it."""
+    task: str
+    """Its name, as ``task_of`` takes it."""
+    options: dict[str, Any] = {}
+    """What its maker was given."""
+    split: str = "test"
+    items: int = 100
+    """How many of the split, its first; fewer where it has fewer."""
+    attempts: int = 1
+    """At each item."""
+    seed: int = 0
+    """Of sampling; attempts at an item have seeds of their own, drawn from it."""
+    settings: dict[str, Any] = {}
+    """What else decides the outcome: scaffold, limits, temperature."""
+
+    def __post_init__(self) -> None:
+        if self.items < 1 or self.attempts < 1:
+            raise ConfigError(f"evaluate {self.items} items with {self.attempts} attempts: give at least 1 of each")
+
+
+class Outcome(msgspec.Struct, frozen=True, tag="outcome", omit_defaults=True, kw_only=True):
+    """What one attempt came to."""
+
+    item: str
+    """Id of the item."""
+    attempt: int
+    """From 0."""
+    kind: str = ""
+    run: str = ""
+    """Id of the run, where runs are stored."""
+    reward: float | None = None
+    """The weighted sum of ``rewards``; None where the attempt failed for reasons not the model's own."""
+    rewards: dict[str, float] = {}
+    metrics: dict[str, float] = {}
+    answer: str | None = None
+    """As text, cut where it is long."""
+    stop: Stop | None = None
+    error: str = ""
+    """Why there is no reward."""
+    turns: int = 0
+    """Of the root."""
+    calls: int = 0
+    """In the tree below the root."""
+    usage: Usage = Usage()
+    cost: float | None = None
+    """Dollars."""
+    seconds: float = 0.0
+
+
+class Evaluation(msgspec.Struct, frozen=True):
+    """A plan and what came of it."""
+
+    plan: Plan
+    outcomes: tuple[Outcome, ...]
+    """In order of items and attempts."""
+
+
+class Record(Protocol):
+    """Where outcomes are kept as they come (see ``record.py``)."""
+
+    @property
+    def outcomes(self) -> Sequence[Outcome]: ...
+
+    def append(self, outcome: Outcome) -> None: ...
+
+
+Watcher = Callable[[Outcome, Trajectory], None]
+
+
+async def evaluate(
+    rlm: RLM,
+    task: Task,
+    plan: Plan,
+    *,
+    sampling: Sampling | None = None,
+    concurrency: int = 16,
+    record: Record | None = None,
+    on_outcome: Watcher | None = None,
+    grace_s: float = GRACE_S,
+) -> Evaluation:
+    """Make the attempts of ``plan`` that ``record`` does not have, ``concurrency`` at once.
+
+    ``sampling`` is that of every request, but for its seed. ``on_outcome`` is told of each attempt as it ends. What an
+    attempt's model, session or score did wrong is in its outcome; raises ConfigError for a split that the task does not
+    have, and what is a bug."""
+    if concurrency < 1:
+        raise ConfigError(f"evaluate with concurrency {concurrency}: give at least 1")
+    items = items_of(task, plan.split)
+    done = {(each.item, each.attempt): each for each in (record.outcomes if record is not None else ())}
+    fresh: list[Outcome] = []
+    work = _Work(items, min(plan.items, len(items)), plan.attempts)
+
+    async def worker() -> None:
+        for index, number in work:
+            item = await work.item(index)
+            if (item.id, number) in done:
+                continue
+            drawn = _sampling(sampling, plan.seed, item, number)
+            about = {"evaluation": {"split": plan.split, "attempt": number}}
+            trajectory = await attempt(rlm, task, item, sampling=drawn, metadata=about, grace_s=grace_s)
+            outcome = outcome_of(task, item, number, trajectory, is_stored=rlm.store is not None)
+            fresh.append(outcome)
+            if record is not None:
+                record.append(outcome)
+            if on_outcome is not None:
+                on_outcome(outcome, trajectory)
+
+    try:
+        async with rlm, asyncio.TaskGroup() as workers:
+            for _ in range(min(concurrency, work.most)):
+                workers.create_task(worker())
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    place = {id: index for index, id in work.ids.items()}
+    mine = [each for each in (*done.values(), *fresh) if each.item in place and each.attempt < plan.attempts]
+    return Evaluation(plan, tuple(sorted(mine, key=lambda each: (place[each.item], each.attempt))))
+
+
+class _Work:
+    """The attempts to make, in order, handed out one at a time; an item is made once for all its attempts."""
+
+    def __init__(self, items: Sequence[Item], num: int, attempts: int) -> None:
+        self.most = num * attempts
+        self.ids: dict[int, str] = {}
+        """Index of each item that was made -> its id."""
+        self._items = items
+        self._pairs = ((index, number) for index in range(num) for number in range(attempts))
+        self._making: dict[int, asyncio.Task[Item]] = {}
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return self._pairs
+
+    async def item(self, index: int) -> Item:
+        if index not in self._making:
+            self._making[index] = asyncio.ensure_future(asyncio.to_thread(self._items.__getitem__, index))
+            for old in [each for each in self._making if each < index - 1]:  # long contexts are not kept
+                if self._making[old].done():
+                    del self._making[old]
+        item = await asyncio.shield(self._making[index])
+        self.ids[index] = item.id
+        return item
+
+
+def _sampling(given: Sampling | None, seed: int, item: Item, number: int) -> Sampling:
+    drawn = random.Random(f"{seed}/{item.id}/{number}").getrandbits(31)
+    return msgspec.structs.replace(given or Sampling(), seed=drawn)
+
+
+def outcome_of(task: Task, item: Item, number: int, trajectory: Trajectory, *, is_stored: bool) -> Outcome:
+    """What is kept of ``trajectory``, which ``attempt`` gave."""
+    has_reward = bool(trajectory.rewards)
+    answer = as_text(trajectory.answer)
+    return Outcome(
+        item=item.id, attempt=number, kind=item.kind, run=trajectory.id if is_stored else "",
+        reward=total(trajectory.rewards, task.weights) if has_reward else None, rewards=trajectory.rewards,
+        metrics=trajectory.metrics, answer=answer if answer is None else answer[:_MAX_ANSWER_CHARS],
+        stop=trajectory.stop, error="" if has_reward else (trajectory.errors or ["no reward"])[-1],
+        turns=len(trajectory.root.turns) if trajectory.calls else 0, calls=max(0, len(trajectory.calls) - 1),
+        usage=trajectory.usage, cost=trajectory.cost, seconds=trajectory.seconds,
+    )  # fmt: skip

@@ -1,0 +1,58 @@
+"""Clients that also take weights: what a trainer needs of an engine besides replies.
+
+    local:PATH, local:HUB-NAME      the engine in this process, over a checkpoint on disk
+    tiny                            the small policy that ships with the package
+
+Importing this file imports no tensor library: a name costs nothing until it is connected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+from ramify.clients.base import Client
+from ramify.errors import ConfigError
+
+TINY = Path(__file__).parents[1] / "policy" / "tiny"
+"""The folder of the packaged policy."""
+
+
+@runtime_checkable
+class InferenceClient(Client, Protocol):
+    """An engine whose weights change between steps of training."""
+
+    version: int
+    """Of the policy that answers now."""
+
+    async def update(self, weights: object, version: int) -> None:
+        """From now on ``weights`` answer, as ``version``; what was cached of others is forgotten. A reply in the middle
+        goes on under the new ones, and says so in its ``versions``."""
+        ...
+
+    async def fingerprint(self) -> str:
+        """Of the weights that answer now; equal for equal weights, as ``policy.fingerprint`` computes it."""
+        ...
+
+    async def logprobs(self, ids: Sequence[int]) -> list[float]:
+        """Log-probability of each of ``ids`` but the first, given those before it, at temperature 1."""
+        ...
+
+
+def connect(name: str) -> Client:
+    """The engine for ``local:…`` or ``tiny``. Raises ConfigError where the model or what it needs is not there."""
+    path = str(TINY) if name == "tiny" else name.removeprefix("local:")
+    if name == "tiny" and not (TINY / "config.json").is_file():
+        raise ConfigError(
+            f"the model 'tiny' is not part of this installation ({TINY} has no checkpoint): train one with "
+            "`ramify train recipes/tiny.py`, and use it as local:FOLDER"
+        )
+    for package in ("torch", "transformers", "safetensors"):
+        if find_spec(package) is None:
+            raise ConfigError(f"model '{name}' runs in this process and needs {package}: pip install 'ramify[train]'")
+    from ramify.inference.local.client import LocalClient
+    from ramify.policy.load import load
+
+    return LocalClient(load(path), name=name)

@@ -1,0 +1,243 @@
+"""The engine in this process as a ``Client``: messages in, a reply with its exact token ids and log-probabilities out.
+
+    client = LocalClient(load("folder"))
+    reply = await client.complete(Request(messages, Sampling(max_tokens=64, temperature=1.0, seed=7)))
+    await client.update(policy, version)          the trainer's weights, shared or copied, between two steps
+
+Ids are extended, never made again: where a request brings the ids of its beginning (``known``), only the messages after
+them are rendered. The same request with the same seed gives the same reply, whatever else is in the batch. The seed is
+taken together with the call's id and the prompt's length, so that the turns and calls of one run draw different numbers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import TypeVar, cast
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from ramify.clients.base import Price, Request, Sampling
+from ramify.errors import ConfigError, Refused, ServerFailed
+from ramify.inference.local.engine import Engine, Room
+from ramify.inference.local.generation import Generation
+from ramify.inference.local.module_runner import ModuleRunner
+from ramify.inference.local.runner import DenseRunner, Runner
+from ramify.inference.local.sampling import Draw
+from ramify.inference.local.thread import EngineThread
+from ramify.policy.dense import Dense
+from ramify.policy.fingerprint import fingerprint
+from ramify.policy.load import Policy
+from ramify.policy.weights import load_weights
+from ramify.types.message import Message, Reply, Usage
+
+Result = TypeVar("Result")
+_STREAM_EVERY_S = 0.05
+_CPU_CACHE_BYTES = 2 << 30
+
+
+class LocalClient:
+    """Answers with a policy of this process. Made once, it serves any number of runs and event loops."""
+
+    def __init__(
+        self, policy: Policy, *, name: str = "", slots: int | None = None, prefill_tokens: int | None = None,
+        cache_bytes: int | None = None, reuse: bool = True,
+    ) -> None:  # fmt: skip
+        """``slots``: replies at once (128 on a CPU, else 256); ``prefill_tokens``: of prompts per step (1024, else 8192);
+        ``cache_bytes``: for keys and values (2 GiB, else a third of the GPU's memory). Without ``reuse``, nothing computed
+        for one request serves another."""
+        self.policy = policy
+        self.name = name or f"local:{policy.name}"
+        self.window = policy.window
+        self.price: Price | None = Price(0.0, 0.0)
+        self.scaffold = "tiny" if policy.renderer.name == "tiny" else None
+        """The scaffold that this policy was made for; None where any will do."""
+        is_cpu = policy.device.type == "cpu"
+        room = Room(
+            slots=slots or (128 if is_cpu else 256),
+            prefill_tokens=prefill_tokens or (1024 if is_cpu else 8192),
+            cache_bytes=cache_bytes or (_CPU_CACHE_BYTES if is_cpu else _gpu_bytes(policy.device) // 3),
+            window=self.window,
+            reuse=reuse,
+        )
+        self.engine = Engine(_runner(policy.model), room, policy.version)
+        self._thread = EngineThread(self.engine)
+
+    @property
+    def version(self) -> int:
+        return self.engine.version
+
+    async def complete(self, request: Request) -> Reply:
+        """One reply. Raises Refused where the prompt does not fit; cancelling it frees its slot before the next step."""
+        started = time.perf_counter()
+        generation = self._generation(request)
+        await self._finished(generation)
+        return self._reply(generation, time.perf_counter() - started)
+
+    async def stream(self, request: Request) -> AsyncIterator[Message | Reply]:
+        """The message as it grows, some twenty times a second, and at last what ``complete`` returns.
+
+        Text that may yet turn out to begin a stop text, and half a character, are held back."""
+        started = time.perf_counter()
+        generation = self._generation(request)
+        finished = asyncio.ensure_future(self._finished(generation))
+        try:
+            while not finished.done():
+                await asyncio.wait([finished], timeout=_STREAM_EVERY_S)
+                if not finished.done() and generation.logprobs:
+                    yield _settled(self._message(generation), request.sampling.stop)
+            await finished
+            yield self._reply(generation, time.perf_counter() - started)
+        finally:
+            finished.cancel()
+
+    async def update(self, weights: object, version: int) -> None:
+        """From now on ``weights`` answer: a ``Policy`` or module (nothing is copied where it is the one that answers
+        already), or a state dict. Every cache is forgotten; a reply in the middle is computed again under the new weights
+        as far as it is, and goes on. Raises ConfigError, naming the first difference, where they do not fit."""
+        await self.run(partial(self._take, weights, version))
+
+    async def fingerprint(self) -> str:
+        return await self.run(partial(fingerprint, self.policy.model))
+
+    async def logprobs(self, ids: Sequence[int]) -> list[float]:
+        """Log-probability at temperature 1 of each of ``ids`` but the first, given those before it."""
+        return await self.run(partial(self._logprobs, tuple(ids)))
+
+    async def run(self, function: Callable[[], Result]) -> Result:
+        """Run ``function`` in the engine's thread between two steps: whatever changes the weights in place belongs there."""
+        return await asyncio.wrap_future(cast("Future[Result]", self._thread.call(function)))
+
+    async def close(self) -> None:
+        """End the engine's thread. The policy stays usable."""
+        await asyncio.get_running_loop().run_in_executor(None, self._thread.close)
+
+    def prompt_ids(self, request: Request) -> list[int]:
+        """The whole prompt: the known ids, and what the messages after them add."""
+        renderer, known = self.policy.renderer, request.known
+        if known is None or renderer.unstable:
+            return renderer.prompt(request.messages, request.tools)
+        return [*known.ids, *renderer.extend(request.messages[known.num_messages :], after=known.ids)]
+
+    def _generation(self, request: Request) -> Generation:
+        sampling = request.sampling
+        if sampling.extra:
+            raise ConfigError(
+                f"{self.name}: no field {', '.join(sorted(sampling.extra))} here: leave sampling.extra out"
+            )
+        ids = self.prompt_ids(request)
+        if len(ids) >= self.window:
+            raise self._too_long(request, len(ids))
+        seed = os.urandom(16).hex() if sampling.seed is None else f"{sampling.seed}|{request.affinity}|{len(ids)}"
+        return Generation(
+            ids,
+            max_tokens=min(sampling.max_tokens, self.window - len(ids)),
+            draw=self._draw(sampling),
+            stop_ids=self.policy.renderer.stop_ids,
+            stop=sampling.stop,
+            seed=seed,
+            affinity=request.affinity,
+            decode=lambda ids: self.policy.renderer.parse(ids).content,
+        )
+
+    def _draw(self, sampling: Sampling) -> Draw:
+        default = self.policy.defaults
+        if sampling.temperature is None:
+            return Draw(default.temperature, default.top_p, default.top_k)
+        return Draw(sampling.temperature, 1.0 if sampling.top_p is None else sampling.top_p, sampling.top_k or 0)
+
+    async def _finished(self, generation: Generation) -> None:
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[None] = loop.create_future()
+
+        def done(_: Generation, error: BaseException | None) -> None:
+            loop.call_soon_threadsafe(_settle, ended, error)
+
+        self._thread.add(generation, done)
+        try:
+            await ended
+        except asyncio.CancelledError:
+            self._thread.cancel(generation)
+            raise
+        except (Refused, ConfigError):
+            raise
+        except Exception as error:
+            raise ServerFailed(f"{self.name}: the engine failed: {type(error).__name__}: {error}") from error
+
+    def _reply(self, generation: Generation, seconds: float) -> Reply:
+        message = self._message(generation)
+        return Reply(
+            message=message,
+            usage=Usage(generation.num_prompt, len(generation.logprobs), cached_tokens=generation.num_reused, calls=1),
+            finish="tool_calls" if message.tool_calls else generation.end or "other",
+            model=self.policy.name,
+            seconds=seconds,
+            prompt_ids=tuple(generation.ids[: generation.num_prompt]),
+            token_ids=tuple(generation.sampled),
+            logprobs=tuple(generation.logprobs),
+            versions=generation.versions,
+            kept=generation.kept,
+        )
+
+    def _message(self, generation: Generation) -> Message:
+        message = self.policy.renderer.parse(generation.sampled)
+        if not generation.stopped_at:
+            return message
+        return msgspec.structs.replace(message, content=message.content.partition(generation.stopped_at)[0])
+
+    def _too_long(self, request: Request, num_ids: int) -> Refused:
+        before = request.known
+        parts = f"{len(request.messages)} messages"
+        if before is not None:
+            new = len(request.messages) - before.num_messages
+            parts = f"{len(before.ids)} from the turns before, {num_ids - len(before.ids)} from {new} new messages"
+        error = Refused(
+            f"{self.name}: the prompt has {num_ids} tokens ({parts}), and the window of {self.window} leaves no room for a "
+            "reply: shorten it, or let a child look at a part"
+        )
+        error.too_long = True
+        return error
+
+    def _take(self, weights: object, version: int) -> None:
+        given = weights.model if isinstance(weights, Policy) else weights
+        if given is not self.policy.model:
+            state = given.state_dict() if isinstance(given, nn.Module) else given
+            if not isinstance(state, Mapping):
+                raise ConfigError(f"weights are a {type(weights).__name__}: give a policy, a module or a state dict")
+            load_weights(self.policy.model, cast("Mapping[str, Tensor]", state), "the update")
+        self.engine.forget(version)
+
+    def _logprobs(self, ids: Sequence[int]) -> list[float]:
+        logits_TV = self.engine.runner.all_logits(ids)
+        logprobs_TV = logits_TV[:-1].log_softmax(-1)
+        return [float(each) for each in logprobs_TV.gather(1, torch.tensor(ids[1:], device=logits_TV.device)[:, None])]
+
+
+def _runner(model: nn.Module) -> Runner:
+    return DenseRunner(model) if isinstance(model, Dense) else ModuleRunner(model)
+
+
+def _gpu_bytes(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).total_memory)
+
+
+def _settle(ended: asyncio.Future[None], error: BaseException | None) -> None:
+    if ended.done():
+        return
+    if error is None:
+        ended.set_result(None)
+    else:
+        ended.set_exception(error)
+
+
+def _settled(message: Message, stop: Sequence[str]) -> Message:
+    """``message`` without an end that may yet change: half a character, or the beginning of a stop text."""
+    content = message.content.rstrip("\ufffd")
+    held = max((n for text in stop for n in range(1, len(text)) if content.endswith(text[:n])), default=0)
+    return msgspec.structs.replace(message, content=content[: len(content) - held])

@@ -1,0 +1,206 @@
+"""The engine: one step after the other, each over everything that can go on.
+
+    waiting ── admit ──▶ slots ── spans: one token of each that decodes, and prompts in chunks ──▶ runner ──▶ logits
+       ▲                                                                                              │
+       └── preempted, where memory is short                    finished ◀── stop? ── append ◀── draw ─┘
+
+Synchronous and single-threaded; ``thread.py`` runs it, ``client.py`` talks to it. A sequence that is preempted, or whose
+cache is forgotten because the weights changed, is computed again from its ids and goes on drawing where it was, so that
+what it samples does not depend on what happened to its cache or on what else was in the batch.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+import msgspec
+import torch
+
+from ramify.errors import Refused
+from ramify.inference.local.generation import Generation
+from ramify.inference.local.runner import Runner
+from ramify.inference.local.sampling import draw
+from ramify.inference.local.slots import Slots, Span
+
+_LEAST_CAPACITY = 128
+"""Tokens per slot to begin with."""
+
+
+class Room(msgspec.Struct, frozen=True):
+    """What the engine may use."""
+
+    slots: int
+    """Sequences at once, at most."""
+    prefill_tokens: int
+    """Prompt tokens per step, at most: a long prompt does not hold up those that decode."""
+    cache_bytes: int
+    """Memory for keys and values. Where long sequences need more, there are fewer slots."""
+    window: int
+    """Tokens of a sequence, at most."""
+    reuse: bool = True
+    """Whether what was computed for one request serves others."""
+
+
+class Engine:
+    """Steps of many sequences over one model."""
+
+    def __init__(self, runner: Runner, room: Room, version: int = 0) -> None:
+        self.version = version
+        self.room = room
+        self.num_steps = 0
+        self.num_computed = 0
+        """Tokens that went through the model."""
+        self.num_preempted = 0
+        self.runner = runner
+        self._waiting: deque[Generation] = deque()
+        self._slots = Slots(1, 1, reuse=room.reuse)
+        self._resize(self._fitting(_LEAST_CAPACITY), min(_LEAST_CAPACITY, room.window))
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._waiting and not any(self._slots.owner)
+
+    def add(self, generation: Generation) -> None:
+        """Take a sequence whose prompt and reply fit the window. Raises Refused where the cache could never hold it."""
+        most = self._most_tokens()
+        if generation.num_prompt >= most:
+            error = Refused(
+                f"the prompt has {generation.num_prompt} tokens, and the cache of {self.room.cache_bytes >> 20} MiB holds "
+                f"{most} for one sequence: give the engine more cache_bytes"
+            )
+            error.too_long = True
+            raise error
+        generation.max_tokens = min(generation.max_tokens, most - generation.num_prompt)
+        self._waiting.append(generation)
+
+    def cancel(self, generation: Generation) -> None:
+        """The sequence is taken out before the next step; what was computed of it stays for others."""
+        generation.cancelled = True
+
+    def forget(self, version: int) -> None:
+        """The weights have changed and are now called ``version``: nothing that was computed holds."""
+        self.version = version
+        self._slots.forget()
+        self.runner.forget()
+
+    @torch.inference_mode()
+    def step(self) -> list[Generation]:
+        """One pass through the model; the sequences that ended with it."""
+        self._drop_cancelled()
+        self._make_room()
+        self._admit()
+        for change in self._slots.compact():
+            self.runner.change(change)
+        spans = self._spans()
+        if not spans:
+            return []
+        owners = [self._owner(span.slot) for span in spans]
+        wanted = [span.end == len(owner.ids) for span, owner in zip(spans, owners, strict=True)]
+        logits_nV = self.runner.forward(spans, wanted)
+        self._slots.computed(spans)
+        self.num_steps += 1
+        self.num_computed += sum(span.end - span.start for span in spans)
+        slots = [span.slot for span, is_wanted in zip(spans, wanted, strict=True) if is_wanted]
+        return self._append(slots, logits_nV) if slots else []
+
+    def drain(self) -> list[Generation]:
+        """Take out every sequence, as after a failure; nothing that was computed is used again."""
+        taken = [*self._waiting, *(owner for owner in self._slots.owner if owner is not None)]
+        self._waiting.clear()
+        for slot in self._slots.running():
+            self._slots.release(slot)
+        self._slots.forget()
+        self.runner.forget()
+        return taken
+
+    def _append(self, slots: Sequence[int], logits_nV: torch.Tensor) -> list[Generation]:
+        owners = [self._owner(slot) for slot in slots]
+        drawn = draw(logits_nV, [owner.draw for owner in owners], [owner.uniform() for owner in owners])
+        finished = []
+        for slot, owner, each in zip(slots, owners, drawn, strict=True):
+            owner.append(each, self.version)
+            if owner.end is not None:
+                self._slots.release(slot)
+                finished.append(owner)
+            else:
+                self._slots.append(slot, each.id)
+        return finished
+
+    def _spans(self) -> list[Span]:
+        """What the next step computes: one token first, longer ones after them, each in the order of slots."""
+        single: list[Span] = []
+        chunks: list[Span] = []
+        left, computed = self.room.prefill_tokens, self._slots.length_S.tolist()
+        for slot, owner in enumerate(self._slots.owner):
+            if owner is None:
+                continue
+            start, end = computed[slot], len(owner.ids)
+            if end - start == 1:
+                single.append(Span(slot, start, owner.ids[start:], end))
+            elif left > 0:
+                end = min(end, start + left)
+                left -= end - start
+                (single if end - start == 1 else chunks).append(Span(slot, start, owner.ids[start:end], end))
+        return [*single, *chunks]
+
+    def _admit(self) -> None:
+        """Waiting sequences in order of arrival; one that waits for a sibling's prompt lets others by."""
+        passed: list[Generation] = []
+        while self._waiting and len(passed) < self._slots.num_slots and None in self._slots.owner:
+            generation = self._waiting.popleft()
+            admitted = self._slots.admit(generation)
+            if admitted is None:
+                passed.append(generation)
+                continue
+            for change in admitted[1]:
+                self.runner.change(change)
+        self._waiting.extendleft(reversed(passed))
+
+    def _make_room(self) -> None:
+        """Slots long enough for what runs and is next; fewer of them where memory is short, more again when it is not."""
+        running = [self._owner(slot) for slot in self._slots.running()]
+        next_up = list(self._waiting)[: max(self._slots.num_slots - len(running), 1)]
+        needed = max((len(each.ids) for each in [*running, *next_up]), default=0)
+        capacity = self._slots.capacity
+        if needed > capacity:
+            capacity = min(max(2 * capacity, 1 << (needed - 1).bit_length()), self._most_tokens())
+            self._resize(self._fitting(capacity), capacity)
+        elif self._waiting and len(running) == self._slots.num_slots < self.room.slots and 4 * needed <= capacity:
+            capacity = max(_LEAST_CAPACITY, 2 * needed)
+            self._resize(self._fitting(capacity), capacity)
+
+    def _resize(self, num_slots: int, capacity: int) -> None:
+        stay, lost = self._slots.resize(num_slots, capacity)
+        self.runner.resize(stay, num_slots, capacity)
+        self.num_preempted += len(lost)
+        self._waiting.extendleft(reversed(lost))
+
+    def _fitting(self, capacity: int) -> int:
+        """How many slots of ``capacity`` there may be."""
+        if not self.runner.bytes_per_token:
+            return self.room.slots
+        return max(1, min(self.room.slots, self.room.cache_bytes // (self.runner.bytes_per_token * capacity)))
+
+    def _most_tokens(self) -> int:
+        """The longest sequence that window and memory allow."""
+        if not self.runner.bytes_per_token:
+            return self.room.window
+        return min(self.room.window, self.room.cache_bytes // self.runner.bytes_per_token)
+
+    def _drop_cancelled(self) -> None:
+        for slot in self._slots.running():
+            if self._owner(slot).cancelled:
+                self._slots.release(slot)
+        if any(each.cancelled for each in self._waiting):
+            self._waiting = deque(each for each in self._waiting if not each.cancelled)
+
+    def _owner(self, slot: int) -> Generation:
+        owner = self._slots.owner[slot]
+        assert owner is not None
+        return owner
+
+    def __iter__(self) -> Iterator[Generation]:
+        """The sequences inside, running ones first."""
+        yield from (owner for owner in self._slots.owner if owner is not None)
+        yield from self._waiting

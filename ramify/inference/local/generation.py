@@ -1,0 +1,101 @@
+"""One request inside the engine: what it was given, what it has sampled so far, and when it ends.
+
+A generation does not know its slot or what is cached of it; a preempted one loses nothing but time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from ramify.inference.local.sampling import Draw, Drawn
+from ramify.types.message import VersionSpan
+
+End = Literal["stop", "length"]
+_LONGEST_CHARACTER = 4
+"""Bytes; a token holds at least one byte, so this many tokens hold a character."""
+
+
+class Generation:
+    """Prompt and reply of one request."""
+
+    def __init__(
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        max_tokens: int,
+        draw: Draw = Draw(),  # noqa: B008 (frozen)
+        stop_ids: Sequence[int] = (),
+        stop: Sequence[str] = (),
+        seed: str = "",
+        affinity: str = "",
+        decode: Callable[[Sequence[int]], str] | None = None,
+    ) -> None:
+        """``seed``: two generations with the same one draw the same numbers. ``stop``: texts that end the reply, for which
+        ``decode`` makes text of ids."""
+        self.ids = list(prompt_ids)
+        """Given, then sampled."""
+        self.num_prompt = len(self.ids)
+        self.max_tokens = max_tokens
+        self.draw = draw
+        self.affinity = affinity
+        self.logprobs: list[float] = []
+        self._kept: list[tuple[int, ...]] = []
+        self._versions: list[tuple[int, int]] = []
+        self.end: End | None = None
+        """Why it ended; None while it goes on."""
+        self.stopped_at: str = ""
+        """The stop text that ended it."""
+        self.num_reused = 0
+        """Prompt tokens whose keys and values were there already."""
+        self.cancelled = False
+        self._stop_ids = frozenset(stop_ids)
+        self._stop = tuple(stop)
+        self._decode = decode
+        self._random = random.Random(int.from_bytes(hashlib.blake2b(seed.encode(), digest_size=16).digest()))
+        self._tail = max((len(text.encode()) for text in stop), default=0) + _LONGEST_CHARACTER
+
+    @property
+    def sampled(self) -> list[int]:
+        return self.ids[self.num_prompt :]
+
+    @property
+    def kept(self) -> tuple[tuple[int, ...], ...] | None:
+        """For each sampled token the ids it was drawn from; None where that was always all."""
+        return tuple(self._kept) or None
+
+    @property
+    def versions(self) -> tuple[VersionSpan, ...]:
+        """Which version sampled which tokens."""
+        ends = [start for start, _ in self._versions[1:]] + [len(self.logprobs)]
+        return tuple(
+            VersionSpan(start, end, version) for (start, version), end in zip(self._versions, ends, strict=True)
+        )
+
+    def uniform(self) -> float:
+        """The next number in [0, 1) of this generation; one per token."""
+        return self._random.random()
+
+    def append(self, drawn: Drawn, version: int) -> None:
+        """Take one more token; ``end`` is set where it is the last."""
+        self.ids.append(drawn.id)
+        if not self._versions or self._versions[-1][1] != version:
+            self._versions.append((len(self.logprobs), version))
+        self.logprobs.append(drawn.logprob)
+        if drawn.kept is not None:
+            self._kept.append(drawn.kept)
+        if drawn.id in self._stop_ids:
+            self.end = "stop"
+        elif self._stop and (found := self._stop_text()):
+            self.end, self.stopped_at = "stop", found
+        elif len(self.logprobs) >= self.max_tokens:
+            self.end = "length"
+
+    def _stop_text(self) -> str:
+        """The stop text that the last token completed; of several, the one that begins first."""
+        assert self._decode is not None
+        tail = self._decode(self.sampled[-self._tail :])
+        found = [(at, text) for text in self._stop if (at := tail.find(text)) >= 0]
+        return min(found)[1] if found else ""

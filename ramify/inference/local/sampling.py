@@ -1,0 +1,96 @@
+"""How the next token is drawn from logits, and with what probability it was.
+
+One uniform number per row picks the token by the inverse of the cumulative distribution (an exponential per entry of the
+vocabulary costs more than the rest of the draw). The number comes from the row's own generator, so what a request samples
+does not depend on what else is in the batch.
+
+    temperature t > 0     log p = log_softmax(logits / t)
+    top_k, then top_p     only those ids, renormalised; ``kept`` says which
+    temperature 0         the likeliest id; log p is the model's own, at temperature 1
+
+Legend: n rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+import torch
+from torch import Tensor
+
+
+class Draw(msgspec.Struct, frozen=True):
+    """Settings of one request."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    """Keep the likeliest ids until their probabilities reach this sum; 1 for all."""
+    top_k: int = 0
+    """Keep this many ids; 0 for all."""
+
+    truncates: bool = False
+    """Whether ids are left out; computed."""
+
+    def __post_init__(self) -> None:
+        msgspec.structs.force_setattr(self, "truncates", self.temperature > 0 and (self.top_p < 1 or self.top_k > 0))
+
+
+class Drawn(NamedTuple):
+    """One row's token."""
+
+    id: int
+    logprob: float
+    kept: tuple[int, ...] | None
+    """The ids that were left to draw from, likeliest first; None for all."""
+
+
+def draw(logits_nV: Tensor, settings: Sequence[Draw], uniforms: Sequence[float]) -> list[Drawn]:
+    """One token per row of fp32 logits, from one number in [0, 1) per row."""
+    logprobs_nV = _tempered(logits_nV, settings).log_softmax(-1)
+    ids_n = pick(logprobs_nV, torch.tensor(uniforms, dtype=torch.float64, device=logits_nV.device))
+    greedy = [row for row, each in enumerate(settings) if each.temperature == 0]
+    if greedy:
+        ids_n[greedy] = logits_nV[greedy].argmax(-1)
+    chosen_n = logprobs_nV.gather(1, ids_n[:, None])[:, 0]
+    drawn = [Drawn(id, logprob, None) for id, logprob in zip(ids_n.tolist(), chosen_n.tolist(), strict=True)]
+    for row, each in enumerate(settings):
+        if each.truncates:
+            drawn[row] = _draw_kept(logprobs_nV[row], each, uniforms[row])
+    return drawn
+
+
+def _tempered(logits_nV: Tensor, settings: Sequence[Draw]) -> Tensor:
+    if all(each.temperature in (0.0, 1.0) for each in settings):
+        return logits_nV
+    temperatures = torch.tensor([each.temperature or 1.0 for each in settings], device=logits_nV.device)
+    return logits_nV / temperatures[:, None]
+
+
+def pick(logprobs_nV: Tensor, uniforms_n: Tensor) -> Tensor:
+    """[n] ids: the first whose cumulative probability exceeds the uniform number (float64, in [0, 1)).
+
+    In float64, since single precision would round a number close to 1 up to the total, beyond the last id."""
+    cumulative_nV = logprobs_nV.double().exp_().cumsum_(-1)
+    ids_n1 = torch.searchsorted(cumulative_nV, uniforms_n[:, None] * cumulative_nV[:, -1:], right=True)
+    return ids_n1[:, 0].clamp_(max=logprobs_nV.shape[1] - 1)
+
+
+def kept_ids(logprobs_V: Tensor, settings: Draw) -> Tensor:
+    """The ids that top-k and then top-p leave, likeliest first; never none. Of equally likely ones the lower come first."""
+    order = logprobs_V.argsort(descending=True, stable=True)
+    if settings.top_k:
+        order = order[: settings.top_k]
+    if settings.top_p < 1:
+        probabilities = logprobs_V[order].double().softmax(-1)
+        before = probabilities.cumsum(-1) - probabilities
+        order = order[: max(int((before < settings.top_p).sum()), 1)]
+    return order
+
+
+def _draw_kept(logprobs_V: Tensor, settings: Draw, uniform: float) -> Drawn:
+    kept = kept_ids(logprobs_V, settings)
+    renormalised = logprobs_V[kept].log_softmax(-1)
+    index = int(pick(renormalised[None], torch.tensor([uniform], dtype=torch.float64, device=kept.device)))
+    return Drawn(int(kept[index]), float(renormalised[index]), tuple(kept.tolist()))

@@ -1,0 +1,189 @@
+"""A model as the trainer sees it: hidden states over one packed axis of tokens, and logits of some of them.
+
+    Dense                    forest attention
+    transformers module      forest attention through its attention interface, where a probe gives the numbers of separate
+                             rows; else padded rows of whole paths, by its own attention
+
+A model whose layers keep a state (linear attention, state spaces), look through a sliding window or scale scores in some
+way of their own cannot take a forest; it runs on rows, and ``shares`` tells the packer so.
+
+Legend: T tokens of a batch, N rows of hidden states, D width, B rows of a padded batch, L the longest of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Many
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from ramify.errors import ConfigError
+from ramify.policy.dense import Dense
+from ramify.policy.forest_attention import ForestAttention
+from ramify.types.sequence import Segment
+
+
+class Trunk(Protocol):
+    """Everything of a model but what a loss does with it."""
+
+    @property
+    def shares(self) -> bool:
+        """Whether segments may have parents."""
+        ...
+
+    def hidden(self, ids_T: Tensor, positions_T: Tensor, segments: Many[Segment]) -> Tensor:
+        """[T, D] after the last norm."""
+        ...
+
+    def logits(self, h_ND: Tensor) -> Tensor:
+        """fp32 [N, V]"""
+        ...
+
+
+def trunk_of(model: Any) -> Trunk:
+    """The trunk of a model in evaluation mode; ConfigError where its output cannot be computed from hidden states."""
+    if hasattr(model, "get_base_model"):  # adapters of PEFT stand inside the model itself
+        model = model.get_base_model()
+    return DenseTrunk(model) if isinstance(model, Dense) else ModuleTrunk(model)
+
+
+class DenseTrunk:
+    """Implements ``Trunk``."""
+
+    shares = True
+
+    def __init__(self, model: Dense) -> None:
+        self._model = model
+
+    def hidden(self, ids_T: Tensor, positions_T: Tensor, segments: Many[Segment]) -> Tensor:
+        return self._model.hidden(ids_T, positions_T, ForestAttention(segments))
+
+    def logits(self, h_ND: Tensor) -> Tensor:
+        return self._model.logits(h_ND)
+
+
+class ModuleTrunk:
+    """Implements ``Trunk`` for a causal language model of transformers."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._body = model.base_model
+        self._current = _Current()
+        for module in self._body.modules():
+            module.ramify_forest = self._current
+        self._scale = _logit_scale(model.config)
+        ids = torch.arange(7, device=model.device) * 13 % model.config.vocab_size
+        self.shares = self._can_share(ids)
+        self._check_head(ids)
+
+    def hidden(self, ids_T: Tensor, positions_T: Tensor, segments: Many[Segment]) -> Tensor:
+        if not self.shares:
+            return self._on_rows(ids_T, segments)
+        self._current.attend = ForestAttention(segments)
+        # Stays set: layers that are computed again in the backward pass look for it then.
+        out = self._body(input_ids=ids_T[None], position_ids=positions_T[None], attention_mask=None, use_cache=False)
+        return cast(Tensor, out.last_hidden_state[0])
+
+    def logits(self, h_ND: Tensor) -> Tensor:
+        return self._scale(self._model.get_output_embeddings()(h_ND).float())
+
+    def _on_rows(self, ids_T: Tensor, segments: Many[Segment]) -> Tensor:
+        """Segments are whole paths: padded at their ends, where a causal model does not look."""
+        if any(segment.parent >= 0 for segment in segments):
+            raise ConfigError("this model runs on rows, but the batch has shared segments: pack it with share=False")
+        lengths = [segment.end - segment.start for segment in segments]
+        index_BL = torch.zeros(len(segments), max(lengths), dtype=torch.long)
+        inside_BL = torch.zeros(index_BL.shape, dtype=torch.bool)
+        for row, (segment, length) in enumerate(zip(segments, lengths, strict=True)):
+            index_BL[row, :length] = torch.arange(segment.start, segment.end)
+            inside_BL[row, :length] = True
+        out = self._body(input_ids=ids_T[index_BL.to(ids_T.device)], use_cache=False)
+        return cast(Tensor, out.last_hidden_state[inside_BL.to(ids_T.device)])
+
+    def _can_share(self, ids: Tensor) -> bool:
+        """Whether a small forest gives what its paths give by themselves."""
+        config = self._model.config
+        if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
+            return False
+        own = config._attn_implementation
+        rows = [[0, 1, 2, 3], [0, 1, 4, 5, 6]]
+        positions = torch.tensor([0, 1, 2, 3, 2, 3, 4], device=ids.device)
+        forest = [Segment(0, 2, -1), Segment(2, 4, 0), Segment(4, 7, 0)]
+        with torch.no_grad():
+            self.shares = False
+            ends = [self._on_rows(ids[row], [Segment(0, len(row), -1)])[-1] for row in rows]
+            self.shares = True
+            try:
+                register()
+                self._model.set_attn_implementation(NAME)
+                h_TD = self.hidden(ids, positions, forest)
+            except (NotImplementedError, ValueError, TypeError, RuntimeError):
+                self._model.set_attn_implementation(own)
+                return False
+        wanted = torch.stack(ends)
+        tolerance = 1e-3 if wanted.dtype == torch.float32 else 5e-2
+        same = bool(torch.allclose(h_TD[[3, 6]].float(), wanted.float(), rtol=tolerance, atol=tolerance))
+        if not same:
+            self._model.set_attn_implementation(own)
+        return same
+
+    def _check_head(self, ids: Tensor) -> None:
+        with torch.no_grad():
+            row = [Segment(0, len(ids), -1)]
+            ours = self.logits(self.hidden(ids, torch.arange(len(ids), device=ids.device), row))
+            theirs = self._model(input_ids=ids[None], use_cache=False).logits[0].float()
+        if not torch.allclose(ours, theirs, rtol=5e-2, atol=5e-2):
+            raise ConfigError(
+                f"{type(self._model).__name__}: its logits are not its output matrix times its hidden states (largest "
+                f"difference {float((ours - theirs).abs().max()):.3g}), so its log-probabilities cannot be trained here"
+            )
+
+
+class _Current:
+    """Where the layers of one model find the attention of the batch that they compute."""
+
+    attend: ForestAttention | None = None
+
+
+NAME = "ramify_forest"
+"""Of the attention function, as transformers knows it."""
+_MEANINGLESS = {"sliding_window", "is_causal", "position_ids", "cache_position", "use_cache"}
+"""Arguments of attention functions that change nothing here, as those that only ask for more output (``output_…``) do not;
+any other that is set is refused."""
+
+
+def register() -> None:
+    """Make the function known to transformers, under ``NAME``; once is enough, more does no harm."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(NAME, _attention)
+
+
+def _attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
+    scaling: float | None = None, dropout: float = 0.0, **more: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """transformers' signature: query [1, H, T, d], key and value [1, K, T, d] -> [1, T, H, d]."""
+    unknown = [
+        name
+        for name, each in more.items()
+        if each is not None and name not in _MEANINGLESS and not name.startswith("output_")
+    ]
+    if unknown or attention_mask is not None or dropout:
+        raise NotImplementedError(f"forest attention knows no {', '.join(unknown) or 'mask or dropout'}")
+    attend = module.ramify_forest.attend
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return attend(0, *(x[0].transpose(0, 1) for x in (query, key, value)), scale)[None], None
+
+
+def _logit_scale(config: Any) -> Callable[[Tensor], Tensor]:
+    """What some families do with logits: soft caps (Gemma), a factor (Cohere), a divisor (Granite)."""
+    cap, factor = getattr(config, "final_logit_softcapping", None), getattr(config, "logit_scale", None)
+    divisor = getattr(config, "logits_scaling", None)
+    if cap:
+        return lambda z: cap * torch.tanh(z / cap)
+    if factor and factor != 1:
+        return lambda z: z * factor
+    return (lambda z: z / divisor) if divisor and divisor != 1 else (lambda z: z)

@@ -1,0 +1,224 @@
+"""A demonstrator: how somebody who knows the ledger, more or less, goes about a question, one reply of code after another.
+
+    print(context[:70])                                                     look, so that the format is known
+    R=[l.split(',') for l in context.split('\\n')[1:]]                       one document: parse, ask, show
+    r=sum(int(x[2]) for x in R if x[1]=='red')
+    print(r)
+    FINAL(r)
+
+    P=context[4:].split('\\n###\\n')                                          several: a child for each, then put together
+    A=rlm_query_batched(["sum qty of 'red'"]*len(P),P)
+    r=sum(A)
+    print(r)
+
+``EXPERT`` is always right. ``NOISY`` has habits that are wrong as often as they are right, each independent of what is
+there, so that a policy that imitates it knows every skill and has yet to learn when to use which. Replies are code as the
+scaffold ``tiny`` takes it. Leaves out who runs them: ``play.py`` in this process, the engine through ``Demonstrator``.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator, Mapping
+
+import msgspec
+
+from ramify.clients.base import Price, Request
+from ramify.errors import Refused
+from ramify.tasks.base import Item
+from ramify.tasks.ledger.rows import COMBINED, KNOWN_FORMATS, Format, Kind
+from ramify.tasks.ledger.task import MARKS, Asked, documents_of
+from ramify.types.message import Message, Reply, Usage
+
+LOOK = "print(context[:70])"
+GIVE_UP, ANSWER = "FINAL('none')", "FINAL(r)"
+_RAISED = re.compile(r"^[A-Za-z]*(?:Error|Exception|Interrupt)\b", re.MULTILINE)
+
+
+class Habits(msgspec.Struct, frozen=True):
+    """How often the demonstrator does what; all shares of the calls in which it could."""
+
+    looks: float = 1.0
+    """Looks at the context first. Otherwise it guesses the format, and what separates documents."""
+    knows_header: float = 1.0
+    """Skips the first line exactly where it is a header; otherwise by a coin."""
+    mistakes: Mapping[Kind, float] = {}
+    """Asks in the wrong way: counts the label in the whole text, forgets the filter, compares numbers as text, takes the
+    first for the latest. Less often for ``count``: this mistake names no column, and half of the demonstrations making
+    it left too few from which to learn which column a label is in."""
+    repairs: float = 1.0
+    """Looks again, or tries the other way with the header, after an error; otherwise it gives up."""
+    recurses: float = 1.0
+    """Gives each of several documents to a child."""
+    delegates_whole: float = 0.0
+    """Gives all of them to one child. What is left is parsing them as if they were one."""
+    asks_children_wrong: float = 0.0
+    """Asks them something of another kind."""
+    combines_wrong: float = 0.0
+    """Adds where the greatest is asked, and the other way round."""
+
+
+EXPERT = Habits()
+NOISY = Habits(
+    looks=0.6, knows_header=0.0, mistakes={"count": 0.25, "sum": 0.5, "max": 0.5, "top": 0.5, "latest": 0.5}, repairs=0.5,
+    recurses=0.6, delegates_whole=0.1, asks_children_wrong=0.2, combines_wrong=0.25,
+)  # fmt: skip
+
+
+class Scene(msgspec.Struct, frozen=True):
+    """What one call faces: its question, the formats of the documents in its context, and what separates them."""
+
+    asked: Asked
+    formats: tuple[Format, ...]
+    mark: str = ""
+    """Empty where the call takes its context for one document, in the first format."""
+
+
+def scene_of(item: Item) -> Scene:
+    """What the root call faces."""
+    asked = Asked.read(item.question)
+    assert asked is not None, item.question
+    mark = item.metadata["mark"]
+    return Scene(asked, tuple(document.format for document in documents_of(item)), mark)
+
+
+class Course:
+    """One call from its first reply to its last."""
+
+    def __init__(self, scene: Scene, habits: Habits, seed: str) -> None:
+        """Drawn from ``seed`` alone: the same scene, habits and seed go the same way."""
+        self._scene, self._habits = scene, habits
+        self._rng = random.Random(seed)
+        self._has_looked = self._does(habits.looks)
+        self._format = scene.formats[0] if self._has_looked else self._rng.choice(KNOWN_FORMATS)
+        self._mark = scene.mark if self._has_looked else self._rng.choice(MARKS)
+        self._strategy = self._choose_strategy()
+        self._child_asked = self._choose_child_question()
+        self._has_raised = False
+        self._replies = self._go()
+
+    @property
+    def children(self) -> list[Scene]:
+        """What its children face, in order of issue."""
+        scene = self._scene
+        if self._strategy == "recurse" and self._mark == scene.mark:
+            return [Scene(self._child_asked, (form,)) for form in scene.formats]
+        return [Scene(self._child_asked, scene.formats)] if self._strategy != "direct" else []
+
+    def reply(self, observation: str | None) -> str:
+        """The next reply, after ``observation``; the first after None. Raises StopIteration once it has answered."""
+        self._has_raised = observation is not None and bool(_RAISED.search(observation))
+        return next(self._replies)
+
+    # --- what it will do ---------------------------------------------------------------------------------------
+
+    def _does(self, share: float) -> bool:
+        return self._rng.random() < share
+
+    def _choose_strategy(self) -> str:
+        if not self._scene.mark:
+            return "direct"
+        drawn = self._rng.random() - self._habits.recurses
+        return "recurse" if drawn < 0 else "whole" if drawn < self._habits.delegates_whole else "direct"
+
+    def _choose_child_question(self) -> Asked:
+        asked = self._scene.asked
+        other = [kind for kind in COMBINED if kind != asked.kind]
+        kind = self._rng.choice(other) if self._does(self._habits.asks_children_wrong) else asked.kind
+        return Asked(kind, asked.about)
+
+    # --- what it says ------------------------------------------------------------------------------------------
+
+    def _go(self) -> Iterator[str]:
+        if self._has_looked:
+            yield LOOK
+        if self._strategy == "direct":
+            yield from self._work_it_out()
+        elif self._strategy == "whole":
+            yield f'r=rlm_query("{self._child_asked.text}",context)\nprint(r)'
+        else:
+            yield from self._ask_children()
+        yield GIVE_UP if self._has_raised else ANSWER
+
+    def _work_it_out(self) -> Iterator[str]:
+        skips = self._format.header if self._does(self._habits.knows_header) else self._does(0.5)
+        mistaken = self._does(self._habits.mistakes.get(self._scene.asked.kind, 0.0))
+        yield self._parse(skips, mistaken)
+        if self._has_raised and self._does(self._habits.repairs):
+            if self._has_looked:
+                skips = not skips
+            else:
+                yield LOOK
+                self._format = self._scene.formats[0]
+            yield self._parse(skips, mistaken)
+
+    def _parse(self, skips: bool, mistaken: bool) -> str:
+        rest = "[1:]" if skips else ""
+        rows = f"R=[l.split('{self._format.separator}') for l in context.split('\\n'){rest}]"
+        return f"{rows}\nr={_asking(self._scene.asked, self._format, mistaken)}\nprint(r)"
+
+    def _ask_children(self) -> Iterator[str]:
+        right = "max" if self._scene.asked.kind == "max" else "sum"
+        put_together = {"max": "sum", "sum": "max"}[right] if self._does(self._habits.combines_wrong) else right
+        question = f'"{self._child_asked.text}"'
+        parts = f"P=context[4:].split('\\n{self._mark}\\n')"
+        yield f"{parts}\nA=rlm_query_batched([{question}]*len(P),P)\nr={put_together}(A)\nprint(r)"
+        if self._has_raised and self._does(self._habits.repairs):
+            yield f"r={put_together}(int(a) for a in A)\nprint(r)"
+
+
+def _asking(asked: Asked, form: Format, mistaken: bool) -> str:
+    """The expression for the answer over the rows ``R``."""
+    user, label, quantity = (f"x[{column}]" for column in form.order)
+    number, where = f"int({quantity})", f"if {label}=='{asked.about}'"
+    match asked.kind:
+        case "count":
+            return f"context.count('{asked.about}')" if mistaken else f"sum({label}=='{asked.about}' for x in R)"
+        case "sum":
+            return f"sum({number} for x in R)" if mistaken else f"sum({number} for x in R {where})"
+        case "max":
+            return f"max({quantity if mistaken else number} for x in R {where})"
+        case "top":
+            return f"max(R,key=lambda x:{quantity if mistaken else number}){user.removeprefix('x')}"
+        case "latest":
+            return f"[{quantity} for x in R if {user}=='{asked.about}'][{'0' if mistaken else '-1'}]"
+
+
+# --- through the engine ----------------------------------------------------------------------------------------------
+
+
+class Demonstrator:
+    """A ``Client`` that demonstrates ``item`` to the engine under the scaffold ``tiny``; one run at a time."""
+
+    window = 1 << 20
+    price: Price | None = None
+
+    def __init__(self, item: Item, habits: Habits = EXPERT, seed: int = 0) -> None:
+        self.name = "demonstrator:ledger"
+        self._item, self._habits, self._seed = item, habits, seed
+        self._courses = {"0": Course(scene_of(item), habits, seed_of(item, seed, "0"))}
+
+    async def complete(self, request: Request) -> Reply:
+        course = self._course(request.affinity)
+        last = request.messages[-1]
+        try:
+            code = course.reply(None if len(request.messages) == 1 else last.content)
+        except StopIteration:
+            raise Refused(f"{self.name}: call {request.affinity} has answered; there is no more to say") from None
+        return Reply(Message("assistant", code), Usage(len(last.content), len(code), calls=1))
+
+    async def close(self) -> None:
+        """Nothing to close."""
+
+    def _course(self, call: str) -> Course:
+        if call not in self._courses:
+            parent, _, number = call.rpartition(".")
+            scene = self._course(parent).children[int(number)]
+            self._courses[call] = Course(scene, self._habits, seed_of(self._item, self._seed, call))
+        return self._courses[call]
+
+
+def seed_of(item: Item, seed: int, call: str) -> str:
+    """What the course of one call is drawn from."""
+    return f"{seed}/{item.id}/{call}"

@@ -1,0 +1,59 @@
+"""One of several options: by its letter, its number from 1 on, or its text.
+
+An item has them in ``metadata["choices"]``, and its gold is a letter, an index from 0 on, or the text of the right one.
+An answer that names two options names none.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from collections.abc import Sequence
+from typing import Any
+
+from ramify.errors import ConfigError
+from ramify.tasks.base import Item
+from ramify.tasks.scoring.text import as_text, words
+
+_ALONE = re.compile(r"[\s(\[*]*([A-Za-z]|\d{1,2})[\s)\].:*]*")
+_MARKED = re.compile(r"(?:\b(?i:answer|option|choice)(?i:\s+is)?[\s:]*[(\[*]*|\()([A-Z])\b")
+MAX_CHARS = 2000
+
+
+def choice(answer: Any, item: Item) -> float:
+    """1 where the answer names the right option: ``"B"``, ``"(b)"``, ``2``, ``"The answer is B."``, or the option's text."""
+    choices = item.metadata.get("choices")
+    if not isinstance(choices, Sequence) or isinstance(choices, str) or not 2 <= len(choices) <= 26:
+        raise ConfigError(
+            f"item {item.id}: choice needs 2 to 26 options in metadata['choices']; it has {choices!r:.80}"
+        )
+    right = _gold(item, choices)
+    return float(named(answer, choices) == right)
+
+
+def named(answer: Any, choices: Sequence[Any]) -> int | None:
+    """The index of the option that ``answer`` names; None where it names none, or more than one."""
+    text = as_text(answer)
+    if text is None or len(text) > MAX_CHARS:
+        return None
+    said = words(text)
+    by_text = [index for index, option in enumerate(choices) if said and words(as_text(option) or "") == said]
+    if len(by_text) == 1:
+        return by_text[0]
+    alone = _ALONE.fullmatch(text)
+    if alone:
+        return _index(alone[1], len(choices))
+    marked = {_index(letter, len(choices)) for letter in _MARKED.findall(text)}
+    return marked.pop() if len(marked) == 1 else None
+
+
+def _index(sign: str, num: int) -> int | None:
+    index = int(sign) - 1 if sign.isdigit() else string.ascii_uppercase.index(sign.upper())
+    return index if 0 <= index < num else None
+
+
+def _gold(item: Item, choices: Sequence[Any]) -> int:
+    gold = item.gold if isinstance(item.gold, int) and not isinstance(item.gold, bool) else named(item.gold, choices)
+    if gold is None or not 0 <= gold < len(choices):
+        raise ConfigError(f"item {item.id}: its gold {item.gold!r:.40} is none of its {len(choices)} choices")
+    return gold

@@ -1,0 +1,20 @@
+"""Dr.GRPO (2503.20783): what a rollout did better than the mean of its group, undivided. The default.
+
+rewards 1, 0, 0, 0: advantages 0.75, -0.25, -0.25, -0.25
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ramify.train.algorithms.base import Stamping
+from ramify.train.algorithms.group import GroupOptions, stamped
+from ramify.train.signals.baseline import mean
+from ramify.types.trajectory import Group
+
+
+class DrGRPO(GroupOptions, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="dr_grpo"):
+    """Implements ``Algorithm``."""
+
+    def stamp(self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False) -> Stamping:
+        return stamped(groups, weights, self, mean, every_token)

@@ -1,0 +1,20 @@
+"""RLOO (2402.14740): what a rollout did better than the mean of the others of its group.
+
+rewards 1, 0, 0, 0: advantages 1, -1/3, -1/3, -1/3
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ramify.train.algorithms.base import Stamping
+from ramify.train.algorithms.group import GroupOptions, stamped
+from ramify.train.signals.baseline import leave_one_out
+from ramify.types.trajectory import Group
+
+
+class RLOO(GroupOptions, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="rloo"):
+    """Implements ``Algorithm``."""
+
+    def stamp(self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False) -> Stamping:
+        return stamped(groups, weights, self, leave_one_out, every_token)

@@ -1,0 +1,90 @@
+"""Supervised fine-tuning: cross-entropy on what was said in trajectories, good ones alone where they are scored.
+
+With ``min_reward`` it is rejection sampling (RAFT, STaR): of stored or freshly sampled trajectories those that reached
+the reward are learnt from, the others are left out. Each token weighs the same (``reduction=token``) or each trajectory.
+
+    rewards 1, 0, 1 with min_reward=1: the first and the third are learnt from
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from ramify.tasks.base import total
+from ramify.train.algorithms.base import Stamping
+from ramify.train.signals.weight import Reduction, Share
+from ramify.train.signals.weight import weights as token_weights
+from ramify.train.stamps import Stamp, Stamped, Stamps
+from ramify.types.trajectory import Call, Group, Trajectory
+
+
+class SFT(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Implements ``Algorithm``."""
+
+    min_reward: float | None = None
+    """Least total reward of a trajectory that is learnt from; None: all are, scored or not."""
+    min_call_reward: float | None = None
+    """The same for calls below the root that have a reward of their own."""
+    children: bool = True
+    """Learn what calls below the root said."""
+    llm_calls: bool = False
+    """Learn what ``llm_query`` calls said."""
+    reduction: Reduction = "token"
+    share: Share = "token"
+
+    @property
+    def has_group_baseline(self) -> bool:
+        return False
+
+    def stamp(self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False) -> Stamping:
+        kept = [[each for each in group.trajectories if self._is_good(each, weights)] for group in groups]
+        counts = [[self._counts(each, weights) for each in group] for group in kept]
+        per_token, denominator = token_weights(counts, self.reduction, self.share)
+        rollouts = [
+            Stamped(trajectory, _stamps(trajectory, weight))
+            for group, weighed in zip(kept, per_token, strict=True)
+            for trajectory, weight in zip(group, weighed, strict=True)
+        ]
+        rollouts = [rollout for rollout in rollouts if rollout.stamps]
+        num = sum(len(group.trajectories) for group in groups)
+        silence = "" if rollouts else f"none of {num} trajectories is to be learnt from (min_reward={self.min_reward})"
+        return Stamping(rollouts, {"ce": denominator}, {"kept": len(rollouts) / num if num else 0.0}, silence)
+
+    def _is_good(self, trajectory: Trajectory, weights: Mapping[str, float]) -> bool:
+        if self.min_reward is None:
+            return True
+        return bool(trajectory.rewards) and total(trajectory.rewards, weights) >= self.min_reward
+
+    def _counts(self, trajectory: Trajectory, weights: Mapping[str, float]) -> dict[str, int]:
+        return {
+            call.id: sum(num for _, num in _said(call)) if self._is_learnt(trajectory, call, weights) else 0
+            for call in trajectory.calls
+        }
+
+    def _is_learnt(self, trajectory: Trajectory, call: Call, weights: Mapping[str, float]) -> bool:
+        if call.depth == 0:
+            return True
+        if not (self.children if call.kind == "rlm" else self.llm_calls):
+            return False
+        own = trajectory.call_rewards.get(call.id)
+        return own is None or self.min_call_reward is None or total(own, weights) >= self.min_call_reward
+
+
+def _said(call: Call) -> list[tuple[int, int]]:
+    """(index, number of tokens) of each turn whose reply has token ids; log-probabilities are not needed here."""
+    return [
+        (index, len(turn.reply.token_ids))
+        for index, turn in enumerate(call.turns)
+        if turn.num_ids is not None and turn.reply.token_ids
+    ]
+
+
+def _stamps(trajectory: Trajectory, weights: Mapping[str, float]) -> Stamps:
+    return {
+        (call.id, index): Stamp(ce=[weights[call.id]] * num)
+        for call in trajectory.calls
+        if weights[call.id]
+        for index, num in _said(call)
+    }

@@ -1,0 +1,126 @@
+"""What a trainer's backend does, in the verbs of the Tinker API, and the options of its optimizer.
+
+    batches = pack(sequences, backend.packing, denominators)      the whole optimizer step
+    backend.forward_backward(batches, loss)                       adds to the gradient, batch by batch
+    backend.optim_step()                                          clips, steps, clears it; the policy is a version newer
+
+A backend owns the weights, the optimizer and the random states, and decides where they live; it knows nothing of rewards,
+rollouts or recipes. Every loss is a sum over entries divided by the denominators of the whole step, so that it comes out
+the same however the step is cut into batches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Many
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Protocol
+
+import msgspec
+
+from ramify.errors import ConfigError
+from ramify.train.loss import Loss
+from ramify.train.pack import Packing
+from ramify.types.sequence import Batch, Floats
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Optim(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How weights are moved along the gradient."""
+
+    kind: Literal["adamw", "muon"] = "adamw"
+    """``muon`` orthogonalises the momentum of matrices (2502.16982); embeddings, the output matrix and norms stay with
+    AdamW."""
+    lr: float = 1e-3
+    """Peak learning rate; of Muon's matrices too, whose update is scaled to the size of AdamW's."""
+    betas: tuple[float, float] = (0.9, 0.98)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    """Of matrices alone; norms, biases and embeddings do not decay."""
+    momentum: float = 0.95
+    """Muon's."""
+    max_grad_norm: float = 1.0
+    """The gradient is scaled down to this global norm; 0: never."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape of the way down after the warm-up."""
+    warmup_steps: int = 0
+    """Steps over which the rate rises to ``lr``, linearly; the first has ``lr / warmup_steps``."""
+    num_steps: int = 0
+    """Steps after which ``final_fraction`` is reached; 0: the length of the stage, which fills it in."""
+    final_fraction: float = 0.1
+
+    def __post_init__(self) -> None:
+        if not self.lr > 0 or not math.isfinite(self.lr):
+            raise ConfigError(f"optim.lr={self.lr} must be a positive number")
+        if self.schedule != "constant" and 0 < self.num_steps <= self.warmup_steps:
+            raise ConfigError(
+                f"optim.schedule={self.schedule} over {self.num_steps} steps needs more than the {self.warmup_steps} of warm-up"
+            )
+        if min(self.weight_decay, self.max_grad_norm, self.warmup_steps, self.final_fraction) < 0:
+            raise ConfigError("optim: weight_decay, max_grad_norm, warmup_steps, final_fraction cannot be negative")
+
+    def lr_at(self, step: int) -> float:
+        """The learning rate of step ``step``, from 0.
+
+        lr=1, linear, warmup_steps=2, num_steps=6, final_fraction=0: 0.5, 1, 1, 0.75, 0.5, 0.25, 0, 0, …"""
+        if step < self.warmup_steps:
+            return self.lr * (step + 1) / self.warmup_steps
+        if self.schedule == "constant":
+            return self.lr
+        if not self.num_steps:
+            raise ConfigError(f"optim.schedule={self.schedule} has no end: give optim.num_steps")
+        done = min(1.0, (step - self.warmup_steps) / (self.num_steps - self.warmup_steps))
+        left = 1 - done if self.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
+        return self.lr * (self.final_fraction + (1 - self.final_fraction) * left)
+
+
+class Backend(Protocol):
+    """Implemented by every class of this room."""
+
+    @property
+    def packing(self) -> Packing:
+        """How sequences are to be packed for this model on this device."""
+        ...
+
+    @property
+    def version(self) -> int:
+        """Of the policy: how many optimizer steps it has seen."""
+        ...
+
+    def forward_backward(self, batches: Many[Batch], loss: Loss) -> dict[str, float]:
+        """Add the gradient of ``loss`` over ``batches`` to what has been gathered; the loss and its metrics.
+
+        Raises TrainError where the loss is not finite: it names the sequence and the file that the batch was put in.
+        """
+        ...
+
+    def optim_step(self) -> dict[str, float]:
+        """Clip the gradient, step, and clear it: ``grad_norm`` (before clipping) and ``lr``. One version newer.
+
+        Raises TrainError where the gradient is not finite; the weights stay as they were."""
+        ...
+
+    def logprobs(self, batches: Many[Batch]) -> list[Floats]:
+        """For each batch, [E]: log-probabilities of its entries under the policy as it is now, at the temperature and
+        within the kept sets that they were sampled with. ``pack.attach`` brings them back to the sequences."""
+        ...
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Name -> parameter, under Hugging Face's names; views, valid until the next ``optim_step``."""
+        ...
+
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Take these parameters over; the optimizer stays as it is."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write weights, optimizer and random states into ``folder``, which is made."""
+        ...
+
+    def load(self, folder: Path) -> None:
+        """Go on as the backend that wrote ``folder`` would have, bit by bit. Raises ConfigError where it does not fit:
+        the first difference is named."""
+        ...

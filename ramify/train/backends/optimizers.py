@@ -1,0 +1,71 @@
+"""The optimizer of one model: which parameters Muon moves, which AdamW, and which of them decay.
+
+    matrices inside layers         Muon or AdamW, with weight decay
+    embedding, output matrix       AdamW, without
+    norms, biases                  AdamW, without
+
+Leaves out the learning rate's course (``Optim.lr_at``) and the gradient.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ramify.errors import ConfigError
+from ramify.train.backends.base import Optim
+
+_OUTSIDE = ("embed", "lm_head", "wte", "wpe", "output_embedding")
+"""Parts of the names of matrices that are not inside a layer."""
+
+
+class Optimizers:
+    """One or two of torch's optimizers, as one."""
+
+    def __init__(self, model: nn.Module, optim: Optim) -> None:
+        self._optim = optim
+        inside, others = _split(model)
+        adamw: list[dict[str, Any]] = [{"params": others, "weight_decay": 0.0}]
+        self._all: list[torch.optim.Optimizer] = []
+        if optim.kind == "muon" and inside:
+            self._all.append(_muon(inside, optim))
+        else:
+            adamw.append({"params": inside, "weight_decay": optim.weight_decay})
+        groups = [group for group in adamw if group["params"]]
+        if groups:
+            self._all.append(torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True))
+
+    def step(self, lr: float) -> None:
+        for optimizer in self._all:
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            optimizer.step()
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        return [optimizer.state_dict() for optimizer in self._all]
+
+    def load_state_dict(self, states: list[dict[str, Any]]) -> None:
+        for optimizer, state in zip(self._all, states, strict=True):
+            optimizer.load_state_dict(state)
+
+
+def _split(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """(matrices inside layers, all others), of what is trained."""
+    inside: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            is_inside = parameter.dim() == 2 and not any(part in name for part in _OUTSIDE)
+            (inside if is_inside else others).append(parameter)
+    return inside, others
+
+
+def _muon(matrices: list[nn.Parameter], optim: Optim) -> torch.optim.Optimizer:
+    if not hasattr(torch.optim, "Muon"):
+        raise ConfigError(f"optim.kind=muon needs torch 2.9 or later, and this is {torch.__version__}")
+    return torch.optim.Muon(
+        matrices, lr=optim.lr, weight_decay=optim.weight_decay, momentum=optim.momentum,
+        adjust_lr_fn="match_rms_adamw",
+    )  # fmt: skip

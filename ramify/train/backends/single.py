@@ -1,0 +1,291 @@
+"""The backend of one device, a CPU or a GPU: the reference that others must reproduce.
+
+    forward_backward   for each batch:  trunk ── hidden states of entries ── head ── loss ── backward
+    optim_step         clip ── AdamW, or Muon and AdamW ── clear
+
+Decides precision (fp32 weights; bf16 products where the device gains by it), whether activations are computed again in the
+backward pass, and what happens to a loss that is not finite. Gradients add up over batches, so that the size of a batch
+changes memory and not the step. Leaves out what a loss is (``loss.py``) and how attention goes (``policy/trunk.py``).
+
+Legend: T tokens, E entries, D width, k teacher tokens per entry.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Many
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ramify.errors import ConfigError, TrainError
+from ramify.policy.load import Policy
+from ramify.policy.trunk import trunk_of
+from ramify.policy.weights import load_weights
+from ramify.train import loss as losses
+from ramify.train.backends.base import Optim
+from ramify.train.backends.optimizers import Optimizers
+from ramify.train.head import Asked, entry_logprobs
+from ramify.train.loss import Entries, Loss, Tally
+from ramify.train.pack import Cost, Packing
+from ramify.types.sequence import Batch, Floats
+
+_STATE = "backend.pt"
+_GAIN = 1.2
+"""bf16 is taken on a CPU where its products are this many times faster."""
+
+
+class Compute(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How the numbers are computed; changes speed and memory, and the loss only by rounding."""
+
+    max_tokens: int = 8192
+    """Of a batch."""
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """Of matrix products; weights, log-probabilities and losses are fp32. auto: bf16 on a GPU, and on a CPU whose bf16
+    products are faster at this model's width."""
+    recompute: bool = False
+    """Keep only what goes into each layer, and compute the layer again in the backward pass."""
+    max_logits: int = 0
+    """Logits that are held at once; 0: 4 million on a CPU, 64 million on a GPU."""
+    share: bool = True
+    """Compute what sequences begin with alike once."""
+
+
+class Single:
+    """Implements ``Backend``."""
+
+    def __init__(
+        self, policy: Policy, optim: Optim | None = None, compute: Compute | None = None, *, dumps: Path | None = None
+    ) -> None:
+        """``policy``'s weights are trained in place, in fp32: lower ones are converted. Batches whose loss is not finite
+        are written into ``dumps``, by default the working directory."""
+        self._policy, self._optim, self._compute = policy, optim or Optim(), compute or Compute()
+        self._dumps = dumps or Path()
+        self._model: nn.Module = policy.model.float()
+        self._device = policy.device
+        self._trunk = trunk_of(self._model)
+        self._uses_bf16 = self._wants_bf16()
+        if self._compute.recompute:
+            _recompute_layers(self._model)
+        self._optimizers = Optimizers(self._model, self._optim)
+        self._num_steps = 0
+
+    @property
+    def packing(self) -> Packing:
+        shares = self._compute.share and self._trunk.shares
+        return Packing(self._compute.max_tokens, shares, _cost(self._model, self._policy.config))
+
+    @property
+    def version(self) -> int:
+        return self._num_steps
+
+    def forward_backward(self, batches: Many[Batch], loss: Loss) -> dict[str, float]:
+        tally = Tally()
+        for batch in batches:
+            entries = self._entries(batch, _entropy_wanted(loss, batch))
+            value, measured = losses.compute(loss, entries)
+            if not bool(torch.isfinite(value)):
+                self._fail(batch, entries, loss)
+            value.backward()  # type: ignore[no-untyped-call]
+            tally.merge(measured)
+        return tally.metrics()
+
+    def optim_step(self) -> dict[str, float]:
+        lr = self._optim.lr_at(self._num_steps)
+        gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
+        norm = float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
+        if not math.isfinite(norm):
+            self._model.zero_grad(set_to_none=True)
+            raise TrainError(
+                f"the gradient of step {self._num_steps + 1} is not finite, though its loss is; the weights are as before "
+                "the step: lower optim.lr, or try compute.precision=fp32"
+            )
+        if self._optim.max_grad_norm and norm > self._optim.max_grad_norm:
+            torch._foreach_mul_(gradients, self._optim.max_grad_norm / norm)
+        if gradients:
+            self._optimizers.step(lr)
+        self._model.zero_grad(set_to_none=True)
+        self._num_steps += 1
+        return {"grad_norm": norm, "lr": lr}
+
+    def logprobs(self, batches: Many[Batch]) -> list[Floats]:
+        with torch.no_grad():
+            return [self._entries(batch, "no").logprobs.cpu().numpy() for batch in batches]
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self._model.named_parameters():
+            yield name, parameter.detach()
+
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        load_weights(self._model, weights)
+
+    def save(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        state = {
+            "weights": dict(self.weights()),
+            "optimizers": self._optimizers.state_dict(),
+            "optim": msgspec.json.encode(self._optim).decode(),
+            "num_steps": self._num_steps,
+            "uses_bf16": self._uses_bf16,
+            "random": torch.get_rng_state(),
+            "cuda_random": torch.cuda.get_rng_state_all() if self._device.type == "cuda" else [],
+        }
+        torch.save(state, folder / _STATE)
+
+    def load(self, folder: Path) -> None:
+        try:
+            state = torch.load(folder / _STATE, map_location=self._device, weights_only=True)
+        except FileNotFoundError:
+            raise ConfigError(f"{folder} holds no state of a trainer: it has no {_STATE}") from None
+        self._check_fit(folder, state)
+        with torch.no_grad():
+            for name, parameter in self._model.named_parameters():
+                parameter.copy_(state["weights"][name])
+        self._optimizers.load_state_dict(state["optimizers"])
+        self._num_steps, self._uses_bf16 = state["num_steps"], state["uses_bf16"]
+        torch.set_rng_state(state["random"].cpu())
+        if state["cuda_random"] and self._device.type == "cuda":
+            torch.cuda.set_rng_state_all([each.cpu() for each in state["cuda_random"]])
+
+    # --- one batch -----------------------------------------------------------------------------------------------
+
+    def _entries(self, batch: Batch, entropy: Literal["no", "value", "gradient"]) -> Entries:
+        window = self._policy.window
+        longest = int(batch.positions.max()) + 1
+        if longest > window:
+            names = ", ".join(sorted(batch.sequences.values())[:3])
+            raise ConfigError(
+                f"a path of {longest} tokens does not fit the policy's window of {window}; it is one of: {names}"
+            )
+        streams = {name: self._tensor(column) for name, column in batch.streams.items()}
+        asked = self._asked(batch, streams, entropy)
+        with self._autocast():
+            h_TD = self._trunk.hidden(self._tensor(batch.token_ids), self._tensor(batch.positions), batch.segments)
+            h_ED = h_TD.index_select(0, self._tensor(batch.sources))
+            num_ids, max_logits = self._policy.config.vocab_size, self._compute.max_logits
+            max_logits = max_logits or (1 << 26 if self._device.type == "cuda" else 1 << 22)
+            logprobs, entropies = entry_logprobs(h_ED, self._trunk.logits, asked, num_ids, max_logits)
+        return Entries(
+            logprobs=logprobs[:, 0],
+            streams=streams,
+            denominators=batch.denominators,
+            entropy=entropies if entropy != "no" else None,
+            teacher_ids_logprobs=logprobs[:, 1:] if logprobs.shape[1] > 1 else None,
+        )
+
+    def _asked(self, batch: Batch, streams: Mapping[str, Tensor], entropy: Literal["no", "value", "gradient"]) -> Asked:
+        targets = self._tensor(batch.targets)[:, None]
+        if "teacher_ids" in streams:
+            targets = torch.cat([targets, streams["teacher_ids"].long()], 1)
+        temperature = streams["temperature"] if bool((batch.streams["temperature"] != 1).any()) else None
+        kept = None
+        if batch.kept is not None and len(batch.kept.ids):
+            kept = (self._tensor(batch.kept.offsets), self._tensor(batch.kept.ids))
+        return Asked(targets, temperature, kept, entropy)
+
+    def _fail(self, batch: Batch, entries: Entries, loss: Loss) -> None:
+        """Write the batch down, name the first sequence whose loss is not finite, and stop."""
+        self._model.zero_grad(set_to_none=True)
+        bad = ~torch.isfinite(losses.per_entry(loss, entries).detach())
+        index, token = batch.owners[int(bad.int().argmax())].tolist() if bool(bad.any()) else batch.owners[0].tolist()
+        self._dumps.mkdir(parents=True, exist_ok=True)
+        path = self._dumps / f"not-finite-step-{self._num_steps + 1}.npz"
+        arrays = {name: getattr(batch, name) for name in ("token_ids", "positions", "sources", "targets", "owners")}
+        segments = np.array([[each.start, each.end, each.parent] for each in batch.segments])
+        names = np.array([f"{index} {name}" for index, name in batch.sequences.items()])
+        logprobs = entries.logprobs.detach().cpu().numpy()
+        np.savez(path, segments=segments, sequences=names, logprobs=logprobs, **arrays, **batch.streams)  # type: ignore[arg-type]
+        raise TrainError(
+            f"the loss of step {self._num_steps + 1} is not finite: first in sequence {batch.sequences[index]}, token {token} "
+            f"of {int(bad.sum())} such; the batch is in {path}, the weights are as before the step"
+        )
+
+    def _tensor(self, array: Any) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device, non_blocking=True)
+
+    # --- precision and memory ------------------------------------------------------------------------------------
+
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        if not self._uses_bf16:
+            return contextlib.nullcontext()
+        return torch.autocast(self._device.type, torch.bfloat16)
+
+    def _wants_bf16(self) -> bool:
+        if self._compute.precision != "auto":
+            return self._compute.precision == "bf16"
+        if self._device.type == "cuda":
+            return bool(torch.cuda.is_bf16_supported())
+        return self._device.type == "cpu" and _gain_of_bf16(self._policy.config.hidden_size) >= _GAIN
+
+    def _check_fit(self, folder: Path, state: dict[str, Any]) -> None:
+        """ConfigError with the first difference between this backend and the one that wrote ``state``."""
+        saved, ours = state["weights"], dict(self.weights())
+        for name in sorted(saved.keys() | ours.keys()):
+            shapes = [tuple(each[name].shape) if name in each else None for each in (saved, ours)]
+            if shapes[0] != shapes[1]:
+                raise ConfigError(f"{folder} is of another model: '{name}' is {shapes[0]} there and {shapes[1]} here")
+        there = msgspec.json.decode(state["optim"])
+        here = msgspec.json.decode(msgspec.json.encode(self._optim))
+        if there["kind"] != here["kind"]:
+            raise ConfigError(
+                f"{folder} is of another optimizer: optim.kind is {there['kind']} there and {here['kind']} here"
+            )
+
+
+def _entropy_wanted(loss: Loss, batch: Batch) -> Literal["no", "value", "gradient"]:
+    if "rl" not in batch.denominators:
+        return "no"
+    return "gradient" if loss.entropy else "value"
+
+
+def _gain_of_bf16(width: int) -> float:
+    """How many times faster a product of this model's size is in bf16 than in fp32, here and now."""
+    rows, seconds = 512, []
+    for dtype in (torch.float32, torch.bfloat16):
+        x, w = torch.ones(rows, width, dtype=dtype), torch.ones(width, 4 * width, dtype=dtype)
+        x @ w
+        best = math.inf
+        for _ in range(3):
+            started = time.perf_counter()
+            for _ in range(max(1, int(1e8 / (rows * width * width * 4)))):
+                x @ w
+            best = min(best, time.perf_counter() - started)
+        seconds.append(best)
+    return seconds[0] / seconds[1]
+
+
+def _cost(model: nn.Module, config: Any) -> Cost:
+    """One token costs 6 FLOP per weight of the layers, forward and backward; one pair 14 FLOP per layer and width of heads
+    (2 products forward, 5 backward), at somewhat less speed."""
+    matrices = sum(p.numel() for name, p in model.named_parameters() if p.dim() >= 2 and "embed" not in name)
+    heads = config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return Cost(pair=1.5 * 14 * config.num_hidden_layers * heads * size / (6 * max(1, matrices)))
+
+
+def _recompute_layers(model: nn.Module) -> None:
+    """Let each layer keep its input alone."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    if not lists:
+        raise ConfigError("compute.recompute needs a model whose layers stand in a ModuleList")
+    for layer in max(lists, key=len):
+        layer.forward = _again(layer.forward)
+
+
+def _again(forward: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return (
+            checkpoint(forward, *args, use_reentrant=False, **kwargs)
+            if torch.is_grad_enabled()
+            else forward(*args, **kwargs)
+        )
+
+    return run

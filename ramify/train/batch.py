@@ -1,0 +1,200 @@
+"""Pieces of a forest written down as a batch: tokens and segments, and an entry for each token that carries loss.
+
+    piece  [1 2 3] -> [7 8], [9]          token_ids 1 2 3 7 8 9     segments [0,3) [3,5)<0 [5,6)<0
+    sampled: 7 8 by one sequence,         sources   2 3 2           the hidden state after which each was sampled
+             9 by the other               targets   7 8 9
+
+Decides how streams of sequences become streams of entries. A token that was sampled at a temperature or within a kept set,
+and carries cross-entropy besides, has two entries: what is imitated is the plain distribution, what is reinforced the one
+that was drawn from.
+
+Legend: T tokens of a batch, E its entries, n entries of one sequence, k teacher tokens per position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Many
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ramify.train.forest import Node
+from ramify.types.sequence import Batch, Floats, Ints, Kept, Segment, Sequence
+
+COMPONENTS = ("rl", "ce", "kd")
+"""Of a loss; each is a stream of weights."""
+
+
+class Piece(NamedTuple):
+    """A tree, or a part of one with the paths that lead to it; what a batch takes whole."""
+
+    stretches: list[Node]
+    """In preorder; their ``sequence`` counts among those that learn."""
+    leaves: list[tuple[int, int]]
+    """(sequence, the stretch that its last token stands in)"""
+    num_tokens: int
+    cost: float
+
+
+def entries(sequence: Sequence) -> Ints:
+    """The tokens that carry loss, [n]."""
+    weighs = sequence.rl != 0
+    for other in (sequence.ce, sequence.kd):
+        weighs = weighs if other is None else weighs | (other != 0)
+    if len(weighs) and weighs[0]:
+        raise ValueError(f"sequence {sequence.name} has a weight on its first token, which nothing predicts")
+    return np.flatnonzero(weighs)
+
+
+class Writer:
+    """Writes the batches of one step, whose streams and denominators they share."""
+
+    def __init__(
+        self, sequences: Many[Sequence], learning: list[int], denominators: Mapping[str, float] | None
+    ) -> None:
+        """``learning``: which of ``sequences`` have entries; pieces name them by their place in it."""
+        self._sequences, self._learning = sequences, learning
+        chosen = [sequences[index] for index in learning]
+        self._named = _names(chosen)
+        self._denominators = _denominators(chosen, denominators)
+        self._has_versions = all(sequence.versions is not None for sequence in chosen)
+        self._has_kept = any(sequence.kept is not None for sequence in chosen)
+
+    def batch(self, pieces: Iterable[Piece]) -> Batch:
+        columns = _Columns()
+        segments: list[Segment] = []
+        present: dict[int, str] = {}
+        end = 0
+        for piece in pieces:
+            first = len(segments)
+            for stretch in piece.stretches:
+                ids = self._sequences[self._learning[stretch.sequence]].token_ids[stretch.begin : stretch.end]
+                columns.add(token_ids=ids, positions=np.arange(stretch.begin, stretch.end))
+                segments.append(Segment(end, end + len(ids), stretch.parent + first if stretch.parent >= 0 else -1))
+                end += len(ids)
+            for place, leaf in piece.leaves:
+                index = self._learning[place]
+                present[index] = self._sequences[index].name
+                self._add_entries(columns, index, _places(piece, leaf, segments[first:]))
+        return self._batch(columns, segments, present)
+
+    def _add_entries(self, columns: _Columns, index: int, places: tuple[Ints, Ints]) -> None:
+        """The entries of sequence ``index``. ``places``: where along its path each stretch begins, and how much further
+        on its tokens stand in the batch."""
+        sequence = self._sequences[index]
+        tokens = entries(sequence)
+        plain = np.zeros(len(tokens), np.bool_)
+        if sequence.ce is not None and (sequence.temperature != 1 or sequence.kept is not None):
+            imitated = tokens[sequence.ce[tokens] != 0]
+            reinforced = tokens[_others(sequence)[tokens]]
+            plain = np.repeat([False, True], [len(reinforced), len(imitated)])
+            tokens = np.concatenate([reinforced, imitated])
+        begins, shifts = places
+        columns.add(
+            sources=tokens - 1 + shifts[np.searchsorted(begins, tokens - 1, "right") - 1],
+            targets=sequence.token_ids[tokens],
+            owners=np.stack([np.full(len(tokens), index), tokens], 1),
+            temperature=np.where(plain, 1, sequence.temperature).astype(np.float32),
+            **_weights(sequence, tokens, plain),
+            **{name: sequence.streams[name][tokens] for name in self._named},
+        )
+        if self._has_versions and sequence.versions is not None:
+            columns.add(versions=sequence.versions[tokens])
+        if self._has_kept:
+            columns.add_kept(sequence.kept, tokens, plain)
+
+    def _batch(self, columns: _Columns, segments: list[Segment], present: dict[int, str]) -> Batch:
+        names = ("advantages", "sampler_logprobs", "temperature", *self._denominators, *self._named)
+        return Batch(
+            token_ids=columns.whole("token_ids"),
+            positions=columns.whole("positions"),
+            segments=segments,
+            sources=columns.whole("sources"),
+            targets=columns.whole("targets"),
+            streams={name: columns.whole(name) for name in names},
+            denominators=self._denominators,
+            sequences=present,
+            owners=columns.whole("owners"),
+            versions=columns.whole("versions") if self._has_versions else None,
+            kept=columns.kept() if self._has_kept else None,
+        )
+
+
+class _Columns:
+    """The arrays of a batch, collected part by part."""
+
+    def __init__(self) -> None:
+        self._parts: dict[str, list[npt.NDArray[Any]]] = {}
+
+    def add(self, **values: npt.NDArray[Any]) -> None:
+        for name, part in values.items():
+            self._parts.setdefault(name, []).append(part)
+
+    def add_kept(self, kept: Kept | None, tokens: Ints, plain: npt.NDArray[np.bool_]) -> None:
+        """The kept sets of ``tokens``; empty for those that are imitated, and where nothing was cut off."""
+        if kept is None:
+            self.add(kept_sizes=np.zeros(len(tokens), np.int64), kept_ids=np.zeros(0, np.int64))
+            return
+        starts, sizes = kept.offsets[tokens], np.where(plain, 0, kept.offsets[tokens + 1] - kept.offsets[tokens])
+        within = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+        self.add(kept_sizes=sizes, kept_ids=kept.ids[np.repeat(starts, sizes) + within])
+
+    def whole(self, name: str) -> npt.NDArray[Any]:
+        return np.concatenate(self._parts[name])
+
+    def kept(self) -> Kept:
+        return Kept(np.concatenate([[0], np.cumsum(self.whole("kept_sizes"))]), self.whole("kept_ids"))
+
+
+def _places(piece: Piece, leaf: int, segments: list[Segment]) -> tuple[Ints, Ints]:
+    """For the path down to ``leaf``: where each of its stretches begins, and what to add to a place along the path to get
+    one in the batch. ``segments`` are those of the piece."""
+    begins, shifts = [], []
+    while leaf >= 0:
+        begins.append(piece.stretches[leaf].begin)
+        shifts.append(segments[leaf].start - begins[-1])
+        leaf = piece.stretches[leaf].parent
+    return np.array(begins[::-1]), np.array(shifts[::-1])
+
+
+def _weights(sequence: Sequence, tokens: Ints, plain: npt.NDArray[np.bool_]) -> dict[str, Floats]:
+    """Streams that every sequence has. Where an entry is plain, another one has the token's other components."""
+    has_two = bool(plain.any())
+    found = {"advantages": sequence.advantages[tokens], "sampler_logprobs": sequence.sampler_logprobs[tokens]}
+    for name in COMPONENTS:
+        column: Floats | None = getattr(sequence, name)
+        values = np.zeros(len(tokens), np.float32) if column is None else column[tokens]
+        tempered = has_two or sequence.temperature != 1 or sequence.kept is not None
+        found[name] = np.where(plain == (name == "ce"), values, 0).astype(np.float32) if tempered else values
+    return found
+
+
+def _others(sequence: Sequence) -> npt.NDArray[np.bool_]:
+    """[T] where there is a weight other than that of cross-entropy."""
+    return np.not_equal(sequence.rl, 0) | (False if sequence.kd is None else np.not_equal(sequence.kd, 0))
+
+
+def _names(sequences: list[Sequence]) -> list[str]:
+    """Of the named streams; every sequence must have all."""
+    names = sorted({name for sequence in sequences for name in sequence.streams})
+    for sequence in sequences:
+        if missing := [name for name in names if name not in sequence.streams]:
+            raise ValueError(f"sequence {sequence.name} has no stream '{missing[0]}', which others of this step have")
+    return names
+
+
+def _denominators(sequences: list[Sequence], given: Mapping[str, float] | None) -> dict[str, float]:
+    """Of the components that have weights."""
+    found = {}
+    for name in COMPONENTS:
+        columns = [column for each in sequences if (column := getattr(each, name)) is not None and column.any()]
+        if columns:
+            total = sum(float(column.sum(dtype=np.float64)) for column in columns)
+            found[name] = total if given is None else given.get(name, 0.0)
+            if not found[name] > 0:
+                raise ValueError(
+                    f"component '{name}' has weights and the denominator {found[name]}: it must be positive"
+                )
+    return found

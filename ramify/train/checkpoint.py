@@ -1,0 +1,168 @@
+"""Checkpoints of a training run: whole or not there, the last few and the best kept, and a check that they fit.
+
+    OUT/checkpoints/step-000040/      policy/  (Hugging Face layout)   backend and random states   state.json, last of all
+    OUT/checkpoints/.step-000045.tmp  being written; a kill leaves it, and the next save removes it
+
+Decides names, atomicity (a folder is written aside, synced and renamed), which ones stay, and what must be equal for a
+resume. Leaves out what the parts hold: whoever owns one writes and reads it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ramify.errors import ConfigError, StoreError
+
+FOLDER = "checkpoints"
+_STATE = "state.json"
+SCHEMA_VERSION = 1
+
+
+class State(msgspec.Struct, kw_only=True):
+    """Where a run stands, in plain data."""
+
+    step: int
+    """Optimizer steps done, over all stages."""
+    stage: int = 0
+    """Index of the stage that the next step belongs to."""
+    stage_step: int = 0
+    """Steps of that stage that are done."""
+    next_item: int = 0
+    """Index of the task item that the next rollout takes; dynamic sampling uses up more than a step's share."""
+    version: int = 0
+    """Of the policy: how often its weights were published."""
+    seconds: float = 0.0
+    """Of training so far, over all resumptions."""
+    score: float | None = None
+    """Of the last evaluation on the validation stream; what ``best`` goes by."""
+    config: dict[str, Any] = {}
+    """Of the run, as plain data."""
+    schema_version: int = SCHEMA_VERSION
+
+
+class Checkpoints:
+    """The checkpoints of one run's folder."""
+
+    def __init__(self, out: Path, keep_last: int = 2, keep_best: int = 1) -> None:
+        if keep_last < 1 or keep_best < 0:
+            raise ConfigError(f"checkpoint keep_last={keep_last} must be at least 1, keep_best={keep_best} at least 0")
+        self.folder = out / FOLDER
+        self._keep_last, self._keep_best = keep_last, keep_best
+
+    def save(self, state: State, parts: Mapping[str, Callable[[Path], None]]) -> Path:
+        """Write a checkpoint: each part writes itself to the path of its name. Returns where it stands.
+
+        Raises StoreError where the disk refuses; what was there before stays."""
+        final = self.folder / f"step-{state.step:06d}"
+        fresh = self.folder / f".{final.name}.tmp"
+        try:
+            self._sweep()
+            fresh.mkdir(parents=True)
+            for name, write in parts.items():
+                write(fresh / name)
+            (fresh / _STATE).write_bytes(msgspec.json.format(msgspec.json.encode(state)))
+            _sync(fresh)
+            if final.exists():  # the step was done before, by a run that was resumed from earlier
+                shutil.rmtree(final)
+            fresh.rename(final)
+            _sync_folder(self.folder)
+        except OSError as error:
+            raise StoreError(f"checkpoint {final} cannot be written: {error}") from error
+        self._drop_old()
+        return final
+
+    def all(self) -> list[Path]:
+        """Whole checkpoints, oldest first."""
+        return sorted(path for path in self.folder.glob("step-*") if (path / _STATE).is_file())
+
+    def latest(self) -> Path | None:
+        return next(reversed(self.all()), None)
+
+    def best(self) -> Path | None:
+        """The one with the highest score, the earliest of equals; None where none was scored."""
+        return next(iter(self._ranked()), None)
+
+    def _ranked(self) -> list[Path]:
+        scores = {path: read_state(path).score for path in self.all()}
+        scored = {path: score for path, score in scores.items() if score is not None}
+        return sorted(scored, key=lambda path: (-scored[path], path))
+
+    def _drop_old(self) -> None:
+        kept = {*self.all()[-self._keep_last :], *self._ranked()[: self._keep_best]}
+        for path in self.all():
+            if path not in kept:
+                dying = path.with_name(f".{path.name}.tmp")  # so that a kill never leaves half a checkpoint
+                path.rename(dying)
+                shutil.rmtree(dying)
+
+    def _sweep(self) -> None:
+        for path in self.folder.glob(".step-*.tmp"):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def read_state(checkpoint: Path) -> State:
+    """Where the run stood. Raises StoreError for what is no checkpoint, or one of a later version."""
+    path = checkpoint / _STATE
+    try:
+        state = msgspec.json.decode(path.read_bytes(), type=State)
+    except (OSError, msgspec.DecodeError) as error:
+        raise StoreError(f"{checkpoint} is not a checkpoint: {error}") from error
+    if state.schema_version > SCHEMA_VERSION:
+        raise StoreError(f"{checkpoint} was written by a later version of ramify (schema {state.schema_version})")
+    return state
+
+
+def find(path: Path) -> Path:
+    """The checkpoint that a user means by ``path``: one itself, or the latest of a run's folder. Raises ConfigError."""
+    if (path / _STATE).is_file():
+        return path
+    latest = Checkpoints(path).latest()
+    if latest is None:
+        raise ConfigError(f"nothing to resume in {path}: give a run's folder (with {FOLDER}/step-…) or a checkpoint")
+    return latest
+
+
+def check_config(state: State, config: Mapping[str, Any], free: tuple[str, ...] = ()) -> None:
+    """Raise ConfigError, naming the first difference, where a checkpoint is of another config. Fields that ``free``
+    begins may differ."""
+    for name, was, now in differences(state.config, config):
+        if not name.startswith(free):
+            raise ConfigError(
+                f"the checkpoint at step {state.step} is of another config: {name} was {_short(was)} and is now "
+                f"{_short(now)}; resume with the config it was made with, or start anew in another folder"
+            )
+
+
+def differences(was: Any, now: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """(dotted name, value before, value now) for each leaf that differs; a missing one is None."""
+    if isinstance(was, Mapping) and isinstance(now, Mapping):
+        for key in [*was, *(key for key in now if key not in was)]:
+            yield from differences(was.get(key), now.get(key), f"{name}.{key}" if name else str(key))
+    elif was != now:
+        yield name, was, now
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:59] + "…"
+
+
+def _sync(folder: Path) -> None:
+    for path in (*folder.rglob("*"), folder):
+        _sync_folder(path)
+
+
+def _sync_folder(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # some file systems do not sync folders
+            os.fsync(handle)
+    finally:
+        os.close(handle)

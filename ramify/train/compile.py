@@ -1,0 +1,118 @@
+"""From stamped rollouts to sequences: one per path of each call that learns.
+
+    call 0     path  1 2 3 7 8 4 9      sampled 7 8 (turn 0), 9 (turn 1)
+    call 0.1   path  1 2 5 6            sampled 6
+    fork of call 0 after turn 0:  path  1 2 3 7 8 10
+
+Decides where each stamp stands: in the first path that holds its turn whole, and there alone. Tokens that a second path
+shares with the first (a fork, a history that was cut) are context in it, so that a loss over all sequences counts every
+sampled token once. Leaves out what shares computation with what (``forest.py``) and what goes into one batch (``pack.py``).
+
+Legend: T tokens of a path, N tokens sampled in one turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import accumulate, chain
+
+import numpy as np
+
+from ramify.train.stamps import Stamp, Stamped
+from ramify.types.sequence import Floats, Kept, Sequence
+from ramify.types.tokens import TokenPath, TokenSpan
+
+_WEIGHTS = ("rl", "ce", "kd")
+
+
+def sequences(rollouts: Iterable[Stamped], temperature: float = 1.0) -> list[Sequence]:
+    """The paths of all calls that carry stamps, in the order of rollouts, calls and turns.
+
+    ``temperature`` is the one that the rollouts were sampled at. ValueError where a stamp does not fit its turn: it has
+    another length, the turn has no token ids, or it has policy-gradient weights and no sampler's log-probabilities.
+    """
+    return [sequence for rollout in rollouts for sequence in _of_rollout(rollout, temperature)]
+
+
+def _of_rollout(rollout: Stamped, temperature: float) -> Iterator[Sequence]:
+    trajectory = rollout.trajectory
+    waiting = {turn: stamp for turn, stamp in rollout.stamps.items() if len(stamp)}
+    stamped_calls = {call for call, _ in waiting}
+    for call in trajectory.calls:
+        if call.id not in stamped_calls:
+            continue
+        paths = trajectory.paths(call)
+        for index, path in enumerate(paths):
+            here = [(span, waiting.pop((span.call, span.turn))) for span in path.spans if _is_whole(span, waiting)]
+            if here:
+                name = f"{trajectory.id}/call={call.id}" + (f"/path={index}" if len(paths) > 1 else "")
+                yield _sequence(name, path, here, temperature)
+    if waiting:
+        call_id, turn = min(waiting)
+        raise ValueError(
+            f"{len(waiting)} stamps of trajectory {trajectory.id} fit no path, the first that of call {call_id}, turn "
+            f"{turn}: a stamped turn needs token ids, and a stamp one number for each that was sampled"
+        )
+
+
+def _is_whole(span: TokenSpan, waiting: dict[tuple[str, int], Stamp]) -> bool:
+    stamp = waiting.get((span.call, span.turn))
+    return stamp is not None and len(stamp) == span.end - span.start
+
+
+def _sequence(name: str, path: TokenPath, here: list[tuple[TokenSpan, Stamp]], temperature: float) -> Sequence:
+    length = len(path)
+    if path.logprobs is None and any(stamp.rl for _, stamp in here):
+        raise ValueError(
+            f"sequence {name} has policy-gradient weights, but not all its tokens have the sampler's log-probabilities"
+        )
+    columns = {name: _column(length, here, name) for name in ("advantages", *_WEIGHTS)}
+    for weight in _WEIGHTS:
+        values = columns[weight]
+        if values is not None and length and values[0]:
+            raise ValueError(f"sequence {name} has a weight '{weight}' on its first token, which nothing predicts")
+    return Sequence(
+        name=name,
+        token_ids=np.array(path.ids, np.int64),
+        mask=np.array(path.sampled, np.bool_),
+        sampler_logprobs=np.zeros(length, np.float32) if path.logprobs is None else np.array(path.logprobs, np.float32),
+        advantages=_or_zeros(columns["advantages"], length),
+        rl=_or_zeros(columns["rl"], length),
+        ce=columns["ce"],
+        kd=columns["kd"],
+        versions=np.array(path.versions, np.int64),
+        streams=_named(length, here),
+        kept=None if path.kept is None else _kept(path.kept),
+        temperature=temperature,
+    )
+
+
+def _column(length: int, here: list[tuple[TokenSpan, Stamp]], name: str) -> Floats | None:
+    """[T] what the stamps say under ``name``, 0 elsewhere; None where none of them says anything."""
+    column = None
+    for span, stamp in here:
+        values = getattr(stamp, name)
+        if len(values):
+            column = np.zeros(length, np.float32) if column is None else column
+            column[span.start : span.end] = values
+    return column
+
+
+def _named(length: int, here: list[tuple[TokenSpan, Stamp]]) -> dict[str, Floats]:
+    """Further streams by name, [T] or [T, k], 0 where nothing was stamped."""
+    found: dict[str, Floats] = {}
+    for span, stamp in here:
+        for name, values in stamp.streams.items():
+            array = np.asarray(values, np.float32)
+            column = found.setdefault(name, np.zeros((length, *array.shape[1:]), np.float32))
+            column[span.start : span.end] = array
+    return found
+
+
+def _or_zeros(column: Floats | None, length: int) -> Floats:
+    return np.zeros(length, np.float32) if column is None else column
+
+
+def _kept(kept: tuple[tuple[int, ...], ...]) -> Kept:
+    offsets = np.fromiter(accumulate((len(ids) for ids in kept), initial=0), np.int64, len(kept) + 1)
+    return Kept(offsets, np.fromiter(chain.from_iterable(kept), np.int64, int(offsets[-1])))

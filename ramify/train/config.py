@@ -1,0 +1,175 @@
+"""A run as plain data: every knob of a recipe, with its vetted default. Nothing here is built or loaded.
+
+    Run
+    ├── policy     a checkpoint, or a shape to make one from nothing
+    ├── task       what is asked
+    ├── warmup     ┐
+    ├── sft        ├ the stages, in this order; any may be None
+    ├── rl         ┘
+    ├── limits, sandbox, scaffold      how the engine runs a rollout
+    └── evaluate, cadence              what is measured and kept, and how often
+
+A recipe is a function that returns one (``recipes/tiny.py``); ``ramify train`` overrides its fields by dotted names.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from ramify.engine.limits import Limits
+from ramify.errors import ConfigError
+from ramify.sandbox.base import SandboxSpec
+from ramify.train.algorithms import ALGORITHMS
+from ramify.train.algorithms.dr_grpo import DrGRPO
+from ramify.train.algorithms.sft import SFT
+from ramify.train.backends.base import Optim
+from ramify.train.loop import Cadence
+from ramify.train.loss import Loss
+from ramify.train.rollout import RolloutOptions
+from ramify.train.stages import Sample
+
+
+class LoraSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Low-rank adapters in place of all weights; needs ``ramify[lora]``."""
+
+    rank: int = 16
+    alpha: float = 32.0
+    targets: tuple[str, ...] | Literal["all-linear"] = "all-linear"
+    """Names of the modules that get one."""
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ConfigError(
+                f"policy.lora.rank={self.rank} must be at least 1; for training all weights set lora to null"
+            )
+
+
+class PolicySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Which model learns."""
+
+    path: str = ""
+    """A checkpoint's folder or hub name; empty: a model is made from ``shape``, with random weights."""
+    shape: dict[str, Any] = {}
+    """Fields of a Hugging Face configuration, ``model_type`` among them, for a model made from nothing."""
+    tokenizer: str = ""
+    """A folder with the tokenizer of a model made from nothing; empty: one is trained on the demonstrations."""
+    vocab_size: int = 512
+    """Of the tokenizer that is trained."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """auto: fp32 on a CPU and for what is made from nothing, as stored on a GPU."""
+    device: str = "auto"
+    """auto: a GPU where there is one."""
+    slots: int = 128
+    """Sequences that the engine decodes at once."""
+    cache_bytes: int = 1 << 30
+    """Memory for its keys and values."""
+    lora: LoraSpec | None = None
+
+    def __post_init__(self) -> None:
+        if bool(self.path) == bool(self.shape):
+            raise ConfigError("policy: give either path (a checkpoint) or shape (a model made from nothing)")
+        if self.shape and "model_type" not in self.shape:
+            raise ConfigError("policy.shape has no model_type: give one that transformers knows, as 'qwen3'")
+
+
+class TaskSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What is asked."""
+
+    name: str = "ledger"
+    """Of ``tasks.base.TASKS``, or ``module:attribute``."""
+    options: dict[str, Any] = {}
+    """What its maker takes."""
+
+
+class WarmUpSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Induction warm-up (``induction.py``), for a model made from nothing."""
+
+    steps: int = 150
+    batch_tokens: int = 2048
+    optim: Optim = Optim()
+
+
+class SftSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Supervised fine-tuning."""
+
+    demos: str = ""
+    """Demonstrations: of ``sft.DEMOS``, or ``module:function``; empty for none."""
+    num: int = 10_000
+    """How many; one each of the first items of the training split."""
+    task: TaskSpec | None = None
+    """What is demonstrated, where it is another mix than what is asked in rollouts; None: the run's task."""
+    options: dict[str, Any] = {}
+    """What the demonstrations' function takes besides."""
+    trajectories: str = ""
+    """A JSONL file of trajectories to learn from, besides or instead; with ``algorithm.min_reward`` the good ones."""
+    epochs: int = 1
+    batch_tokens: int = 2048
+    optim: Optim = Optim()
+    algorithm: SFT = SFT()
+
+    def __post_init__(self) -> None:
+        if not self.demos and not self.trajectories:
+            raise ConfigError("sft has nothing to learn from: give demos or trajectories")
+        if self.num < 1 or self.epochs < 1 or self.batch_tokens < 1:
+            raise ConfigError(
+                f"sft: num={self.num}, epochs={self.epochs}, batch_tokens={self.batch_tokens} must be positive"
+            )
+
+
+class RlSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Reinforcement learning."""
+
+    steps: int = 45
+    sample: Sample = Sample()
+    rollout: RolloutOptions = RolloutOptions()
+    algorithm: Any = DrGRPO()
+    """Implements ``algorithms.base.Algorithm``; on the command line by name: grpo, dr_grpo, rloo, sft."""
+    loss: Loss = Loss()
+    optim: Optim = Optim()
+
+
+class EvaluateSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What is measured."""
+
+    num: int = 256
+    """Items of each split, its first."""
+    attempts: int = 1
+    """At each item."""
+    temperature: float = 1.0
+    final: tuple[str, ...] = ("test",)
+    """Splits that are reported at the end, for the last policy and for the best on the validation stream."""
+
+
+class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One run."""
+
+    name: str = "run"
+    seed: int = 0
+    policy: PolicySpec
+    task: TaskSpec = TaskSpec()
+    warmup: WarmUpSpec | None = None
+    sft: SftSpec | None = None
+    rl: RlSpec | None = None
+    scaffold: str = "default"
+    limits: Limits = Limits()
+    sandbox: SandboxSpec = SandboxSpec()
+    evaluate: EvaluateSpec = EvaluateSpec()
+    cadence: Cadence = Cadence()
+    threads: int = 0
+    """Of torch, for one operation; 0: its own choice. One is best for small models, and on machines that are shared."""
+
+    def __post_init__(self) -> None:
+        if self.warmup is None and self.sft is None and self.rl is None:
+            raise ConfigError(f"run '{self.name}' has no stage: give warmup, sft or rl")
+
+
+CHOICES = {"rl.algorithm": ALGORITHMS}
+"""Fields that hold one of several classes -> name -> class."""
+
+
+def plain(run: Run) -> dict[str, Any]:
+    """``run`` as plain data, as a checkpoint keeps it."""
+    data: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(run))
+    return data

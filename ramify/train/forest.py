@@ -1,0 +1,117 @@
+"""Sequences as a forest: what several of them begin with stands once.
+
+    1 2 3 7 8 4          [1 2 3] ── [7 8] ── [4]          nodes: a stretch of tokens, its parent, one sequence that
+    1 2 3 7 8 5             │         └──── [5]           goes through it
+    1 2 3 9                 └────── [9]
+
+A token's hidden state depends on the tokens of its path and on nothing else, so whatever two sequences begin with alike
+can be computed once: prompts, forked prefixes, and also what two siblings happened to sample alike. What they learn from
+it stays apart, since a loss is counted by entry and not by token. The forest is the same in whatever order the sequences
+come. Found by sorting the sequences as byte strings and comparing neighbours: near-linear in the number of tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from typing import NamedTuple
+
+from ramify.types.sequence import Ints, Sequence
+
+
+class Node(NamedTuple):
+    """Tokens ``[begin, end)``, counted along the path, that the same sequences go through."""
+
+    begin: int
+    end: int
+    parent: int
+    """Index of the node; -1 for a root."""
+    sequence: int
+    """Index of one sequence that goes through it."""
+
+
+class Forest(NamedTuple):
+    nodes: list[Node]
+    """In preorder."""
+    leaves: list[int]
+    """Sequence -> the node that it ends in."""
+    order: list[int]
+    """The sequences by their ids, those of one node by how long they are and by name."""
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(node.end - node.begin for node in self.nodes)
+
+
+def forest(sequences: Many[Sequence]) -> Forest:
+    """The radix tree of ``sequences``, of which none is empty."""
+    keys = [sequence.token_ids.astype(">i8").tobytes() for sequence in sequences]
+    order = sorted(range(len(sequences)), key=lambda index: (keys[index], sequences[index].name))
+    growing = _Growing()
+    ends = [-1] * len(sequences)
+    before: Ints | None = None
+    for index in order:
+        ids = sequences[index].token_ids
+        shared = 0 if before is None else _common(before, ids)
+        ends[index] = growing.add(index, shared, len(ids))
+        before = ids
+    return Forest(*growing.grown(ends), order)
+
+
+class _Growing:
+    """The nodes so far, and of them the ones that the last sequence goes through."""
+
+    def __init__(self) -> None:
+        self.begin: list[int] = []
+        self.end: list[int] = []
+        self.parent: list[int] = []
+        self.sequence: list[int] = []
+        self.path: list[int] = []
+
+    def add(self, sequence: int, shared: int, length: int) -> int:
+        """Put in a sequence that has ``shared`` tokens in common with the last one; returns the node it ends in."""
+        while self.path and self.begin[self.path[-1]] >= shared:
+            self.path.pop()
+        if self.path and self.end[self.path[-1]] > shared:
+            self._split(self.path.pop(), shared)
+        if length > shared:
+            self.path.append(self._new(shared, length, self.path[-1] if self.path else -1, sequence))
+        return self.path[-1]
+
+    def grown(self, ends: list[int]) -> tuple[list[Node], list[int]]:
+        """In preorder, children in the order of their ids. A node that was cut has its head behind it in the lists."""
+        children: list[list[int]] = [[] for _ in self.begin]
+        roots: list[int] = []
+        for node, parent in enumerate(self.parent):
+            (roots if parent < 0 else children[parent]).append(node)
+        rank = [-1] * len(self.begin)
+        nodes: list[Node] = []
+        stack = roots[::-1]
+        while stack:
+            node = stack.pop()
+            rank[node] = len(nodes)
+            parent = self.parent[node]
+            nodes.append(
+                Node(self.begin[node], self.end[node], rank[parent] if parent >= 0 else -1, self.sequence[node])
+            )
+            stack.extend(children[node][::-1])
+        return nodes, [rank[end] for end in ends]
+
+    def _new(self, begin: int, end: int, parent: int, sequence: int) -> int:
+        self.begin.append(begin)
+        self.end.append(end)
+        self.parent.append(parent)
+        self.sequence.append(sequence)
+        return len(self.begin) - 1
+
+    def _split(self, node: int, at: int) -> None:
+        """``node`` keeps what comes after ``at``, so that those below it and those that end in it stay where they are."""
+        head = self._new(self.begin[node], at, self.parent[node], self.sequence[node])
+        self.begin[node], self.parent[node] = at, head
+        self.path.append(head)
+
+
+def _common(a: Ints, b: Ints) -> int:
+    """How many tokens ``a`` and ``b`` begin with alike."""
+    length = min(len(a), len(b))
+    differs = a[:length] != b[:length]
+    return int(differs.argmax()) if differs.any() else length

@@ -1,0 +1,287 @@
+"""The one training loop: stage after stage, step after step, from work to a newer policy.
+
+    stage.work(step) ── at most max_staleness steps ahead ──┐        rollouts need the newest weights; demonstrations do not
+        ▼                                                   │
+    pack ─ forward_backward ─ optim_step   (each part)      │        in one thread of its own
+        ▼                                                   │
+    publish ─ self-checks ─ evaluate ─ checkpoint ──────────┘        the next work may begin
+
+Synchronous training is ``max_staleness = 0``: work for step k begins once step k-1 is over. Decides the order of things
+and what is written down when. Leaves out where work comes from (``stages.py``), credit, losses, and devices.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+
+from ramify.errors import TrainError
+from ramify.train import metrics as metric_file
+from ramify.train.backends.base import Backend, Optim
+from ramify.train.checkpoint import Checkpoints, State, read_state
+from ramify.train.metrics import Measured, Metrics
+from ramify.train.pack import attach, describe, pack
+from ramify.train.selfcheck import SelfCheck
+from ramify.train.stages import Part, Stage, Work
+from ramify.types.trajectory import Group
+
+T = TypeVar("T")
+
+
+class Cadence(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How often a run does what it does besides learning. Steps are those of a stage."""
+
+    evaluate: int = 5
+    """Steps of a sampling stage between evaluations on the validation stream; 0: only at the stage's end."""
+    checkpoint: int = 0
+    """Steps between checkpoints, besides those after an evaluation and at the end of each stage; 0: none besides."""
+    keep_last: int = 2
+    keep_best: int = 1
+
+
+class Policy(Protocol):
+    """What the loop does with a policy besides learning; see ``build.Published``."""
+
+    async def publish(self) -> None:
+        """Let the engine answer with the weights as they are now."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """In Hugging Face's layout."""
+        ...
+
+    def load(self, folder: Path) -> None:
+        """Take over the weights that were saved."""
+        ...
+
+
+Evaluate = Callable[[str], Awaitable[Mapping[str, float]]]
+"""A split -> its metrics, under its name: ``{"validation/reward": 0.8}``."""
+
+
+class Loop:
+    """One run in progress."""
+
+    def __init__(
+        self,
+        out: Path,
+        stages: Sequence[Stage],
+        backend_of: Callable[[Optim], Backend],
+        policy: Policy,
+        evaluate: Evaluate,
+        *,
+        final: Sequence[str] = (),
+        cadence: Cadence | None = None,
+        config: Mapping[str, Any] | None = None,
+        check: SelfCheck | None = None,
+        reference: Backend | None = None,
+        listener: Callable[[Measured], None] | None = None,
+        say: Callable[[str], None] = print,
+    ) -> None:
+        """``final`` are the splits that are reported at the end. ``reference`` is the policy that a KL is measured to.
+        ``say`` is told in a sentence what a person should know, as that a step had no signal."""
+        self.out, self._stages, self._backend_of, self._policy = out, stages, backend_of, policy
+        self._cadence = cadence = cadence or Cadence()
+        self._evaluate, self._final, self._check, self._reference = evaluate, final, check, reference
+        self._say = say
+        self.checkpoints = Checkpoints(out, cadence.keep_last, cadence.keep_best)
+        self.state = State(step=0, config=dict(config or {}))
+        self._listener = listener
+        self._metrics: Metrics | None = None
+        self._backend: Backend | None = None
+        self._is_published = False
+        self._torch = ThreadPoolExecutor(1, "ramify-train")
+        self._since = time.monotonic()
+
+    # --- the run -------------------------------------------------------------------------------------------------
+
+    async def run(self, resume: Path | None = None) -> State:
+        """From the beginning, or from the checkpoint ``resume``, to the end. Returns where it stands then."""
+        self.out.mkdir(parents=True, exist_ok=True)
+        if resume is not None:
+            await self._in_torch(self._go_back_to, resume)
+        else:
+            metric_file.cut(self.out, -1)
+        self._metrics = Metrics(self.out, self._listener)
+        self._since = time.monotonic() - self.state.seconds
+        try:
+            while self.state.stage < len(self._stages):
+                await self._run_stage(self._stages[self.state.stage])
+            await self._report()
+            return self.state
+        finally:
+            self._metrics.close()
+            self._torch.shutdown(wait=True, cancel_futures=True)
+
+    async def _run_stage(self, stage: Stage) -> None:
+        if self._backend is None:
+            self._backend = await self._in_torch(self._backend_of, stage.optim)
+        if stage.samples:
+            await self._publish()
+        async for work in self._works(stage):
+            await self._step(stage, work)
+        self.state.stage, self.state.stage_step = self.state.stage + 1, 0
+        self._backend = None
+
+    async def _works(self, stage: Stage) -> AsyncIterator[Work]:
+        """The work of each step that is left, begun at most ``max_staleness`` steps before its turn."""
+        first = self.state.stage_step
+        admitted = asyncio.Semaphore(1 + stage.max_staleness)
+        ready: asyncio.Queue[Work] = asyncio.Queue()
+
+        async def produce() -> None:
+            next_item = self.state.next_item
+            for step in range(first, stage.num_steps):
+                await admitted.acquire()
+                started = time.monotonic()
+                work = await stage.work(step, next_item)
+                work.metrics["work_s"] = time.monotonic() - started
+                next_item = work.next_item
+                ready.put_nowait(work)
+
+        producer = asyncio.create_task(produce())
+        try:
+            for _ in range(first, stage.num_steps):
+                getting = asyncio.create_task(ready.get())
+                await asyncio.wait([getting, producer], return_when=asyncio.FIRST_COMPLETED)
+                if not getting.done():
+                    getting.cancel()
+                    producer.result()  # raises what ended it early
+                yield await getting
+                admitted.release()
+        finally:
+            producer.cancel()
+            await asyncio.wait([producer])
+
+    async def _step(self, stage: Stage, work: Work) -> None:
+        state = self.state
+        started = time.monotonic()
+        values = dict(work.metrics)
+        if work.silence:
+            self._say(f"step {state.step + 1} ({stage.name}) has nothing to learn from: {work.silence}")
+            values["silent"] = 1.0
+        for part in work.parts:
+            values.update(await self._in_torch(self._learn, stage, part))
+        values["learn_s"] = time.monotonic() - started
+        state.step, state.stage_step, state.next_item = state.step + 1, state.stage_step + 1, work.next_item
+        if stage.samples and work.parts:
+            await self._publish()
+        self._count(values)
+        self._write(stage.name, values)
+        if self._check is not None and work.groups:
+            self._check.ids(work.groups)
+        await self._at_intervals(stage)
+
+    async def _at_intervals(self, stage: Stage) -> None:
+        done, cadence = self.state.stage_step, self._cadence
+        is_last = done == stage.num_steps
+        is_evaluated = stage.samples and (is_last or (cadence.evaluate and done % cadence.evaluate == 0))
+        if is_evaluated or (is_last and self.state.stage + 1 == len(self._stages)):
+            await self.evaluate("validation", stage.name)
+        if is_evaluated or is_last or (cadence.checkpoint and done % cadence.checkpoint == 0):
+            await self._in_torch(self._save)
+
+    # --- learning ------------------------------------------------------------------------------------------------
+
+    def _learn(self, stage: Stage, part: Part) -> dict[str, float]:
+        """One optimizer step; in the torch thread."""
+        backend = self._backend
+        assert backend is not None
+        if stage.loss.kl_beta and stage.samples:
+            self._attach_reference(part)
+        batches = pack(part.rows, backend.packing, part.denominators)
+        if self._check is not None:
+            self._check.weights(part.rows, batches)
+        measured = backend.forward_backward(batches, stage.loss)
+        measured |= backend.optim_step()
+        self._is_published = False
+        return {**measured, **describe(batches, part.rows)}
+
+    def _attach_reference(self, part: Part) -> None:
+        if self._reference is None:
+            raise TrainError("the loss has a KL to a reference policy, and none was given")
+        batches = pack(part.rows, self._reference.packing, part.denominators)
+        attach(part.rows, batches, "ref_logprobs", self._reference.logprobs(batches))
+
+    async def _publish(self) -> None:
+        """Let the engine answer with the newest weights, and check that it does."""
+        if self._is_published:
+            return
+        await self._policy.publish()
+        self._is_published = True
+        self.state.version += 1
+        if self._check is not None and self._backend is not None:
+            await self._check.engine(self._backend, self._in_torch)
+
+    # --- what is written down ------------------------------------------------------------------------------------
+
+    async def evaluate(self, split: str, stage: str) -> Mapping[str, float]:
+        """Measure the policy as it is on ``split``. On the validation stream it becomes the run's score."""
+        await self._publish()
+        started = time.monotonic()
+        values = dict(await self._evaluate(split))
+        values["evaluate_s"] = time.monotonic() - started
+        if split == "validation":
+            self.state.score = values.get("validation/reward")
+        self._write(stage, values)
+        return values
+
+    async def _report(self) -> None:
+        """The final splits, for the policy at the end (``last``) and for the best on the validation stream (``best``),
+        which is the one that is left in OUT/policy."""
+        best, last = self.checkpoints.best(), self.checkpoints.latest()
+        for name, checkpoint in (("last", last), ("best", best)):
+            if checkpoint is None:
+                continue
+            await self._in_torch(self._policy.load, checkpoint / "policy")
+            self._is_published = False
+            if name == "best" and best == last:
+                continue
+            for split in self._final:
+                await self.evaluate(split, name)
+        await self._in_torch(self._policy.save, self.out / "policy")
+
+    def _write(self, stage: str, values: Mapping[str, float]) -> None:
+        assert self._metrics is not None
+        self.state.seconds = time.monotonic() - self._since
+        self._metrics.write(self.state.step, stage, self.state.seconds, values)
+
+    def _count(self, values: dict[str, float]) -> None:
+        values["cpu_s"] = time.process_time()
+        seconds = values.get("work_s", 0.0) + values["learn_s"]
+        tokens = values.get("sampled_tokens", 0.0) + values.get("given_tokens", 0.0) or values.get("row_tokens", 0.0)
+        values["tokens_per_s"] = tokens / seconds if seconds else 0.0
+
+    def _save(self) -> None:
+        backend, state = self._backend, self.state
+        assert backend is not None
+        state.seconds = time.monotonic() - self._since
+        self.checkpoints.save(state, {"backend": backend.save, "policy": self._policy.save})
+        state.score = None
+
+    def _go_back_to(self, checkpoint: Path) -> None:
+        """Stand where ``checkpoint`` was written; in the torch thread."""
+        config = self.state.config
+        self.state = read_state(checkpoint)
+        self.state.config = config
+        metric_file.cut(self.out, self.state.step)
+        backend = self._backend_of(self._stages[self.state.stage].optim)
+        backend.load(checkpoint / "backend")
+        if self.state.stage_step < self._stages[self.state.stage].num_steps:
+            self._backend = backend
+        else:  # the stage was over; the next begins with an optimizer of its own
+            self.state.stage, self.state.stage_step = self.state.stage + 1, 0
+
+    async def _in_torch(self, work: Callable[..., T], *arguments: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._torch, work, *arguments)
+
+
+def failed(groups: Sequence[Group]) -> list[str]:
+    """What went wrong in rollouts that came to no reward, for a person."""
+    return [error for group in groups for t in group.trajectories if not t.rewards for error in t.errors[-1:]]

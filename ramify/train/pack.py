@@ -1,0 +1,248 @@
+"""From sequences to batches: what shares computation, what is cut, and which batch each piece goes into.
+
+    sequences ── forest ──> trees ── share where it pays ── cut at max_tokens ──> pieces ── balance ──> [Batch]
+
+A tree that is larger than a batch is cut between its leaves, and each piece repeats the path that leads to it: the same
+hidden states computed twice, each entry counted once. So loss and gradient are those of the uncut tree. A single path
+longer than ``max_tokens`` is a piece by itself. Everything here is decided by lengths and ids alone: the same sequences,
+in any order, give the same batches.
+
+Leaves out what a batch holds (``batch.py``), what its entries mean (``loss.py``) and how a device computes them
+(``policy/forest_attention.py``). Legend: E entries of a batch.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping
+from collections.abc import Sequence as Many
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from ramify.train.batch import Piece, Writer, entries
+from ramify.train.forest import Forest, Node, forest
+from ramify.types.sequence import Batch, Floats, Sequence
+
+
+class Cost(msgspec.Struct, frozen=True):
+    """What computing takes, in units of one token's work outside attention."""
+
+    pair: float = 1e-3
+    """One token that attends to one other: all layers, forward and backward."""
+    share: float = 8.0
+    """One stretch that others branch off from: what it costs to start the work of its descendants on it."""
+    join: float = 0.03
+    """One token below such a stretch: what it costs to join what it saw there with the rest."""
+
+    def of(self, begin: int, end: int) -> float:
+        """Of tokens [begin, end) of a path."""
+        num = end - begin
+        return num + self.pair * (num * begin + num * (num + 1) / 2)
+
+
+class Packing(msgspec.Struct, frozen=True):
+    """How batches are made for one model on one device."""
+
+    max_tokens: int = 8192
+    """Of a batch; its activations are what bounds memory."""
+    share: bool = True
+    """Compute what sequences begin with alike once; False: every path is a row of its own."""
+    cost: Cost = Cost()
+
+
+def pack(
+    sequences: Many[Sequence], packing: Packing | None = None, denominators: Mapping[str, float] | None = None
+) -> list[Batch]:
+    """The batches of one optimizer step, of about equal cost. Sequences without any weight are left out.
+
+    ``denominators``: what the sum of each component is divided by; by default its weights' sum over all sequences.
+    ValueError where a component has weights and no positive denominator, where a first token has a weight, and where
+    some sequences have a named stream and others do not.
+    """
+    packing = packing or Packing()
+    learning = [index for index, sequence in enumerate(sequences) if len(entries(sequence))]
+    if not learning:
+        return []
+    writer = Writer(sequences, learning, denominators)
+    trees = _shared(forest([sequences[index] for index in learning]), packing)
+    pieces = [piece for tree in trees for piece in _cut(tree, packing)]
+    return [writer.batch(bin) for bin in _balanced(pieces, packing.max_tokens)]
+
+
+def attach(sequences: Many[Sequence], batches: Many[Batch], name: str, values: Many[Floats]) -> None:
+    """Give ``sequences``, from which ``batches`` were packed, the stream ``name``: ``values`` has [E] for each batch. It
+    is 0 where a token carries no loss."""
+    for sequence in sequences:
+        sequence.streams[name] = np.zeros(len(sequence), np.float32)
+    for batch, column in zip(batches, values, strict=True):
+        for index in batch.sequences:
+            mine = batch.owners[:, 0] == index
+            sequences[index].streams[name][batch.owners[mine, 1]] = column[mine]
+
+
+def describe(batches: Many[Batch], sequences: Many[Sequence]) -> dict[str, float]:
+    """What packing came to: batches, tokens computed, tokens of the sequences, and how many times fewer were computed."""
+    computed = sum(len(batch) for batch in batches)
+    present = {index for batch in batches for index in batch.sequences}
+    whole = sum(len(sequences[index]) for index in present)
+    return {
+        "batches": len(batches),
+        "packed_tokens": computed,
+        "row_tokens": whole,
+        "shared": whole / computed if computed else 1.0,
+    }
+
+
+# --- what shares computation -----------------------------------------------------------------------------------------
+
+
+class _Tree(NamedTuple):
+    stretches: list[Node]
+    """In preorder, sequences counted among those that learn."""
+    leaves: list[tuple[int, int]]
+    """(sequence, the stretch it ends in), in preorder."""
+
+
+def _shared(found: Forest, packing: Packing) -> list[_Tree]:
+    """The trees of ``found``, in which a node that does not pay as a stretch of its own is repeated in each child."""
+    nodes = found.nodes
+    begin = [node.begin for node in nodes]
+    keeps = [True] * len(nodes)
+    children = [0] * len(nodes)
+    below = [0] * len(nodes)
+    """Tokens below the node as they will be laid out."""
+    for index in range(len(nodes) - 1, -1, -1):
+        node, num = nodes[index], children[index]
+        tokens = node.end - node.begin
+        if num:
+            saved = (num - 1) * packing.cost.of(node.begin, node.end) if packing.share else 0.0
+            keeps[index] = saved > packing.cost.share + packing.cost.join * below[index]
+        if node.parent >= 0:
+            children[node.parent] += 1 if keeps[index] else num
+            below[node.parent] += below[index] + (tokens if keeps[index] else tokens * num)
+    # A kept node begins where its nearest kept ancestor ends; those between them are repeated in it.
+    owner = [-1] * len(nodes)
+    for index, node in enumerate(nodes):
+        parent = node.parent
+        owner[index] = parent if parent < 0 or keeps[parent] else owner[parent]
+        begin[index] = nodes[owner[index]].end if owner[index] >= 0 else 0
+    return _split_trees(found, keeps, owner, begin)
+
+
+def _split_trees(found: Forest, keeps: list[bool], owner: list[int], begin: list[int]) -> list[_Tree]:
+    """One tree per root that is left. A sequence that ends in a node that was repeated ends in that node's first copy."""
+    trees: list[_Tree] = []
+    place: list[tuple[int, int]] = [(-1, -1)] * len(found.nodes)
+    """Node -> (tree, stretch in it)."""
+    for index, node in enumerate(found.nodes):
+        if not keeps[index]:
+            continue
+        if owner[index] < 0:
+            trees.append(_Tree([], []))
+            tree, parent = len(trees) - 1, -1
+        else:
+            tree, parent = place[owner[index]]
+        place[index] = (tree, len(trees[tree].stretches))
+        trees[tree].stretches.append(Node(begin[index], node.end, parent, node.sequence))
+    first = _first_kept(found, keeps)
+    for sequence in sorted(found.order, key=lambda sequence: first[found.leaves[sequence]]):
+        tree, stretch = place[first[found.leaves[sequence]]]
+        trees[tree].leaves.append((sequence, stretch))
+    return trees
+
+
+def _first_kept(found: Forest, keeps: list[bool]) -> list[int]:
+    """Node -> itself if it is kept, else the first kept one below it; one without children is always kept."""
+    first = list(range(len(found.nodes)))
+    for index in range(len(found.nodes) - 1, -1, -1):
+        parent = found.nodes[index].parent
+        if parent >= 0 and not keeps[parent]:
+            first[parent] = first[index]
+    return first
+
+
+# --- what is cut, and what goes together -----------------------------------------------------------------------------
+
+
+def _cut(tree: _Tree, packing: Packing) -> list[Piece]:
+    """Pieces of at most ``max_tokens``, as far as single paths allow; leaf after leaf goes into the piece while it fits."""
+    pieces: list[Piece] = []
+    present: set[int] = set()
+    leaves: list[tuple[int, int]] = []
+    size = 0
+    for sequence, leaf in tree.leaves:
+        new, num_new = _missing(tree, leaf, present)
+        if leaves and size + num_new > packing.max_tokens:
+            pieces.append(_piece(tree, present, leaves, packing.cost))
+            present, leaves, size = set(), [], 0
+            new, num_new = _missing(tree, leaf, present)
+        present.update(new)
+        leaves.append((sequence, leaf))
+        size += num_new
+    return [*pieces, _piece(tree, present, leaves, packing.cost)]
+
+
+def _missing(tree: _Tree, leaf: int, present: set[int]) -> tuple[list[int], int]:
+    """The stretches on the way up from ``leaf`` that are not ``present``, and their tokens."""
+    missing, num_tokens = [], 0
+    while leaf >= 0 and leaf not in present:
+        stretch = tree.stretches[leaf]
+        missing.append(leaf)
+        num_tokens += stretch.end - stretch.begin
+        leaf = stretch.parent
+    return missing, num_tokens
+
+
+def _piece(tree: _Tree, present: set[int], leaves: list[tuple[int, int]], cost: Cost) -> Piece:
+    """``present`` stretches as a tree of its own; one that has a single child left becomes one with it."""
+    order = sorted(present)
+    children = dict.fromkeys(order, 0)
+    for index in order:
+        if tree.stretches[index].parent >= 0:
+            children[tree.stretches[index].parent] += 1
+    begin, parent, absorbed = {}, {}, {}
+    for index in order:
+        stretch = tree.stretches[index]
+        begin[index], parent[index] = stretch.begin, stretch.parent
+        if stretch.parent >= 0 and children[stretch.parent] == 1:
+            begin[index], parent[index] = begin[stretch.parent], parent[stretch.parent]
+            absorbed[stretch.parent] = index
+    rank: dict[int, int] = {-1: -1}
+    stretches: list[Node] = []
+    for index in order:
+        if index not in absorbed:
+            rank[index] = len(stretches)
+            stretch = tree.stretches[index]
+            stretches.append(Node(begin[index], stretch.end, rank[parent[index]], stretch.sequence))
+    for index in reversed(order):
+        if index in absorbed:
+            rank[index] = rank[absorbed[index]]
+    num_tokens = sum(stretch.end - stretch.begin for stretch in stretches)
+    total = sum(cost.of(stretch.begin, stretch.end) for stretch in stretches)
+    return Piece(stretches, [(sequence, rank[leaf]) for sequence, leaf in leaves], num_tokens, total)
+
+
+def _balanced(pieces: list[Piece], max_tokens: int) -> list[list[Piece]]:
+    """Bins of at most ``max_tokens``, as far as single pieces allow: the dearest piece first, each into the cheapest bin
+    that has room for it."""
+    order = sorted(range(len(pieces)), key=lambda index: (-pieces[index].cost, index))
+    num_bins = -(-sum(piece.num_tokens for piece in pieces) // max_tokens)
+    bins: list[list[Piece]] = [[] for _ in range(num_bins)]
+    sizes = [0] * num_bins
+    heap = [(0.0, bin) for bin in range(num_bins)]
+    for index in order:
+        piece, full = pieces[index], []
+        while heap and sizes[heap[0][1]] and sizes[heap[0][1]] + piece.num_tokens > max_tokens:
+            full.append(heapq.heappop(heap))
+        if not heap:
+            bins.append([])
+            sizes.append(0)
+            heap.append((0.0, len(bins) - 1))
+        cost, bin = heapq.heappop(heap)
+        bins[bin].append(piece)
+        sizes[bin] += piece.num_tokens
+        for entry in (*full, (cost + piece.cost, bin)):
+            heapq.heappush(heap, entry)
+    return [bin for bin in bins if bin]

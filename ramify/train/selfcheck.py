@@ -1,0 +1,147 @@
+"""Checks that a run makes of itself, at its start, at every weight sync and on every step: the costliest bugs of this
+field were silent numbers.
+
+    fingerprint   trainer and engine hold the same weights
+    canary        a sampled reply's log-probabilities, by the engine's cache and by the trainer's forest, agree
+    ids           what the engine was given and sampled is what the tree says, id by id
+    weights       compiling and packing lost none of the weight that the algorithm gave out, and doubled none
+
+A check that fails ends the run with a sentence that names it. That a step's advantages are all zero is no failure: the
+algorithm says why (``Stamping.silence``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ramify.clients.base import Request, Sampling
+from ramify.errors import TrainError
+from ramify.inference.base import InferenceClient
+from ramify.train.backends.base import Backend
+from ramify.train.pack import pack
+from ramify.types.message import Message, Reply
+from ramify.types.sequence import Batch
+from ramify.types.sequence import Sequence as Row
+from ramify.types.trajectory import Group, Trajectory
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+InTorch = Callable[..., Awaitable[Any]]
+Fingerprint = Callable[[Any], str]
+CANARY_TOKENS = 16
+
+
+class Seen:
+    """A client that remembers which ids went through it, as hashes; everything else is the wrapped client's."""
+
+    def __init__(self, client: InferenceClient) -> None:
+        self.name, self.window, self.price = client.name, client.window, client.price
+        self.client = client
+        self._paths: set[int] = set()
+
+    async def complete(self, request: Request) -> Reply:
+        reply = await self.client.complete(request)
+        if reply.prompt_ids is not None and reply.token_ids is not None:
+            self._paths.add(hash((*reply.prompt_ids, *reply.token_ids)))
+        return reply
+
+    def has_seen(self, ids: tuple[int, ...]) -> bool:
+        return hash(ids) in self._paths
+
+    def forget(self) -> None:
+        self._paths.clear()
+
+    async def close(self) -> None:
+        await self.client.close()
+
+
+class SelfCheck:
+    """The checks of one run."""
+
+    def __init__(
+        self, seen: Seen, fingerprint: Fingerprint, prompt: Sequence[Message], tolerance: float = 1e-5
+    ) -> None:
+        """``prompt`` is what the canary is asked; ``tolerance`` the most that two log-probabilities may differ by (1e-5 in
+        fp32; bf16 rounds to three digits, so some 0.1 there)."""
+        self._seen, self._fingerprint, self._tolerance = seen, fingerprint, tolerance
+        self._request = Request(
+            tuple(prompt), Sampling(CANARY_TOKENS, temperature=1.0, seed=7, logprobs=True), affinity="canary"
+        )
+        self.worst = 0.0
+        """Largest difference that a canary has shown."""
+
+    async def engine(self, backend: Backend, in_torch: InTorch) -> None:
+        """Raises TrainError where engine and trainer are not the same policy."""
+        ours = await in_torch(self._of_weights, backend)
+        theirs = await self._seen.client.fingerprint()
+        if ours != theirs:
+            raise TrainError(
+                f"the engine answers with other weights (fingerprint {theirs}) than the trainer has ({ours}): the weight sync "
+                "failed"
+            )
+        reply = await self._seen.client.complete(self._request)
+        difference = await in_torch(self._difference, backend, reply)
+        self.worst = max(self.worst, difference)
+        if not difference <= self._tolerance:
+            raise TrainError(
+                f"the canary's log-probabilities differ by {difference:.2g} between engine and trainer, and at most "
+                f"{self._tolerance:g} is allowed: they compute different models, or the engine's cache is stale"
+            )
+
+    def ids(self, groups: Sequence[Group]) -> None:
+        """Raises TrainError where a tree of the first group says other ids than went through the engine."""
+        for trajectory in groups[0].trajectories:
+            self._ids_of(trajectory)
+        self._seen.forget()
+
+    def _ids_of(self, trajectory: Trajectory) -> None:
+        for call in trajectory.calls:
+            if call.model != self._seen.name:
+                continue
+            for index, turn in enumerate(call.turns):
+                path = trajectory.path(call, index) if turn.num_ids is not None else None
+                if path is not None and not self._seen.has_seen(path.ids):
+                    raise TrainError(
+                        f"{trajectory.id}/call={call.id}/turn={index}: the tree has {len(path)} ids that the engine was never "
+                        "given together: what would be trained on is not what was sampled"
+                    )
+
+    def weights(self, rows: Sequence[Row], batches: Sequence[Batch]) -> None:
+        """Raises TrainError where the batches of a step do not weigh what its rows do."""
+        for name in ("rl", "ce", "kd"):
+            given = sum(
+                float(np.sum(column, dtype=np.float64)) for row in rows if (column := getattr(row, name)) is not None
+            )
+            packed = sum(float(np.sum(b.streams[name], dtype=np.float64)) for b in batches if name in b.streams)
+            if abs(given - packed) > 1e-5 * max(abs(given), 1.0):
+                raise TrainError(f"the batches of a step weigh {packed:.6g} in '{name}', their sequences {given:.6g}")
+
+    def _of_weights(self, backend: Backend) -> str:
+        weights: dict[str, Tensor] = dict(backend.weights())
+        return self._fingerprint(weights)
+
+    def _difference(self, backend: Backend, reply: Reply) -> float:
+        """Largest difference between the reply's log-probabilities and the trainer's own."""
+        assert reply.prompt_ids is not None
+        assert reply.token_ids is not None
+        assert reply.logprobs is not None
+        row = _row((*reply.prompt_ids, *reply.token_ids), len(reply.prompt_ids))
+        ours = np.zeros(len(row), np.float64)
+        batches = pack([row], backend.packing)
+        for batch, logprobs in zip(batches, backend.logprobs(batches), strict=True):
+            ours[batch.owners[:, 1]] = logprobs
+        return float(np.abs(ours[len(reply.prompt_ids) :] - np.array(reply.logprobs)).max(initial=0.0))
+
+
+def _row(ids: tuple[int, ...], num_given: int) -> Row:
+    zeros = np.zeros(len(ids), np.float32)
+    weights = zeros.copy()
+    weights[num_given:] = 1
+    return Row(
+        name="canary", token_ids=np.array(ids, np.int64), mask=weights > 0, sampler_logprobs=zeros, advantages=zeros,
+        rl=zeros, ce=weights,
+    )  # fmt: skip

@@ -1,0 +1,188 @@
+"""Trajectories to learn from as they stand: where they come from, their token ids, and which go into which step.
+
+    demonstrations of a task ┐
+    trajectories in a file   ┴─ tokenised by the policy's renderer ─ stamped (``algorithms/sft.py``) ─ order ─> steps
+
+What was said by another model, or written by a program, has no ids of this policy: they are made here, once, reply by
+reply, and from then on nothing knows that the policy did not say it itself. Decides the order: shuffled anew each epoch
+by the seed, cut into steps of about ``batch_tokens``, so that any step can be found again by its number.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from ramify.engine.scaffold import Scaffold
+from ramify.errors import ConfigError, nearest
+from ramify.tasks.base import Task
+from ramify.types.message import Message, Reply
+from ramify.types.sequence import Sequence as Row
+from ramify.types.trajectory import Call, Parent, Stop, Trajectory, Turn
+
+
+class Renderer(Protocol):
+    """As much of ``policy.renderer`` as is needed here."""
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]: ...
+
+    def prompt(self, messages: Sequence[Message]) -> list[int]: ...
+
+    def extend(self, messages: Sequence[Message], *, after: Sequence[int]) -> list[int]: ...
+
+
+class Conversation(Protocol):
+    """One call of a demonstration, as ``tasks.ledger.play`` gives it."""
+
+    @property
+    def item(self) -> str: ...
+
+    @property
+    def call(self) -> str: ...
+
+    @property
+    def messages(self) -> tuple[Message, ...]: ...
+
+    @property
+    def correct(self) -> bool: ...
+
+
+def trajectory_of(conversations: Sequence[Conversation]) -> Trajectory:
+    """A demonstration as the tree that the engine would have left: its calls with their conversations, and as rewards
+    whether each answered right what it was asked. Cells are not kept; they teach nothing."""
+    root = conversations[0]
+    calls = [_call(each) for each in conversations]
+    return Trajectory(
+        f"demo/{root.item}", root.messages[0].content, task=root.item, calls=calls, stop=Stop.FINAL,
+        rewards={"correct": float(root.correct)},
+        call_rewards={each.call: {"correct": float(each.correct)} for each in conversations[1:]},
+    )  # fmt: skip
+
+
+def _call(conversation: Conversation) -> Call:
+    messages, turns, begin = conversation.messages, [], 0
+    for index, message in enumerate(messages):
+        if message.role == "assistant":
+            turns.append(Turn(begin, messages[begin:index], Reply(message)))
+            begin = index + 1
+    above = conversation.call.rpartition(".")[0]
+    return Call(
+        conversation.call, "rlm", "demonstrator", conversation.call.count("."), messages[0].content,
+        parent=Parent(above, 0, 0) if above else None, turns=turns, stop=Stop.FINAL,
+    )  # fmt: skip
+
+
+class Tokeniser:
+    """Gives trajectories the ids that a policy would have been given and would have sampled."""
+
+    def __init__(self, renderer: Renderer) -> None:
+        self._renderer = renderer
+        self._end = renderer.stop_ids[:1]
+        self._opened = renderer.prompt([_QUESTION])
+        self._closing = renderer.extend([], after=self._end)
+        self._said: dict[Message, list[int]] = {}
+        """The same code is said again and again."""
+
+    def tokenised(self, trajectory: Trajectory) -> Trajectory:
+        """A copy of ``trajectory`` whose turns have ids, up to where a history was cut (from there on what was said
+        before is given anew)."""
+        calls = [msgspec.structs.replace(call, turns=self._turns(call)) for call in trajectory.calls]
+        return msgspec.structs.replace(trajectory, calls=calls)
+
+    def _turns(self, call: Call) -> list[Turn]:
+        if call.fork is not None:
+            raise ConfigError(f"call {call.id} continues another: branches are not learnt from as text")
+        path: list[int] = []
+        said: list[int] = []
+        num_messages = 0
+        turns = []
+        conversation: list[Message] = []
+        for turn in call.turns:
+            if path and turn.reused == num_messages:
+                reused, given = len(path), self._renderer.extend(turn.prompt, after=said)
+            else:
+                reused, given = 0, self._renderer.prompt([*conversation[: turn.reused], *turn.prompt])
+            said = self._reply(turn.reply.message)
+            reply = msgspec.structs.replace(turn.reply, prompt_ids=tuple(given), token_ids=tuple(said), logprobs=None)
+            turns.append(msgspec.structs.replace(turn, reply=reply, reused_ids=reused))
+            path = [*path[:reused], *given, *said]
+            conversation = [*conversation[: turn.reused], *turn.prompt, turn.reply.message]
+            num_messages = len(conversation)
+        return turns
+
+    def _reply(self, message: Message) -> list[int]:
+        """What is sampled to say ``message``, its end included."""
+        found = self._said.get(message)
+        if found is None:
+            whole = self._renderer.prompt([_QUESTION, message])
+            begin, end = len(self._opened), len(whole) - len(self._closing)
+            if whole[:begin] != self._opened or whole[end:] != self._closing:
+                raise ConfigError("the renderer writes a reply otherwise than the path that it extends")
+            found = self._said[message] = whole[begin:end]
+        return found
+
+
+_QUESTION = Message("user", "?")
+
+
+def read(path: Path) -> Iterator[Trajectory]:
+    """The trajectories of a JSONL file. Raises ConfigError that names the line."""
+    decoder = msgspec.json.Decoder(Trajectory)
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    try:
+                        yield decoder.decode(line)
+                    except msgspec.DecodeError as error:
+                        raise ConfigError(f"{path}, line {number}: no trajectory: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"trajectories cannot be read from {path}: {error.strerror}") from error
+
+
+def write(path: Path, trajectories: Iterable[Trajectory]) -> None:
+    """Append ``trajectories``, a line each."""
+    encoder = msgspec.json.Encoder()
+    with path.open("ab") as file:
+        file.writelines(encoder.encode(trajectory) + b"\n" for trajectory in trajectories)
+
+
+def order(rows: Sequence[Row], batch_tokens: int, epochs: int, seed: int) -> list[list[int]]:
+    """Which rows each step learns from: every row once per epoch, shuffled anew each time, steps of at most
+    ``batch_tokens`` tokens (a longer row is a step of its own)."""
+    steps: list[list[int]] = []
+    for epoch in range(epochs):
+        shuffled = list(range(len(rows)))
+        random.Random(f"sft/{seed}/{epoch}").shuffle(shuffled)
+        step: list[int] = []
+        num_tokens = 0
+        for index in shuffled:
+            if step and num_tokens + len(rows[index]) > batch_tokens:
+                steps.append(step)
+                step, num_tokens = [], 0
+            step.append(index)
+            num_tokens += len(rows[index])
+        steps.append(step)
+    return [step for step in steps if step]
+
+
+DEMOS = {"ledger": "ramify.train.sft:ledger_demos"}
+"""Name -> function (task, num, seed, scaffold, **options) that gives demonstrations, one per item of the training split."""
+
+
+def ledger_demos(
+    task: Task, num: int, seed: int, scaffold: Scaffold, habits: str = "noisy"
+) -> Iterator[Sequence[Conversation]]:
+    """Those of ``tasks.ledger.demos``: ``noisy``, with habits to be unlearnt, or ``expert``."""
+    from ramify.tasks.ledger.demos import EXPERT, NOISY
+    from ramify.tasks.ledger.play import demonstrations
+
+    known = {"noisy": NOISY, "expert": EXPERT}
+    if habits not in known:
+        raise ConfigError(f"unknown habits '{habits}': {nearest(habits, known)}")
+    return demonstrations(task.splits["train"][:num], known[habits], seed, scaffold)

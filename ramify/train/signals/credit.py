@@ -1,0 +1,128 @@
+"""Credit on a tree: from rewards by call to one advantage per call, for the rollouts of one task.
+
+Decides what each call's return is and which calls are compared with each other; what the comparison is (``baseline``)
+and how much each token weighs (``weight.py``) are decided elsewhere. All are pure functions over the same small tree,
+without tokens or tensors:
+
+    root 0: reward 4          return of a call = its own reward + γ · its parent's return
+    ├── 0.0: reward 1             γ = 1:  0 -> 4,  0.0 -> 5,  0.1 -> 7
+    └── 0.1: reward 3             γ = 0:  0 -> 4,  0.0 -> 1,  0.1 -> 3
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import NamedTuple
+
+from ramify.train.signals.baseline import Baseline
+
+
+class Node(NamedTuple):
+    """What credit needs to know of one call."""
+
+    parent: str | None
+    """Id of the call that made it; None for the root."""
+    depth: int
+    reward: float = 0.0
+    """Its own; the root's is the task's."""
+    role: str = "rlm"
+    subtask: Hashable = None
+    """What it was asked, and over what: calls with the same are attempts at the same thing."""
+
+
+Tree = Mapping[str, Node]
+"""Call id -> node, a parent before its children. The first is the root."""
+Numbers = dict[str, float]
+"""Call id -> advantage."""
+Credit = Callable[[Sequence[Tree], Baseline, float], list[Numbers]]
+"""(trees of one group, baseline, γ of the tree) -> a number per call, tree by tree."""
+
+
+def root(trees: Sequence[Tree], baseline: Baseline, gamma: float = 1.0) -> list[Numbers]:
+    """Every call gets its root's advantage; rewards of other calls, and γ, are ignored. The habit of flat trainers.
+
+    roots 4 and 0, mean baseline: every call of the first tree 2, of the second -2."""
+    advantages = baseline([tree[_root(tree)].reward for tree in trees])
+    return [dict.fromkeys(tree, value) for tree, value in zip(trees, advantages, strict=True)]
+
+
+def per_role(trees: Sequence[Tree], baseline: Baseline, gamma: float = 1.0) -> list[Numbers]:
+    """Returns compared among all calls of the same role and depth in the group: a call is good if it did better than
+    its peers did in the same place.
+
+    returns of the children 5, 7 in one tree and 0, 0 in the other, mean baseline: 2, 4, -3, -3."""
+    return _compared(trees, baseline, gamma, lambda node: (node.role, node.depth))
+
+
+def hierarchical(trees: Sequence[Tree], baseline: Baseline, gamma: float = 1.0) -> list[Numbers]:
+    """Returns compared among attempts at the same sub-task: the same question over the same context, asked by any
+    rollout of the group. Finer than ``per_role`` where parents split the work alike; a sub-task that only one call
+    tried teaches that call nothing (advantage 0)."""
+    return _compared(trees, baseline, gamma, _attempted)
+
+
+def leave_one_child_out(trees: Sequence[Tree], baseline: Baseline, gamma: float = 1.0) -> list[Numbers]:
+    """A(child) = γ·A(parent) + r(child) - mean of r over its siblings under the same parent; roots by ``baseline``.
+
+    A parent's success goes to all its children, and among them the better ones get more of it. An only child gets its
+    parent's share alone. parent's A = 2, γ = 1, children's rewards 1, 3, 5: 2 + (1-4) = -1, 2 + (3-3) = 2, 5."""
+    return [
+        _shared_out(tree, advantage, gamma)
+        for tree, advantage in zip(trees, baseline([tree[_root(tree)].reward for tree in trees]), strict=True)
+    ]
+
+
+CREDITS: dict[str, Credit] = {
+    "root": root,
+    "per_role": per_role,
+    "hierarchical": hierarchical,
+    "leave_one_child_out": leave_one_child_out,
+}
+"""Name -> credit."""
+
+
+def _attempted(node: Node) -> Hashable:
+    return (node.role, node.depth, None if node.parent is None else node.subtask)
+
+
+def _root(tree: Tree) -> str:
+    return next(iter(tree))
+
+
+def returns_of(tree: Tree, gamma: float) -> Numbers:
+    """R(call) = own reward + γ · R(parent)."""
+    found: Numbers = {}
+    for id, node in tree.items():
+        found[id] = node.reward + (gamma * found[node.parent] if node.parent is not None else 0.0)
+    return found
+
+
+def _compared(
+    trees: Sequence[Tree], baseline: Baseline, gamma: float, peers: Callable[[Node], Hashable]
+) -> list[Numbers]:
+    returns = [returns_of(tree, gamma) for tree in trees]
+    cohorts: dict[Hashable, list[tuple[int, str]]] = defaultdict(list)
+    for index, tree in enumerate(trees):
+        for id, node in tree.items():
+            cohorts[peers(node)].append((index, id))
+    found: list[Numbers] = [dict.fromkeys(tree, 0.0) for tree in trees]
+    for members in cohorts.values():
+        advantages = baseline([returns[index][id] for index, id in members])
+        for (index, id), value in zip(members, advantages, strict=True):
+            found[index][id] = value
+    return found
+
+
+def _shared_out(tree: Tree, advantage: float, gamma: float) -> Numbers:
+    below: dict[str | None, list[str]] = defaultdict(list)
+    for id, node in tree.items():
+        below[node.parent].append(id)
+    found: Numbers = {_root(tree): advantage}
+    for id, node in tree.items():
+        if node.parent is None:
+            continue
+        others = [tree[sibling].reward for sibling in below[node.parent] if sibling != id]
+        better = node.reward - sum(others) / len(others) if others else 0.0
+        found[id] = gamma * found[node.parent] + better
+    return found

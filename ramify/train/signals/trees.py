@@ -1,0 +1,65 @@
+"""Between trajectories and the pure functions of this room: the small tree of a rollout, its tokens and lengths.
+
+Decides what a call's own reward is (the weighted sum of its named rewards; the root's is the task's), which calls are
+attempts at the same sub-task (the same words over the same context), and that a continuation of a call (``Call.fork``)
+counts as a call beside it, under the same parent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from ramify.tasks.base import total
+from ramify.train.signals.credit import Node
+from ramify.train.signals.length import Length
+from ramify.types.trajectory import Call, Trajectory, Turn
+
+
+def is_scored(trajectory: Trajectory) -> bool:
+    """Whether the rollout came to a reward; one that failed for reasons not its own has none and teaches nothing."""
+    return bool(trajectory.rewards) and bool(trajectory.calls)
+
+
+def tree_of(trajectory: Trajectory, weights: Mapping[str, float]) -> dict[str, Node]:
+    """Call id -> node, a parent before its children. ``weights`` are the task's, by reward name."""
+    tree: dict[str, Node] = {}
+    for call in in_order(trajectory):
+        rewards = trajectory.rewards if not tree else trajectory.call_rewards.get(call.id, {})
+        asked = (call.question, call.context.digest if call.context else None)
+        tree[call.id] = Node(parent_of(trajectory, call), call.depth, total(rewards, weights), call.kind, asked)
+    return tree
+
+
+def in_order(trajectory: Trajectory) -> list[Call]:
+    """Its calls, the root first, every other after its parent."""
+    return sorted(trajectory.calls, key=lambda call: (call.depth, call is not trajectory.root))
+
+
+def parent_of(trajectory: Trajectory, call: Call) -> str | None:
+    """Id of the call that made ``call``. A continuation of the root is put under it, for want of a common parent."""
+    while call.parent is None and call.fork is not None:
+        root = trajectory.root.id
+        if call.fork.call == root:
+            return root
+        call = trajectory.call(call.fork.call)
+    return call.parent.call if call.parent is not None else None
+
+
+def sampled(call: Call) -> Iterator[tuple[int, Turn, int]]:
+    """(index, turn, number of sampled tokens) for each turn of ``call`` whose exact ids and logprobs are known."""
+    for index, turn in enumerate(call.turns):
+        if turn.num_ids is not None and turn.reply.token_ids and turn.reply.logprobs is not None:
+            yield index, turn, len(turn.reply.token_ids)
+
+
+def was_cut_off(call: Call) -> bool:
+    """Whether a limit ended the call, or its last reply."""
+    by_limit = call.stop is not None and call.stop.is_truncated()
+    return by_limit or (bool(call.turns) and call.turns[-1].reply.finish == "length")
+
+
+def length_of(trajectory: Trajectory) -> Length:
+    """Tokens sampled and given, and turns, over the whole tree."""
+    turns = [turn for call in trajectory.calls for turn in call.turns]
+    given = sum(len(turn.reply.prompt_ids or ()) for turn in turns)
+    return Length(sum(len(turn.reply.token_ids or ()) for turn in turns), given, len(turns))

@@ -1,0 +1,55 @@
+"""How much each sampled token weighs in the loss, by how many tokens there are.
+
+Every rollout of a step weighs the same under the default, however many calls and tokens it has: a tree with more
+children does not weigh more. Two rollouts, of 4 tokens (one call) and of 12 (three calls of 4):
+
+    reduction   a token of the first   of the second   the loss is divided by
+    rollout     1/4                    1/12            2        rollouts
+    token       1                      1               16       tokens                    (DAPO)
+    constant    1/max_tokens           1/max_tokens    2        rollouts                  (Dr.GRPO)
+    group       1/8                    1/24            1        groups, each of weight 1  (both are of one group of 2)
+
+Within a rollout, ``share`` says how its weight is divided: ``token`` evenly over its tokens, ``call`` evenly over its
+calls and within each over its tokens. Counted are the tokens that carry loss. The numbers are those of the whole
+optimizer step, so that loss and gradient do not depend on how the step is cut into batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+Reduction = Literal["rollout", "token", "constant", "group"]
+Share = Literal["token", "call"]
+Counts = Mapping[str, int]
+"""Call id -> how many of its tokens carry loss; of one rollout."""
+Weights = dict[str, float]
+"""Call id -> weight of each of these tokens."""
+
+
+def weights(
+    groups: Sequence[Sequence[Counts]], reduction: Reduction = "rollout", share: Share = "token", max_tokens: int = 1
+) -> tuple[list[list[Weights]], float]:
+    """(weights by group, rollout and call, the denominator of the step). Rollouts without tokens count for nothing.
+
+    ``max_tokens`` is the constant length of ``constant``."""
+    sizes = [sum(1 for rollout in group if any(rollout.values())) for group in groups]
+    num_tokens = sum(sum(rollout.values()) for group in groups for rollout in group)
+    denominators = {
+        "rollout": sum(sizes), "constant": sum(sizes), "group": sum(1 for size in sizes if size), "token": num_tokens,
+    }  # fmt: skip
+    found = []
+    for group, size in zip(groups, sizes, strict=True):
+        found.append([_of_rollout(rollout, reduction, share, size, max_tokens) for rollout in group])
+    return found, float(denominators[reduction])
+
+
+def _of_rollout(counts: Counts, reduction: Reduction, share: Share, siblings: int, max_tokens: int) -> Weights:
+    total = sum(counts.values())
+    calls = sum(1 for count in counts.values() if count)
+    if not total:
+        return dict.fromkeys(counts, 0.0)
+    mass = {"rollout": 1.0, "group": 1.0 / siblings, "token": float(total), "constant": total / max_tokens}[reduction]
+    if share == "call":
+        return {id: mass / calls / count if count else 0.0 for id, count in counts.items()}
+    return {id: mass / total if count else 0.0 for id, count in counts.items()}

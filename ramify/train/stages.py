@@ -1,0 +1,206 @@
+"""What a run goes through, one stage after the other, and what each step of a stage learns from.
+
+    warm-up  random strings said twice             ┐
+    sft      demonstrations, stored trajectories   ├── work(step) ──> Work: sequences of one or more optimizer steps
+    rl       rollouts by the policy as it is now   ┘                  (everything after this is the same for all)
+
+Decides sizes and options of each stage, dynamic sampling, and how a step's rollouts are split into minibatches. Leaves out
+what is done with the work (``loop.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import msgspec
+
+from ramify.errors import ConfigError, TrainError
+from ramify.tasks.base import Item, Task
+from ramify.train import induction
+from ramify.train.algorithms.base import Algorithm, Stamping
+from ramify.train.backends.base import Optim
+from ramify.train.compile import sequences
+from ramify.train.loss import Loss
+from ramify.train.rollout import Rollouts
+from ramify.train.sft import order
+from ramify.train.signals.filters import num_more
+from ramify.types.sequence import Sequence as Row
+from ramify.types.trajectory import Group
+
+
+class Part(msgspec.Struct, eq=False):
+    """What one optimizer step learns from."""
+
+    rows: list[Row]
+    denominators: Mapping[str, float] | None
+    """Loss component -> what its sum is divided by; None: the sum of its weights."""
+
+
+class Work(msgspec.Struct, eq=False):
+    """What one step of a stage learns from."""
+
+    parts: list[Part]
+    metrics: dict[str, float]
+    next_item: int
+    """Index of the first item of the training split that has not been used."""
+    silence: str = ""
+    """Why there is nothing to learn; empty where there is."""
+    groups: list[Group] = msgspec.field(default_factory=list)
+    """The rollouts that it was made of."""
+
+
+class Stage(Protocol):
+    """One stage of a run."""
+
+    name: str
+    num_steps: int
+    optim: Optim
+    loss: Loss
+    samples: bool
+    """Whether its work is sampled from the policy, so that the engine must have the newest weights."""
+    max_staleness: int
+    """How many steps older than the weights that learn from it the weights that made a work may be."""
+
+    async def work(self, step: int, next_item: int) -> Work:
+        """Step ``step``, from 0, the same whenever it is asked for."""
+        ...
+
+
+class WarmUp:
+    """Random strings; see ``induction.py``."""
+
+    name, samples, max_staleness = "warmup", False, 0
+    loss = Loss()
+
+    def __init__(self, num_steps: int, optim: Optim, ids: Sequence[int], batch_tokens: int, seed: int) -> None:
+        self.num_steps, self.optim = num_steps, _scheduled(optim, num_steps)
+        self._ids, self._batch_tokens, self._seed = ids, batch_tokens, seed
+
+    async def work(self, step: int, next_item: int) -> Work:
+        rows = induction.induction(step, self._ids, self._batch_tokens, self._seed)
+        return Work([Part(rows, None)], {}, next_item)
+
+
+class Imitate:
+    """Rows that were made ready before, in the order of ``sft.order``."""
+
+    name, samples, max_staleness = "sft", False, 0
+    loss = Loss()
+
+    def __init__(self, rows: Sequence[Row], optim: Optim, batch_tokens: int, epochs: int, seed: int) -> None:
+        """Raises ConfigError where there is nothing to learn from."""
+        self._rows, self._order = rows, order(rows, batch_tokens, epochs, seed)
+        if not self._order:
+            raise ConfigError("supervised fine-tuning has nothing to learn from: no trajectory passed its filter")
+        self.num_steps = len(self._order)
+        self.optim = _scheduled(optim, self.num_steps)
+
+    async def work(self, step: int, next_item: int) -> Work:
+        return Work([Part([self._rows[index] for index in self._order[step]], None)], {}, next_item)
+
+
+class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How much each step of reinforcement learning samples."""
+
+    items: int = 24
+    """Items of the task per step."""
+    max_items: int = 0
+    """With dynamic sampling: most items that a step may try until ``items`` of them have a signal; 0: no such search."""
+    minibatches: int = 1
+    """Optimizer steps that a step's rollouts are split into, group by group."""
+    max_staleness: int = 0
+
+    def __post_init__(self) -> None:
+        if self.items < 1 or self.minibatches < 1 or self.max_staleness < 0 or 0 < self.max_items < self.items:
+            raise ConfigError(
+                f"rl: items={self.items} and minibatches={self.minibatches} must be at least 1, max_items={self.max_items} "
+                f"0 or at least items, max_staleness={self.max_staleness} not negative"
+            )
+
+
+class Reinforce:
+    """Rollouts of the task's training split, stamped by an algorithm."""
+
+    name, samples = "rl", True
+
+    def __init__(
+        self, num_steps: int, optim: Optim, loss: Loss, *, task: Task, items: Sequence[Item], rollouts: Rollouts,
+        algorithm: Algorithm, sample: Sample, temperature: float,
+    ) -> None:  # fmt: skip
+        self.num_steps, self.optim, self.loss = num_steps, _scheduled(optim, num_steps * sample.minibatches), loss
+        self.max_staleness = sample.max_staleness
+        self._task, self._items, self._rollouts, self._algorithm = task, items, rollouts, algorithm
+        self._sample, self._temperature = sample, temperature
+
+    async def work(self, step: int, next_item: int) -> Work:
+        groups, num_tried = await self._groups(step, next_item)
+        _check_any_came_back(groups, step)
+        stamping = self._stamp(groups)
+        metrics = {**stamping.metrics, "items": float(num_tried), **_measured(groups)}
+        parts = self._parts(stamping)
+        return Work(parts, metrics, next_item + num_tried, stamping.silence, groups)
+
+    async def _groups(self, step: int, next_item: int) -> tuple[list[Group], int]:
+        """The groups of a step, and how many items they took. With dynamic sampling those without a signal are given up
+        for others."""
+        wanted, most = self._sample.items, self._sample.max_items
+        groups = await self._roll(step, next_item, wanted)
+        if not most:
+            return groups, wanted
+        tried = wanted
+        silent: list[Group] = []
+        loud = self._loud(groups, silent)
+        while more := num_more(wanted, len(loud), tried, most):
+            loud += self._loud(await self._roll(step, next_item + tried, more), silent)
+            tried += more
+        return [*loud[:wanted], *silent[: max(0, wanted - len(loud))]], tried
+
+    async def _roll(self, step: int, first: int, num: int) -> list[Group]:
+        items = [self._items[index % len(self._items)] for index in range(first, first + num)]
+        return await self._rollouts.groups(items, step)
+
+    def _loud(self, groups: Sequence[Group], silent: list[Group]) -> list[Group]:
+        """Those of ``groups`` that teach something; the others are added to ``silent``."""
+        loud: list[Group] = []
+        for group in groups:
+            (silent if self._algorithm.stamp([group], self._task.weights).silence else loud).append(group)
+        return loud
+
+    def _stamp(self, groups: Sequence[Group]) -> Stamping:
+        every_token = bool(self.loss.kl_beta or self.loss.entropy)
+        return self._algorithm.stamp(groups, self._task.weights, every_token=every_token)
+
+    def _parts(self, stamping: Stamping) -> list[Part]:
+        """Minibatches of about as many rollouts each, in turn, so that each has some of every group. What is divided by
+        is split evenly: each minibatch is an estimate of the same loss."""
+        num = min(self._sample.minibatches, len(stamping.rollouts))
+        shares = {name: value / num for name, value in stamping.denominators.items()} if num else {}
+        return [Part(sequences(stamping.rollouts[index::num], self._temperature), shares) for index in range(num)]
+
+
+def _scheduled(optim: Optim, num_steps: int) -> Optim:
+    """``optim`` with the stage's length as its schedule's, where it names none."""
+    return optim if optim.num_steps else msgspec.structs.replace(optim, num_steps=num_steps)
+
+
+def _check_any_came_back(groups: Sequence[Group], step: int) -> None:
+    """A step whose rollouts all failed is no step: something is wrong that more steps will not mend."""
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    if not any(trajectory.rewards for trajectory in trajectories):
+        errors = next((trajectory.errors for trajectory in trajectories if trajectory.errors), ["no error was said"])
+        raise TrainError(f"all {len(trajectories)} rollouts of step {step} failed, the first with: {errors[-1]}")
+
+
+def _measured(groups: Sequence[Group]) -> dict[str, float]:
+    """What rollouts took and how they ended."""
+    calls = [call for group in groups for trajectory in group.trajectories for call in trajectory.calls]
+    turns = [turn for call in calls for turn in call.turns]
+    stops = [call.stop for call in calls]
+    return {
+        "sampled_tokens": float(sum(len(turn.reply.token_ids or ()) for turn in turns)),
+        "given_tokens": float(sum(len(turn.reply.prompt_ids or ()) for turn in turns)),
+        "turns_per_call": len(turns) / max(len(calls), 1),
+        "truncated": sum(stop is not None and stop.is_truncated() for stop in stops) / max(len(calls), 1),
+        "split_turns": sum(trajectory.metrics.get("split_turns", 0.0) for g in groups for trajectory in g.trajectories),
+    }

@@ -1,0 +1,39 @@
+"""From nothing to a policy that splits a question over several documents among children of its own.
+
+    ramify train recipes/tiny_recursive.py --out runs/tiny-recursive
+
+Each document has a format of its own, so that no single piece of code reads them all. Half of the demonstrations are about
+one document: that is what a child has to do. Rollouts ask about several alone, so that whatever is learnt of single
+documents there, children learn. Their tokens are trained, with credit for what they answered themselves and for what
+their parent made of it.
+"""
+
+from __future__ import annotations
+
+import msgspec
+from tiny import run as tiny
+
+from ramify.train.algorithms.dr_grpo import DrGRPO
+from ramify.train.backends.base import Optim
+from ramify.train.config import EvaluateSpec, RlSpec, Run, TaskSpec
+from ramify.train.rollout import RolloutOptions
+from ramify.train.stages import Sample
+
+
+def run() -> Run:
+    single = tiny()
+    assert single.sft is not None
+    return msgspec.structs.replace(
+        single,
+        name="tiny-recursive",
+        task=TaskSpec(name="ledger", options={"multi": 1.0}),
+        sft=msgspec.structs.replace(single.sft, num=12_000, task=TaskSpec(name="ledger", options={"multi": 0.5})),
+        rl=RlSpec(
+            steps=60,
+            sample=Sample(items=20, minibatches=2),
+            rollout=RolloutOptions(group=8, concurrency=96),
+            algorithm=DrGRPO(credit="per_role"),
+            optim=Optim(lr=1e-3, warmup_steps=3, schedule="linear", max_grad_norm=0.5),
+        ),
+        evaluate=EvaluateSpec(num=256, final=("test", "test_formats")),
+    )

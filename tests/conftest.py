@@ -1,0 +1,43 @@
+"""What holds for all tests: rooms whose sessions live in the default sandbox are skipped, aloud, where there is none."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import pytest
+
+from ramify.errors import SandboxError
+from ramify.sandbox.base import SandboxSpec, open_sandbox
+
+IN_THE_DEFAULT = ("engine", "cli", "docs", "real")
+"""Rooms of tests whose runs name no sandbox."""
+_HERE = Path(__file__).parent
+
+
+@functools.cache
+def why_not() -> str:
+    """Why this machine has no default sandbox; empty where it has."""
+    try:
+        open_sandbox(SandboxSpec())
+    except SandboxError as error:
+        return str(error)
+    return ""
+
+
+def room(path: Path) -> str:
+    """``tests/cli/test_ask.py`` -> ``cli``"""
+    return path.relative_to(_HERE).parts[0] if path.is_relative_to(_HERE) else ""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    affected = [item for item in items if room(item.path) in IN_THE_DEFAULT]
+    if affected and why_not():
+        for item in affected:
+            item.add_marker(pytest.mark.skip(reason=f"NO DEFAULT SANDBOX HERE: {why_not()}"))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if why_not.cache_info().currsize and why_not():
+        terminalreporter.write_sep("=", "NOT TESTED HERE", red=True)
+        terminalreporter.write_line(f"tests of {', '.join(IN_THE_DEFAULT)} need the default sandbox: {why_not()}")

@@ -1,0 +1,109 @@
+"""The engine over Monty's sessions: what of its ways with a model holds there, and what a model is told where not."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import pytest
+
+from ramify import SandboxSpec
+from ramify.engine.branch import Branches
+from ramify.errors import SandboxError
+from ramify.types.message import Message
+from ramify.types.trajectory import Cell
+from tests.engine.helpers import by_role, client, code, rlm
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("pydantic_monty") is None, reason="Monty is not installed")
+
+
+def run(script: Any, context: Any = "alpha beta", **options: Any) -> tuple[Any, list[Cell]]:
+    """The answer, and the cells of the root."""
+    with rlm(script, sandbox=SandboxSpec(provider="monty", cell_s=0.5), **options) as r:
+        result = r.completion(context, "?")
+    return result.answer, [cell for turn in result.trajectory.root.turns for cell in turn.cells]
+
+
+def test_a_whole_run() -> None:
+    script = by_role([
+        code("n = context.count('a')\nprint('counted')\nn"),
+        code("replies = llm_query_batched([f'{n}?', 'b'])\nllm_query('number', schema={'type': 'integer'})"),
+        code("FINAL({'n': n, 'replies': replies})"),
+    ], lambda prompt: "7" if prompt.startswith("number") else f"re: {prompt}")  # fmt: skip
+    answer, cells = run(script)
+    assert answer == {"n": 3, "replies": ["re: 3?", "re: b"]}
+    assert [(cell.stdout, cell.value, cell.error) for cell in cells] == [
+        ("counted\n", "3", None), ("", "7", None), ("", None, None),
+    ]  # fmt: skip
+
+
+def test_children() -> None:
+    root = iter([code("got = rlm_query_batched(['child'] * 2, ['ab', 'c']) + [rlm_query('child')]\nFINAL(got)")])
+
+    def script(messages: tuple[Message, ...]) -> str:
+        return code("FINAL(context.upper())") if "child" in messages[1].content else next(root)
+
+    assert run(script, "x")[0] == ["AB", "C", "X"]
+
+
+def test_tools() -> None:
+    def double(x: int) -> int:
+        return 2 * x
+
+    assert run([code("FINAL([double(4), rate])")], tools={"double": double, "rate": 3})[0] == [8, 3]
+
+
+@pytest.mark.parametrize(
+    ("cells", "answer"),
+    [
+        (["v = [1]", "v = [2]\nFINAL_VAR('v')"], [2]),  # as it is at the end of the cell
+        (["FINAL_VAR('v')", "FINAL('no v')"], "no v"),
+        (["print(1)\nanswer['content'] = 'x'\nanswer['ready'] = True", "y = 2", "FINAL(3)"], 3),  # put off, let go
+        (["answer['content'] = 'x'\nanswer['ready'] = True"], "x"),
+        (["print('x' * 20_000)", "FINAL(len(outputs[1]))"], 20_001),
+        (["x = 41", "x = 0\nwhile True: pass", "FINAL(x)"], 41),  # a stopped cell is undone
+        (["import dataclasses\n@dataclasses.dataclass\nclass A:\n    n: int\nFINAL([A(2)])"], [{"n": 2}]),
+        (["class A:\n    pass\nFINAL([A()])"], ["<A object>"]),
+        (["try:\n    1 / 0\nexcept ZeroDivisionError as e:\n    FINAL(str(e))"], "division by zero"),
+    ],
+)
+def test_ways_to_an_answer(cells: list[str], answer: Any) -> None:
+    assert run([*map(code, cells)])[0] == answer
+
+
+def test_a_model_is_told_that_a_stopped_cell_is_undone() -> None:
+    model = client([code("while True: pass"), code("FINAL(1)")])
+    run(model)
+    assert "stopped after 0.5 s of work; what it had bound is undone" in model.requests[1].messages[-1].content
+
+
+def test_the_context_of_the_host_is_not_what_the_session_changes() -> None:
+    context = {"a": "xyz"}
+    answer, _ = run([code("context['a'] = 'q'\ncontext['b'] = 'new'"), code("FINAL(1)")], context)
+    assert (answer, context) == (1, {"a": "xyz"})
+
+
+@pytest.mark.parametrize(
+    ("cell", "told"),
+    [
+        ("def g():\n    yield 1", "does not yet support yield expressions"),
+        ("x = 1\ndel x", "does not yet support the 'del' statement"),
+        ("import io", "ModuleNotFoundError: No module named 'io'"),
+        ("import numpy", "ModuleNotFoundError: No module named 'numpy'"),
+        ("history[0]", "NameError: name 'history' is not defined"),
+        ("llm_query('q', schema=list[int])", "TypeError: no JSON schema for 'list[int]': give a dict"),
+        ("open('/etc/passwd').read()", "PermissionError"),
+    ],
+)
+def test_what_it_lacks_is_said_in_the_cell(cell: str, told: str) -> None:
+    answer, cells = run([code(cell), code("FINAL('went on')")])
+    assert answer == "went on"
+    assert told in str(cells[0].error)
+
+
+def test_a_search_may_begin_but_not_branch_a_session() -> None:
+    first = client([code("FINAL('a')"), code("FINAL('b')"), code("FINAL('b')")])
+    with rlm(first, sandbox="monty") as r:
+        assert r.completion("x", "?", search=3).answer == "b"
+    with rlm([code("x = 1")], sandbox="monty") as r, pytest.raises(SandboxError, match="'monty' cannot be forked"):
+        r.completion("x", "?", search=Branches(2, turn=1))

@@ -1,0 +1,147 @@
+"""The scaffold ``tiny``: raw code in, bare output back, no word too many; and what a task may do to a session."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from ramify import Scaffold, Stop
+from ramify.engine.observe import terse
+from ramify.engine.scaffold import SCAFFOLDS
+from ramify.errors import ConfigError
+from ramify.sandbox.base import Session
+from ramify.tasks.base import Start
+from ramify.types.message import Message
+from ramify.types.trajectory import Cell
+from tests.engine.helpers import client, rlm
+
+TINY = SCAFFOLDS["tiny"]
+
+
+def said(messages: tuple[Message, ...]) -> list[tuple[str, str]]:
+    return [(message.role, message.content) for message in messages]
+
+
+def test_a_whole_run() -> None:
+    model = client(["print(context[:3])", "x=len(context)\nx/0", "FINAL(x)"])
+    with rlm(model, scaffold="tiny") as r:
+        result = r.completion("alpha", "how long?")
+    assert (result.answer, result.stop) == (5, Stop.FINAL)
+    assert said(model.requests[-1].messages) == [
+        ("user", "how long?\nlen 5"),
+        ("assistant", "print(context[:3])"),
+        ("user", "alp"),
+        ("assistant", "x=len(context)\nx/0"),
+        ("user", "ZeroDivisionError: division by zero"),
+    ]
+
+
+def test_children_are_told_as_little() -> None:
+    def model(messages: tuple[Message, ...]) -> str:
+        if messages[0].content == "count\nlen 7":
+            return "A=rlm_query_batched(['size']*2,context.split(' '))\nprint(A)" if len(messages) == 1 else "FINAL(A)"
+        return "FINAL(len(context))"
+
+    with rlm(model, scaffold="tiny") as r:
+        result = r.completion("ab cdef", "count")
+    assert result.answer == [2, 4]
+    assert [result.trajectory.conversation(call)[0].content for call in result.trajectory.calls] == [
+        "count\nlen 7", "size\nlen 2", "size\nlen 4",
+    ]  # fmt: skip
+
+
+def test_at_a_limit_nothing_more_is_asked() -> None:
+    model = client(["1"] * 10)
+    with rlm(model, scaffold="tiny", limits={"max_turns": 3}) as r:
+        result = r.completion("alpha", "?")
+    assert (result.answer, result.stop, len(model.requests)) == (None, Stop.MAX_TURNS, 3)
+    model = client(["answer['content']=4", "1", "1"])
+    with rlm(model, scaffold="tiny", limits={"max_turns": 2}) as r:
+        assert r.completion("alpha", "?").answer == 4
+
+
+def test_an_answer_of_the_wrong_type_and_a_session_that_died_are_told_in_a_line() -> None:
+    model = client(["FINAL('four')", "import os; os._exit(3)", "FINAL(4)"])
+    with rlm(model, scaffold="tiny") as r:
+        assert r.completion("alpha", "?", answer_type=int).answer == 4
+    first, second = (model.requests[turn].messages[-1].content for turn in (1, 2))
+    assert first.startswith("The answer does not fit its type: ")
+    assert second.startswith("SessionDied: the session ended in the middle of a cell: its process exited with status 3")
+    assert max(len(first), len(second)) <= 90
+
+
+@pytest.mark.parametrize("reply", ["", "   ", "```repl\nFINAL(1)\n```", "FINAL(", "\x00", "I think that it is 4"])
+def test_what_is_no_code_is_an_error_in_the_session(reply: str) -> None:
+    model = client([reply, "FINAL(2)"])
+    with rlm(model, scaffold="tiny") as r:
+        result = r.completion("alpha", "?")
+    assert result.answer == 2
+    shown = model.requests[1].messages[-1].content
+    assert len(shown) <= 90
+    assert shown == "" or "Error: " in shown
+
+
+def test_a_long_history_is_never_summarised() -> None:
+    model = client(["print('x'*90)"] * 5 + ["FINAL(1)"], window=200)
+    with rlm(model, scaffold="tiny", limits={"max_reply_tokens": 50}) as r:
+        assert r.completion("alpha", "?").answer == 1
+    assert all(len(request.messages) == 2 * turn + 1 for turn, request in enumerate(model.requests))
+
+
+@pytest.mark.parametrize(
+    ("cell", "shown"),
+    [
+        (Cell("", "0123456789" * 9), "0123456789" * 2),
+        (Cell("", "ab\n\n", "7"), "ab\n7"),
+        (Cell("", "0123456789" * 9, None, "Traceback\n  x\nValueError: " + "y" * 50), "012345678\nValueError"),
+        (Cell("", "ab", None, "ValueError: " + "y" * 50), "ab\nValueError: yyyyy"),
+        (Cell("", "", None, "ValueError: " + "y" * 50), "ValueError: yyyyyyyy"),
+        (Cell(""), ""),
+    ],
+)
+def test_terse(cell: Cell, shown: str) -> None:
+    assert terse(cell, 20) == shown
+
+
+def test_a_question_may_hold_what_looks_like_a_marker() -> None:
+    assert TINY.first_message("{{chars}} and {{question}}", "abc") == "{{chars}} and {{question}}\nlen 3"
+
+
+def test_conventions_that_contradict_each_other() -> None:
+    with pytest.raises(ConfigError, match="with raw_code a reply is code"):
+        Scaffold(raw_code=True, native_tools=True)
+    with pytest.raises(ConfigError, match="terse_chars=5 shows nothing"):
+        Scaffold(terse_chars=5)
+
+
+def test_a_task_prepares_every_session() -> None:
+    """Also the children's, and the one that comes after a session that died."""
+    seen: list[Session] = []
+
+    async def on_session(session: Session) -> None:
+        seen.append(session)
+        await session.set("K", len(seen), reserved=True)
+
+    start = Start(context="alpha", tools={"double": lambda x: 2 * x, "base": 40}, on_session=on_session)
+    script: Any = [
+        "A=rlm_query('x')\nprint(A)", "FINAL(double(K))", "import os\nos._exit(1)", "print(K, base)", "FINAL(K+base)",
+    ]  # fmt: skip
+    with rlm(client(script), scaffold="tiny") as r:
+        result = r.completion(start, "how long?")
+    outputs = [cell.stdout for turn in result.trajectory.root.turns for cell in turn.cells]
+    assert (result.answer, outputs[0], outputs[2]) == (43, "4\n", "3 40\n")
+    assert result.trajectory.call("0.0").answer == 4
+
+
+def test_a_run_knows_its_task() -> None:
+    model = client(["FINAL(1)"])
+    with rlm(model, scaffold=msgspec.structs.replace(TINY, name="other")) as r:
+
+        async def ask() -> Any:
+            return await r.start("alpha", "?", metadata={"task": "ledger/test/3"}).result()
+
+        import asyncio
+
+        assert asyncio.run(ask()).trajectory.task == "ledger/test/3"

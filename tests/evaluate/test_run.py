@@ -1,0 +1,300 @@
+"""Whole evaluations through the engine: what is asked, what failure is, and going on after a stop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ramify import Store
+from ramify.clients.base import Sampling
+from ramify.clients.scripted import refused
+from ramify.errors import ConfigError, RamifyError, StoreError
+from ramify.evaluate.record import Record, Records, read, same_plan, unfinished
+from ramify.evaluate.report import difference, report, table
+from ramify.evaluate.run import Outcome, evaluate
+from ramify.evaluate.statistics import Figure
+from ramify.tasks.base import Start, generated
+from ramify.tasks.simple import SimpleTask
+from ramify.types.message import Message
+from ramify.types.trajectory import Stop, Trajectory
+from tests.engine.helpers import client
+from tests.evaluate.helpers import ITEMS, SPEC, TASK, evaluated, number, plan, right, rlm, unless
+
+
+def test_an_evaluation_by_hand() -> None:
+    """Items 0 to 7; wrong are 1, 2 and 5: of the odd ones half, of the even ones a quarter."""
+    found = report(evaluated(unless(lambda n: n in (1, 2, 5))))
+    assert [(row.kind, row.items, row.average and row.average.value) for row in found.rows] == [
+        ("all", 8, 5 / 8), ("even", 4, 3 / 4), ("odd", 4, 1 / 2),
+    ]  # fmt: skip
+    assert (found.attempts, found.failed, found.stops, found.rewards) == (8, 0, {"final": 8}, {"correct": 5 / 8})
+    assert (found.spent.requests, found.spent.turns_mean, found.spent.calls_mean) == (8, 1.0, 0.0)
+    assert found.spent.cost == pytest.approx((found.spent.input_tokens + 2 * found.spent.output_tokens) / 1e6)
+    shown = table(found)
+    assert shown.startswith("size/test · scripted:test · 8 items, 1 attempt each\n")
+    assert shown.splitlines()[1:4] == [
+        "       items   avg@1", "all        8   0.625 [0.25 0.88]", "even       4   0.750 [0.25 1.00]",
+    ]  # fmt: skip
+    assert max(map(len, shown.splitlines())) < 100
+
+
+def test_several_attempts_by_hand() -> None:
+    """Four at each of two items. Item 0: answers 1 1 2 1 (right: 1), item 1: 3 2 3 2 (right: 2)."""
+    said = {0: iter([1, 1, 2, 1]), 1: iter([3, 2, 3, 2])}
+
+    def model(messages: tuple[Message, ...]) -> str:
+        return f"FINAL({next(said[number(messages)])})"
+
+    found = evaluated(model, of=plan(items=2, attempts=4), concurrency=1)
+    assert [(each.item, each.attempt, each.reward) for each in found.outcomes] == [
+        ("size/test/0", 0, 1.0), ("size/test/0", 1, 1.0), ("size/test/0", 2, 0.0), ("size/test/0", 3, 1.0),
+        ("size/test/1", 0, 0.0), ("size/test/1", 1, 1.0), ("size/test/1", 2, 0.0), ("size/test/1", 3, 1.0),
+    ]  # fmt: skip
+    (row, *_) = report(found, k=2).rows
+    assert row.average is not None
+    assert row.passes is not None
+    assert row.majority is not None
+    assert row.average.value == (3 / 4 + 2 / 4) / 2
+    assert row.passes.value == pytest.approx((1 - 0 + 1 - 1 / 6) / 2)  # 1 - C(1,2)/C(4,2), 1 - C(2,2)/C(4,2)
+    # blocks of two: 1 1 -> right; 2 1 -> 2, wrong. 3 2 -> 3, wrong; 3 2 -> 3, wrong
+    assert row.majority.value == (1 / 2 + 0) / 2
+    assert report(found).rows[0].majority == Figure(
+        0.5, 0.0, 1.0
+    )  # of all four: 1 is right; 3 and 2 are equal, 3 came first
+
+
+def test_attempts_differ_in_their_seed_alone_and_are_the_same_again() -> None:
+    def seeds(seed: int) -> list[int | None]:
+        model = client(right)
+        evaluated(model, of=plan(items=2, attempts=3, seed=seed), concurrency=1, sampling=Sampling(temperature=0.5))
+        assert {request.sampling.temperature for request in model.requests} == {0.5}
+        return [request.sampling.seed for request in model.requests]
+
+    assert len(set(seeds(0))) == 6
+    assert seeds(0) == seeds(0)
+    assert not set(seeds(0)) & set(seeds(1))
+
+
+def test_concurrency_is_bounded() -> None:
+    model = client(right, latency_s=0.02)
+    evaluated(model, of=plan(attempts=3), concurrency=5)
+    assert model.most_in_flight == 5
+
+
+# --- failures --------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_that_fails_has_no_reward_and_the_rest_goes_on() -> None:
+    def model(messages: tuple[Message, ...]) -> Any:
+        return refused(401, "no such key") if number(messages) == 3 else right(messages)
+
+    found = evaluated(model)
+    failed = [each for each in found.outcomes if each.reward is None]
+    assert [(each.item, each.stop) for each in failed] == [("size/test/3", Stop.ERROR)]
+    assert "no such key" in failed[0].error
+    figures = report(found)
+    assert (figures.failed, figures.rows[0].average) == (1, Figure(1.0, 1.0, 1.0))
+    assert "1 of 8 attempts failed and are left out; the first: " in table(figures)
+
+
+def test_an_item_with_too_few_scored_attempts_is_left_out_of_pass_at_k() -> None:
+    asked: dict[int, int] = {}
+
+    def model(messages: tuple[Message, ...]) -> Any:
+        n = number(messages)
+        asked[n] = asked.get(n, 0) + 1
+        return refused(400) if n == 0 and asked[n] == 2 else unless(lambda n: n == 1)(messages)
+
+    found = report(evaluated(model, of=plan(items=2, attempts=2), concurrency=1))
+    assert found.rows[0].average is not None
+    assert found.rows[0].passes is not None
+    assert (found.rows[0].average.value, found.rows[0].passes.value) == (0.5, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        (
+            {"reward": lambda answer, item: answer / 0},
+            "task 'size', item size/test/0: its score raised ZeroDivisionError",
+        ),
+        ({"begin": lambda item: None}, "task 'size', item size/test/0: its prepare raised TypeError"),
+        ({"begin": lambda item: 1 / 0}, "task 'size', item size/test/0: its prepare raised ZeroDivisionError"),
+    ],
+)
+def test_a_task_that_fails_is_named(change: dict[str, Any], error: str) -> None:
+    task = SimpleTask(**{"name": "size", "splits": TASK.splits, "reward": TASK.reward, **change})
+    (outcome,) = evaluated(right, task, of=plan(items=1)).outcomes
+    assert outcome.reward is None
+    assert outcome.error.startswith(error)
+
+
+def test_what_a_rollout_leaves_reaches_the_score() -> None:
+    ended: list[Any] = []
+
+    async def begin(item: Any) -> Start:
+        return Start(
+            context=item.context,
+            tools={"double": lambda x: 2 * x},
+            on_end=lambda answer: ended.append(answer) or {"a": 1},
+        )
+
+    def on_outcome(outcome: Outcome, trajectory: Trajectory) -> None:
+        seen.append((outcome.item, trajectory.metadata["a"], trajectory.task, trajectory.rewards))
+
+    seen: list[Any] = []
+    task = SimpleTask("size", TASK.splits, TASK.reward, begin=begin)
+    found = evaluated(["FINAL(double(len(context)))"], task, of=plan(items=1), on_outcome=on_outcome)
+    assert (found.outcomes[0].answer, ended) == ("2", [2])
+    assert seen == [("size/test/0", 1, "size/test/0", {"correct": 0.0})]
+
+
+def test_a_reward_may_take_its_time_but_not_for_ever() -> None:
+    import threading
+
+    never = threading.Event()
+    task = SimpleTask("size", TASK.splits, lambda answer, item: float(never.wait(5)))
+    try:
+        (outcome,) = evaluated(right, task, of=plan(items=1), grace_s=0.2).outcomes
+    finally:
+        never.set()
+    assert "its score took more than 0.2 s" in outcome.error
+
+
+def test_wrong_input() -> None:
+    with pytest.raises(ConfigError, match="task 'size' has no split 'tset': did you mean 'test'"):
+        evaluated(right, of=plan(split="tset"))
+    with pytest.raises(ConfigError, match="evaluate 0 items with 1 attempts"):
+        plan(items=0)
+    with pytest.raises(ConfigError, match="concurrency 0: give at least 1"):
+        evaluated(right, concurrency=0)
+    with pytest.raises(ConfigError, match=r"pass@2 needs at least 2 attempts at each item \(n\), and there are 1"):
+        report(evaluated(right, of=plan(items=1)), k=2)
+
+
+# --- records -----------------------------------------------------------------------------------------------------------
+
+
+def test_an_evaluation_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
+    """Killed after some attempts, with half a line written, and one that had failed: only what is missing is asked."""
+    records = Records(tmp_path)
+    wanted = plan(attempts=2)
+    first = records.create(wanted)
+
+    def stop(outcome: Outcome, trajectory: Trajectory) -> None:
+        if len(first.outcomes) == 5:
+            raise RamifyError("stop here")
+
+    def model(messages: tuple[Message, ...]) -> Any:
+        return refused(400) if number(messages) == 1 else right(messages)
+
+    with pytest.raises(RamifyError, match="stop here"):
+        evaluated(model, of=wanted, record=first, on_outcome=stop, concurrency=1)
+    first.close()
+    with first.path.open("ab") as file:
+        file.write(b'{"type":"outcome","item":"size/te')
+    assert unfinished(read(first.path), 8) == 11
+    again = records.reopen("last")
+    assert again.id == first.id
+    second = client(right)
+    found = evaluated(second, of=again.plan, record=again)
+    again.close()
+    assert len(second.requests) == 16 - 3  # of five, two had failed
+    assert [(each.item, each.attempt) for each in found.outcomes] == [
+        (item.id, attempt) for item in ITEMS for attempt in range(2)
+    ]
+    assert report(found).rows[0].average == Figure(1.0, 1.0, 1.0)
+    assert {(each.item, each.attempt): each for each in read(first.path).outcomes} == {
+        (each.item, each.attempt): each for each in found.outcomes
+    }
+
+
+def test_one_process_writes_a_record_at_a_time(tmp_path: Path) -> None:
+    record = Records(tmp_path).create(plan())
+    with pytest.raises(StoreError, match="is being written by another process"):
+        Record(record.path)
+    record.close()
+    Record(record.path).close()
+    assert record.path.stat().st_mode & 0o777 == 0o600
+
+
+def test_records_by_name(tmp_path: Path) -> None:
+    records = Records(tmp_path)
+    with pytest.raises(StoreError, match="there is no evaluation 'last': there is none in"):
+        records.path("last")
+    made = records.create(plan(task="ramify.tasks.ledger.task:ledger"))
+    made.close()
+    assert made.id.endswith("-ramify.tasks.ledger.task-test")
+    assert records.path(made.id[:17]) == records.path("last") == made.path
+    with pytest.raises(StoreError, match=f"there is no evaluation 'x': the last is {made.id}"):
+        records.path("x")
+    for text, message in (
+        ("", "is no evaluation: its first line must be a plan"),
+        ("{}\n", "line 1"),
+        ('{"type":"outcome","item":"a","attempt":0}\n', "is no evaluation"),
+    ):
+        made.path.write_text(text)
+        with pytest.raises(StoreError, match=message):
+            records.load("last")
+
+
+def test_a_record_of_another_plan_names_the_difference() -> None:
+    same_plan(plan(), plan())
+    with pytest.raises(ConfigError, match="the evaluation was begun with attempts 2, and not 3"):
+        same_plan(plan(attempts=2), plan(attempts=3))
+
+
+def test_stored_runs_are_named_and_know_their_task(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    (outcome,) = evaluated(right, of=plan(items=1), store=store).outcomes
+    trajectory = store.load(outcome.run)
+    assert (trajectory.task, trajectory.metadata["evaluation"]) == ("size/test/0", {"split": "test", "attempt": 0})
+    assert evaluated(right, of=plan(items=1)).outcomes[0].run == ""
+
+
+# --- two evaluations -----------------------------------------------------------------------------------------------------
+
+
+def test_a_difference_is_taken_over_the_same_items() -> None:
+    good, bad = evaluated(right), evaluated(unless(lambda n: n < 4), of=plan(items=6))
+    figure, num = difference(good, bad)
+    assert (figure.value, num) == (4 / 6, 6)
+    assert 0.2 < figure.low < figure.value < figure.high <= 1.0
+    other = SimpleTask("other", generated("other", lambda rng: ITEMS[0]), TASK.reward)
+    with pytest.raises(ConfigError, match="have no scored item in common"):
+        difference(good, evaluated(right, other, of=plan(task="other", items=2)))
+
+
+def test_a_report_is_data() -> None:
+    import msgspec
+
+    data = json.loads(msgspec.json.encode(report(evaluated(right, of=plan(items=2, attempts=2)))))
+    assert data["rows"][0]["passes"] == {"value": 1.0, "low": 1.0, "high": 1.0}
+    assert set(data) == {
+        "plan",
+        "k",
+        "attempts",
+        "failed",
+        "first_error",
+        "rows",
+        "rewards",
+        "metrics",
+        "stops",
+        "spent",
+    }
+
+
+def test_it_works_in_a_running_loop_that_has_the_rlm_open() -> None:
+    """As the training loop uses it, again and again with one RLM."""
+
+    async def twice() -> list[float | None]:
+        async with rlm(right) as open_rlm:
+            found = [await evaluate(open_rlm, TASK, plan(items=2)) for _ in range(2)]
+            return [outcome.reward for evaluation in found for outcome in evaluation.outcomes]
+
+    assert asyncio.run(twice()) == [1.0] * 4
+    assert SPEC.provider == "process"

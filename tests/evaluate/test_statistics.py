@@ -1,0 +1,131 @@
+"""Figures against numbers worked out by hand, by counting all subsets, and against numpy."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+
+import pytest
+
+from ramify.errors import ConfigError
+from ramify.evaluate.statistics import (
+    DRAWS,
+    Figure,
+    majority_at_k,
+    mean_with_interval,
+    paired_difference,
+    pass_at_k,
+    quantile,
+)
+
+
+@pytest.mark.parametrize(
+    ("n", "c", "k", "expected"),
+    [
+        (16, 3, 8, 0.9),  # 1 - C(13,8)/C(16,8) = 1 - 1287/12870
+        (4, 1, 1, 0.25),
+        (4, 1, 2, 0.5),
+        (4, 2, 2, 5 / 6),
+        (4, 0, 4, 0.0),
+        (4, 4, 1, 1.0),
+        (10, 9, 2, 1.0),  # too few wrong ones to fill two
+        (200, 1, 100, 0.5),
+    ],
+)
+def test_pass_at_k_by_hand(n: int, c: int, k: int, expected: float) -> None:
+    assert pass_at_k(n, c, k) == pytest.approx(expected, abs=1e-12)
+
+
+def test_pass_at_k_is_the_mean_over_all_subsets() -> None:
+    for n in range(1, 7):
+        for c, k in itertools.product(range(n + 1), range(1, n + 1)):
+            attempts = [1] * c + [0] * (n - c)
+            subsets = list(itertools.combinations(attempts, k))
+            assert pass_at_k(n, c, k) == pytest.approx(sum(map(max, subsets)) / len(subsets), abs=1e-12)
+
+
+@pytest.mark.parametrize(("n", "c", "k"), [(4, 1, 5), (4, 1, 0), (4, 5, 1), (4, -1, 1)])
+def test_what_cannot_be_asked(n: int, c: int, k: int) -> None:
+    with pytest.raises(ConfigError, match=r"pass@"):
+        pass_at_k(n, c, k)
+
+
+@pytest.mark.parametrize(
+    ("answers", "rewards", "k", "expected"),
+    [
+        (["a", "b", "b"], [1, 0, 0], 3, 0.0),
+        (["a", "b", "a"], [1, 0, 1], 3, 1.0),
+        (["a", "b"], [1, 0], 2, 1.0),  # of two equals the earlier
+        (["b", "a"], [0, 1], 2, 0.0),
+        ([None, None, "a"], [0, 0, 1], 3, 1.0),  # no answer has no vote
+        ([None, None], [0, 0], 2, 0.0),
+        (["a", "b", "b", "a", "a", "b"], [1, 0, 0, 1, 1, 0], 3, 0.5),  # blocks: a b b -> b, a a b -> a
+        (["a", "a", "b", "b", "b"], [1, 1, 0, 0, 0], 2, 0.5),  # blocks: a a -> a, b b -> b; the last b is left over
+        (["a", "b"], [0.25, 0.5], 1, 0.375),
+    ],
+)
+def test_majority_by_hand(answers: list[str | None], rewards: list[float], k: int, expected: float) -> None:
+    assert majority_at_k(answers, rewards, k) == pytest.approx(expected)
+
+
+def test_majority_needs_enough() -> None:
+    with pytest.raises(ConfigError, match="majority@3 needs at least 3 attempts at each item, and there are 2"):
+        majority_at_k(["a", "b"], [1, 0], 3)
+
+
+def test_quantiles_are_numpys() -> None:
+    numpy = pytest.importorskip("numpy")
+    values = sorted(random.Random(1).uniform(-5, 5) for _ in range(37))
+    for share in (0.0, 0.025, 0.5, 0.77, 0.975, 1.0):
+        assert quantile(values, share) == pytest.approx(float(numpy.quantile(values, share)), abs=1e-12)
+
+
+def test_an_interval_is_what_resampling_gives() -> None:
+    """Drawn again here, one item at a time."""
+    values = [0.0, 1.0, 1.0, 0.5, 0.0, 1.0]
+    rng = random.Random(3)
+    means = sorted(sum(rng.choices(values, k=6)) / 6 for _ in range(DRAWS))
+    assert mean_with_interval(values, seed=3) == Figure(3.5 / 6, quantile(means, 0.025), quantile(means, 0.975))
+    assert mean_with_interval(values, seed=3) == mean_with_interval(values, seed=3)
+    many = [random.Random(8).random() for _ in range(9)] + [0.1 * i for i in range(9)]
+    assert mean_with_interval(many, seed=4) != mean_with_interval(many, seed=3)
+
+
+def test_an_interval_is_as_wide_as_the_theory_says() -> None:
+    """Of 400 coins with 100 heads: 0.25 +- 1.96·sqrt(0.25·0.75/400) = 0.25 +- 0.0424."""
+    figure = mean_with_interval([1.0] * 100 + [0.0] * 300)
+    assert figure.value == 0.25
+    assert figure.low == pytest.approx(0.25 - 0.0424, abs=0.006)
+    assert figure.high == pytest.approx(0.25 + 0.0424, abs=0.006)
+
+
+@pytest.mark.slow
+def test_an_interval_holds_the_truth_as_often_as_it_says() -> None:
+    rng = random.Random(0)
+    held = 0
+    for trial in range(300):
+        figure = mean_with_interval([float(rng.random() < 0.3) for _ in range(100)], seed=trial)
+        held += figure.low <= 0.3 <= figure.high
+    assert 0.90 < held / 300 < 0.98
+
+
+def test_one_item_and_none() -> None:
+    assert mean_with_interval([0.5]) == Figure(0.5, 0.5, 0.5)
+    assert mean_with_interval([1.0, 1.0]) == Figure(1.0, 1.0, 1.0)
+    with pytest.raises(ConfigError, match="no item to take a mean over"):
+        mean_with_interval([])
+
+
+def test_a_paired_difference_is_narrower_than_two_intervals() -> None:
+    """Both find the same items hard: ours is better by 0.1 on each, and that is certain."""
+    hard = [random.Random(5).random() for _ in range(1)] + [i / 50 for i in range(50)]
+    ours, theirs = [x + 0.1 for x in hard], hard
+    paired = paired_difference(ours, theirs)
+    assert paired.value == pytest.approx(0.1)
+    assert paired.low == pytest.approx(0.1, abs=1e-9)
+    alone = mean_with_interval(ours)
+    assert alone.high - alone.low > 0.1
+    with pytest.raises(ConfigError, match="2 items cannot be paired with 1"):
+        paired_difference([1.0, 2.0], [1.0])
+    assert math.isclose(paired_difference([1.0, 0.0], [0.0, 0.0]).value, 0.5)

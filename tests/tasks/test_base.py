@@ -1,0 +1,162 @@
+"""What every task promises: items that can be made again, disjoint splits, rewards that are numbers, a proof of itself."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import pytest
+
+from ramify.errors import ConfigError, RamifyError
+from ramify.tasks.base import SPLITS, Item, Score, Stream, Task, generated, items_of, scored, total
+from ramify.tasks.scoring import exact, numeric
+from ramify.tasks.simple import SimpleTask, Whole
+from ramify.tasks.validate import answered, validate
+
+
+def make(rng: random.Random) -> Item:
+    words = rng.choices(["teal", "coral", "mint"], k=20)
+    return Item("How often does 'teal' occur?", " ".join(words), gold=words.count("teal"))
+
+
+TEAL = SimpleTask("teal", generated("teal", make), numeric)
+
+
+def test_it_is_a_task() -> None:
+    assert isinstance(TEAL, Task)
+    start = asyncio.run(TEAL.prepare(TEAL.splits["train"][0]))
+    assert (start.context, start.tools, start.manifest()) == (TEAL.splits["train"][0].context, {}, "")
+
+
+def test_items_can_be_made_again_and_are_of_their_split_alone() -> None:
+    train = TEAL.splits["train"]
+    assert train[17] == generated("teal", make)["train"][17]
+    assert train[17].id == "teal/train/17"
+    assert train[:3] == [train[0], train[1], train[2]]
+    assert next(iter(train)) == train[0]
+    contexts = {TEAL.splits[split][index].context for split in SPLITS for index in range(200)}
+    assert len(contexts) == 600
+    assert generated("teal", make, seed=1)["train"][17] != train[17]
+    assert generated("other", make)["train"][17].context != train[17].context
+
+
+def test_the_end_of_a_split() -> None:
+    stream = Stream("teal", "test", make, size=3)
+    assert len(stream) == 3
+    assert [item.id for item in stream] == ["teal/test/0", "teal/test/1", "teal/test/2"]
+    assert stream[-1] == stream[2]
+    with pytest.raises(IndexError, match="teal/test has 3 items, and no item 3"):
+        stream[3]
+    assert TEAL.splits["train"][10**11].id == "teal/train/100000000000"
+
+
+def test_an_unknown_split_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="task 'teal' has no split 'tset': did you mean 'test'"):
+        items_of(TEAL, "tset")
+
+
+def test_total() -> None:
+    assert total({"correct": 1.0, "short": 0.5}, {"short": 0.2}) == pytest.approx(1.1)
+    assert total({}, {"short": 0.2}) == 0.0
+
+
+# --- scores ----------------------------------------------------------------------------------------------------------
+
+ITEM = Item("?", gold=7, id="t/test/0")
+
+
+@pytest.mark.parametrize(
+    ("worth", "rewards", "metrics"),
+    [
+        (0.5, {"correct": 0.5}, {}),
+        (True, {"correct": 1.0}, {}),
+        ({"a": 1.0, "b": 0}, {"a": 1.0, "b": 0}, {}),
+        (Score({"a": 1.0}, metrics={"m": 2.0}), {"a": 1.0}, {"m": 2.0}),
+    ],
+)
+def test_a_reward_may_give_a_number_several_or_a_score(
+    worth: Any, rewards: Mapping[str, float], metrics: Mapping[str, float]
+) -> None:
+    trajectory = scored(SimpleTask("t", {"test": [ITEM]}, lambda answer, item: worth), ITEM, answered(ITEM, 7))
+    assert (trajectory.rewards, trajectory.metrics) == (rewards, metrics)
+
+
+def test_a_reward_may_see_the_whole_trajectory() -> None:
+    task = SimpleTask("t", {"test": [ITEM]}, Whole(lambda item, trajectory: float(len(trajectory.calls))))
+    assert scored(task, ITEM, answered(ITEM, None)).rewards == {"correct": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("worth", "message"),
+    [
+        (float("nan"), "reward 'correct' is nan; it must be a finite number"),
+        ({"a": float("inf")}, "reward 'a' is inf"),
+        ({"a": "1"}, "reward 'a' is '1'"),
+        ({}, "its score has no reward"),
+        (Score({"a": 1.0}, calls={"0.7": {"a": 1.0}}), "a reward for call '0.7', which the trajectory does not have"),
+        (Score({"a": 1.0}, calls={"0": {"a": float("nan")}}), "reward 'a' is nan"),
+    ],
+)
+def test_what_is_no_reward_names_task_and_item(worth: Any, message: str) -> None:
+    with pytest.raises(RamifyError, match=f"task 't', item t/test/0: .*{message}"):
+        scored(SimpleTask("t", {"test": [ITEM]}, lambda answer, item: worth), ITEM, answered(ITEM, 7))
+
+
+def test_a_score_that_fails_names_task_and_item() -> None:
+    task = SimpleTask("t", {"test": [ITEM]}, lambda answer, item: answer["x"])
+    with pytest.raises(RamifyError, match="task 't', item t/test/0: its score raised TypeError"):
+        scored(task, ITEM, answered(ITEM, 7))
+
+
+# --- validate --------------------------------------------------------------------------------------------------------
+
+
+def of(*items: Item, reward: Any = exact, **more: Any) -> SimpleTask:
+    return SimpleTask("t", {"test": items}, reward, **more)
+
+
+def test_a_right_task_is_valid() -> None:
+    validate(TEAL)
+    validate(of(msgspec.structs.replace(ITEM, gold=["seven", "7"], right="7", wrong=8)))
+    both = {"correct": 0.5, "brief": 0.5}
+    validate(of(ITEM, reward=lambda answer, item: dict.fromkeys(both, exact(answer, item)), weights=both))
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        (
+            of(msgspec.structs.replace(ITEM, gold=["seven", "7"])),
+            "t/test/0: the right answer \\['seven', '7'\\] scores 0",
+        ),
+        (of(ITEM, weights={"correct": 0.5}), "t/test/0: the right answer 7 scores 0.5 and not 1"),
+        (of(ITEM, reward=lambda answer, item: 1.0), "t/test/0: the wrong answer .* scores 1; the score takes anything"),
+        (of(ITEM, reward=lambda answer, item: answer in (7, None)), "t/test/0: the wrong answer None scores 1"),
+        (of(msgspec.structs.replace(ITEM, wrong="7.")), None),
+        (of(msgspec.structs.replace(ITEM, wrong="7.", gold=7), reward=numeric), "the wrong answer '7.' scores 1"),
+        (of(Item("?", id="t/test/0")), "t/test/0: it has no gold answer"),
+        (of(Item("  ", gold=7, id="t/test/0")), "t/test/0: an item needs an id and a question"),
+        (of(Item("?", gold=7)), r"item \(without an id\): an item needs an id"),
+        (of(), "its split 'test' is empty"),
+        (
+            SimpleTask("t", {"train": [msgspec.structs.replace(ITEM, id="t/train/4")], "test": [ITEM]}, exact),
+            "t/test/0 is the same question over the same context as t/train/4",
+        ),
+    ],
+)
+def test_a_wrong_task_names_the_item(task: SimpleTask, message: str | None) -> None:
+    if message is None:
+        validate(task)
+        return
+    with pytest.raises(ConfigError, match=message):
+        validate(task)
+
+
+def test_a_task_needs_a_name_splits_and_a_reward() -> None:
+    with pytest.raises(ConfigError, match="needs a name and at least one split"):
+        SimpleTask("t", {}, exact)
+    with pytest.raises(ConfigError, match="its reward is a str; give a function"):
+        SimpleTask("t", {"test": [ITEM]}, "exact")  # type: ignore[arg-type]

@@ -1,0 +1,174 @@
+"""Datasets as tasks: files, lists and Hugging Face's, and rows that are not as they should be."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ramify.errors import ConfigError, SourceError
+from ramify.tasks.base import Item, task_of
+from ramify.tasks.data import dataset
+from ramify.tasks.validate import validate
+
+ROWS = [{"question": f"What is {n}+{n}?", "answer": 2 * n, "level": "easy" if n < 5 else "hard"} for n in range(200)]
+needs_datasets = pytest.mark.skipif(
+    importlib.util.find_spec("datasets") is None, reason="the extra 'datasets' is not installed"
+)
+
+
+def jsonl(path: Path, rows: Iterable[Any]) -> str:
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return str(path)
+
+
+def test_one_file_is_divided_by_what_is_asked(tmp_path: Path) -> None:
+    task = dataset(jsonl(tmp_path / "sums.jsonl", ROWS), kind="level", reward="numeric")
+    validate(task, num=200)
+    sizes = {split: len(items) for split, items in task.splits.items()}
+    assert sum(sizes.values()) == 200
+    assert sizes["train"] == pytest.approx(160, abs=20)
+    assert min(sizes.values()) > 8
+    item = task.splits["test"][0]
+    assert item == Item(item.question, gold=item.gold, kind=item.kind, id=item.id)
+    number = int(item.id.removeprefix("sums/test/"))
+    assert (item.question, item.gold) == (ROWS[number]["question"], ROWS[number]["answer"])
+    longer = dataset(jsonl(tmp_path / "more.jsonl", [*ROWS, {"question": "New?", "answer": 1}]), name="sums")
+    for split, items in task.splits.items():  # who was in a split stays there
+        kept = {each.id for each in longer.splits[split]} - {"sums/train/200", "sums/validation/200", "sums/test/200"}
+        assert kept == {each.id for each in items}
+
+
+def test_the_same_question_is_never_in_two_splits() -> None:
+    task = dataset([{"question": "same?", "answer": 1}] * 50 + ROWS)
+    where = {split for split, items in task.splits.items() for item in items if item.question == "same?"}
+    assert len(where) == 1
+
+
+def test_splits_and_columns_by_name(tmp_path: Path) -> None:
+    rows = [{"q": "Which?", "docs": ["a", "b"], "title": "T", "gold": ["B", "b)"], "choices": ["x", "y"]}]
+    source = {"train": jsonl(tmp_path / "a.jsonl", rows), "dev": rows}
+    task = dataset(
+        source, question="q", gold="gold", context=("title", "docs"), metadata=("choices",), reward="exact", name="mine"
+    )
+    assert list(task.splits) == ["train", "validation"]
+    assert task.splits["train"][0] == Item(
+        "Which?", {"title": "T", "docs": ["a", "b"]}, ["B", "b)"], id="mine/train/0", right="B",
+        metadata={"choices": ["x", "y"]},
+    )  # fmt: skip
+    assert task.splits["train"][-1:] == [task.splits["train"][0]]
+
+
+def test_an_item_and_a_reward_of_ones_own() -> None:
+    task = dataset(
+        {"test": ROWS}, item=lambda row: Item(row["question"], row["level"], row["answer"]),
+        reward=lambda answer, item: float(answer == item.gold),
+    )  # fmt: skip
+    validate(task, num=5)
+    assert task.splits["test"][7].context == "hard"
+
+
+def test_blank_lines_are_no_rows(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text('\n{"question": "a?", "answer": 1}\n   \n{"question": "ü?", "answer": 2}')
+    items = dataset({"test": path}).splits["test"]
+    assert [(item.question, item.gold) for item in items] == [("a?", 1), ("ü?", 2)]
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ('{"question": "a?", "answer": 1}\n{"question": "b?", "gold": 1}', "x/test, row 1: there is no column 'answer'; it has "
+                                                                          "question, gold"),
+        ('{"question": 5, "answer": 1}', "x/test, row 0: column 'question' is 5; a question is text"),
+        ('{"question": "a?", "answer": null}', "x/test, row 0: column 'answer' is empty"),
+        ('{"question": "a?"', "x.jsonl, line 1: not JSON"),
+        ('\n[1, 2]', "x.jsonl, line 2: a list; every line is an object"),
+        ("\n \n", "x: there are no rows in it"),
+    ],
+)  # fmt: skip
+def test_a_wrong_row_is_named(tmp_path: Path, lines: str, message: str) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text(lines)
+    with pytest.raises((ConfigError, SourceError), match=message):
+        list(dataset({"test": path}).splits["test"])
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "message"),
+    [
+        ("missing.jsonl", {}, "there is no file missing.jsonl"),
+        ("rows.csv", {}, "rows are read from .jsonl and .parquet, and from hf:NAME"),
+        ({}, {}, "needs a source for at least one split"),
+        (5, {}, "a int is no dataset"),
+        (ROWS, {"reward": "exakt"}, "unknown score 'exakt': did you mean 'exact'"),
+    ],
+)
+def test_what_is_no_dataset(source: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises((ConfigError, SourceError), match=message):
+        dataset(source, **options)
+
+
+@needs_datasets
+def test_parquet_and_hugging_face(tmp_path: Path) -> None:
+    import datasets
+
+    loaded = datasets.Dataset.from_list(ROWS)
+    loaded.to_parquet(str(tmp_path / "sums.parquet"), batch_size=30)
+    (tmp_path / "hub").mkdir()
+    jsonl(tmp_path / "hub" / "train.jsonl", ROWS)
+    parquet = dataset({"test": tmp_path / "sums.parquet"}, reward="numeric").splits["test"]
+    in_memory = dataset({"test": loaded}).splits["test"]
+    from_hub = dataset(f"hf:{tmp_path / 'hub'}").splits["train"]
+    for items in (parquet, in_memory, from_hub):
+        assert [(item.question, item.gold) for item in items] == [(row["question"], row["answer"]) for row in ROWS]
+    assert parquet[-1].gold == 398
+    with pytest.raises(SourceError, match="cannot be loaded"):
+        dataset(f"hf:{tmp_path / 'nowhere'}")
+
+
+@needs_datasets
+def test_a_file_that_is_not_parquet(tmp_path: Path) -> None:
+    (tmp_path / "x.parquet").write_text("no")
+    with pytest.raises(SourceError, match=r"x\.parquet is not Parquet"):
+        dataset(tmp_path / "x.parquet")
+
+
+# --- tasks by name -----------------------------------------------------------------------------------------------------
+
+MINE = """
+from ramify.tasks.base import Item, generated
+from ramify.tasks.scoring import exact
+from ramify.tasks.simple import SimpleTask
+
+def mine(size: int = 3):
+    return SimpleTask("mine", generated("mine", lambda rng: Item("?", gold=rng.random()), size=size), exact)
+
+made = mine()
+other = 5
+"""
+
+
+def test_tasks_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "my_task.py"
+    path.write_text(MINE)
+    assert task_of("ledger", multi=1.0).name == "ledger"
+    assert len(task_of(f"{path}:mine", size=7).splits["test"]) == 7
+    assert len(task_of(f"{path}:made").splits["test"]) == 3
+    assert task_of("ramify.tasks.needle:needle").name == "needle"
+    assert task_of(jsonl(tmp_path / "rows.jsonl", ROWS), kind="level").name == "rows"
+    for name, options, message in (
+        ("legder", {}, "unknown task 'legder': did you mean 'ledger'"),
+        ("ledger", {"mutli": 1}, "task 'ledger' has no option 'mutli': did you mean 'multi'"),
+        ("nowhere:task", {}, "task 'nowhere:task' cannot be loaded: No module named 'nowhere'"),
+        (f"{path}:ours", {}, "cannot be loaded: module .* has no attribute 'ours'"),
+        (f"{path}:made", {"size": 1}, "is made already and takes no options: leave out size"),
+        (f"{path}:other", {}, "gives a int, not a Task"),
+        (f"{tmp_path}/none.py:x", {}, "cannot be loaded"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            task_of(name, **options)

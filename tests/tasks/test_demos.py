@@ -1,0 +1,132 @@
+"""Demonstrations: what the demonstrator says, how often it is right, and that playing them is what the engine would do."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Iterator
+
+import pytest
+
+from ramify import RLM, Limits, SandboxSpec
+from ramify.engine.scaffold import TINY
+from ramify.tasks.base import Item, scored
+from ramify.tasks.ledger.demos import EXPERT, NOISY, Demonstrator, Habits
+from ramify.tasks.ledger.play import Conversation, demonstrations, play
+from ramify.tasks.ledger.task import ledger
+from ramify.types.trajectory import Trajectory
+
+SINGLE, SEVERAL = ledger(), ledger(multi=1.0)
+
+
+def items(task: object, num: int, split: str = "train") -> list[Item]:
+    return list(itertools.islice(task.splits[split], num))  # type: ignore[attr-defined]
+
+
+def of_kind(task: object, kind: str) -> Item:
+    return next(item for item in task.splits["test"] if item.kind == kind)  # type: ignore[attr-defined]
+
+
+def said(conversation: Conversation) -> list[str]:
+    return [message.content for message in conversation.messages]
+
+
+def test_an_expert_over_one_document() -> None:
+    item = of_kind(SINGLE, "sum")
+    (root,) = play(item, EXPERT, 0, TINY)
+    label = item.question.split("'")[1]
+    first, look, shown, code, result, final = said(root)
+    assert (first, look, shown) == (
+        f"{item.question}\nlen {len(item.context)}",
+        "print(context[:70])",
+        item.context[:70].rstrip("\n"),
+    )
+    assert f"=='{label}')\nprint(r)" in code
+    assert (result, final, root.answer, root.correct) == (str(item.gold), "FINAL(r)", item.gold, True)
+
+
+def test_an_expert_over_several_documents() -> None:
+    item = of_kind(SEVERAL, "multi max")
+    root, *children = play(item, EXPERT, 0, TINY)
+    mark, sub_question = item.metadata["mark"], item.question.removesuffix(" in all docs")
+    assert said(root)[3] == (
+        f"P=context[4:].split('\\n{mark}\\n')\nA=rlm_query_batched([\"{sub_question}\"]*len(P),P)\nr=max(A)\nprint(r)"
+    )
+    parts = item.context[4:].split(f"\n{mark}\n")
+    assert [child.call for child in children] == [f"0.{index}" for index in range(len(parts))]
+    assert [said(child)[0] for child in children] == [f"{sub_question}\nlen {len(part)}" for part in parts]
+    assert max(child.answer for child in children) == root.answer == item.gold
+
+
+@pytest.mark.parametrize("task", [SINGLE, SEVERAL], ids=["single", "several"])
+def test_an_expert_is_always_right(task: object) -> None:
+    for split in task.splits:  # type: ignore[attr-defined]
+        for calls in demonstrations(items(task, 60, split), EXPERT, 0, TINY):
+            assert all(call.correct for call in calls), calls[0].item
+
+
+def test_how_often_the_noisy_one_is_right() -> None:
+    """A third over single documents, hardly ever over several; right and wrong in every kind."""
+
+    def right(task: object) -> list[tuple[str, bool]]:
+        asked = items(task, 1500)
+        played = demonstrations(asked, NOISY, 0, TINY)
+        return [(item.kind, calls[0].correct) for item, calls in zip(asked, played, strict=True)]
+
+    single, several = right(SINGLE), right(SEVERAL)
+    assert 0.28 < sum(ok for _, ok in single) / len(single) < 0.40
+    assert 0.01 < sum(ok for _, ok in several) / len(several) < 0.10
+    for kind, outcomes in itertools.groupby(sorted(single), key=lambda each: each[0]):
+        share = [ok for _, ok in outcomes]
+        assert 0.15 < sum(share) / len(share) < 0.6, kind
+
+
+def test_counting_names_its_column_in_most_demonstrations() -> None:
+    """Each of these says where the label is; of those that count in the text, none does."""
+    asked = items(ledger(kinds=("count",)), 400)
+    codes = ["\n".join(said(calls[0])[1::2]) for calls in demonstrations(asked, NOISY, 0, TINY)]
+    assert sum("context.count" in code for code in codes) / len(codes) < 0.35
+
+
+def test_a_demonstration_is_drawn_from_its_seed_alone() -> None:
+    asked = items(SEVERAL, 5)
+    again = list(demonstrations(reversed(asked), NOISY, 3, TINY))[::-1]
+    assert again == list(demonstrations(asked, NOISY, 3, TINY))
+    assert again != list(demonstrations(asked, NOISY, 4, TINY))
+
+
+# --- against the engine ----------------------------------------------------------------------------------------------
+
+
+def through_the_engine(item: Item, habits: Habits, seed: int) -> Trajectory:
+    async def run() -> Trajectory:
+        spec = SandboxSpec(provider="process", allow_weaker=True)
+        model = Demonstrator(item, habits, seed)
+        async with RLM(model, scaffold="tiny", limits=Limits(max_turns=8), sandbox=spec) as rlm:
+            start = await SINGLE.prepare(item)
+            return (await rlm.start(start, item.question).result()).trajectory
+
+    return asyncio.run(run())
+
+
+def sample() -> Iterator[tuple[Item, Habits]]:
+    """Some of each strategy, with and without errors."""
+    yield from ((item, NOISY) for item in items(SINGLE, 6))
+    yield from ((item, NOISY) for item in items(SEVERAL, 10))
+    yield of_kind(SEVERAL, "multi sum"), EXPERT
+    yield of_kind(SEVERAL, "multi count"), Habits(recurses=0.0, delegates_whole=1.0)
+
+
+@pytest.mark.parametrize(("item", "habits"), list(sample()), ids=lambda each: each.id if isinstance(each, Item) else "")
+def test_playing_is_what_the_engine_does(item: Item, habits: Habits) -> None:
+    """The same messages in every call, the same answers, and rewards of calls that agree with what play says."""
+    trajectory = scored(SINGLE, item, through_the_engine(item, habits, 0))
+    played = play(item, habits, 0, TINY)
+    assert [call.id for call in trajectory.walk()] == [each.call for each in played]
+    for call, each in zip(trajectory.walk(), played, strict=True):
+        assert tuple(trajectory.conversation(call)) == each.messages
+        assert call.answer == each.answer
+    assert trajectory.rewards == {"correct": float(played[0].correct)}
+    known = {id: bool(rewards["correct"]) for id, rewards in trajectory.call_rewards.items()}
+    assert known == {each.call: each.correct for each in played if each.call in known}
+    assert all(not each.correct for each in played if each.call not in known)

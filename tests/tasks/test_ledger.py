@@ -1,0 +1,219 @@
+"""The ledger: its formats, lengths and splits, and what each call of a trajectory is worth."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from typing import Any
+
+import pytest
+
+from ramify import RLM, SandboxSpec
+from ramify.errors import ConfigError
+from ramify.sandbox.base import digest_of
+from ramify.tasks.base import Item, scored
+from ramify.tasks.ledger.demos import EXPERT, Demonstrator
+from ramify.tasks.ledger.rows import (
+    FORMATS,
+    HELD_OUT_FORMATS,
+    HELD_OUT_NAMES,
+    KINDS,
+    KNOWN_FORMATS,
+    KNOWN_NAMES,
+    LABELS,
+    Format,
+    make_rows,
+    solve,
+)
+from ramify.tasks.ledger.task import Asked, documents_of, ledger
+from ramify.tasks.validate import validate
+from ramify.types.trajectory import Call, ContextRef, Parent, Stop, Trajectory
+
+ROWS = [("bavo", "red", 17), ("fred", "blue", 5), ("kilu", "red", 8), ("bavo", "blue", 9)]
+
+
+def test_formats_by_hand() -> None:
+    assert Format("|", (2, 0, 1), True).write(ROWS[:2]) == "label|qty|user\nred|17|bavo\nblue|5|fred"
+    assert Format(",", (0, 1, 2), False).write(ROWS[:2]) == "bavo,red,17\nfred,blue,5"
+    assert (len(FORMATS), len(KNOWN_FORMATS), len(HELD_OUT_FORMATS)) == (18, 16, 2)
+    assert all(each.read(each.write(ROWS)) == ROWS for each in FORMATS)
+
+
+@pytest.mark.parametrize(
+    ("kind", "about", "answer"),
+    [("count", "red", 2), ("sum", "red", 25), ("max", "blue", 9), ("top", "", "bavo"), ("latest", "bavo", 9)],
+)
+def test_answers_by_hand(kind: Any, about: str, answer: object) -> None:
+    assert solve(ROWS, kind, about) == answer
+
+
+def test_names_are_of_two_pools() -> None:
+    assert (len(KNOWN_NAMES), len(HELD_OUT_NAMES)) == (320, 80)
+    assert not set(KNOWN_NAMES) & set(HELD_OUT_NAMES)
+    assert not [name for name in KNOWN_NAMES + HELD_OUT_NAMES for label in LABELS if label in name]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_habits_go_wrong_over_every_ledger(kind: Any) -> None:
+    """Counting in the text, leaving out the filter, comparing as text, taking the first: none of them is right."""
+    rng, form = random.Random(kind), FORMATS[0]
+    for header in (False, True):
+        for _ in range(30):
+            about = {"top": "", "latest": "bavo"}.get(kind, "red")
+            rows = make_rows(rng, kind, about, header, 20)
+            match kind:
+                case "count":
+                    wrong: object = form.write(rows).count("red")
+                case "sum":
+                    wrong = sum(quantity for _, _, quantity in rows)
+                case "max":
+                    wrong = int(max(str(quantity) for _, label, quantity in rows if label == "red"))
+                case "top":
+                    wrong = max(rows, key=lambda row: str(row[2]))[0]
+                case _:
+                    wrong = next(quantity for user, _, quantity in rows if user == "bavo")
+            assert wrong != solve(rows, kind, about)
+            if not header and kind in ("count", "sum", "max"):  # skipping a header that is not there loses a row
+                assert solve(rows[1:], kind, about) != solve(rows, kind, about)
+
+
+def test_items() -> None:
+    validate(ledger(), num=50)
+    validate(ledger(multi=0.5), num=50)
+    item = ledger(multi=1.0, docs=(3, 3)).splits["train"][0]
+    mark = item.metadata["mark"]
+    parts = item.context[4:].split(f"\n{mark}\n")
+    documents = documents_of(item)
+    assert item.context.startswith(mark + "\n")
+    assert parts == [item.context[each.start : each.end] for each in documents]
+    rows = [row for each in documents for row in each.rows(item.context)]
+    asked = Asked.read(item.question)
+    assert asked is not None
+    assert (asked.text, asked.over_all, solve(rows, asked.kind, asked.about)) == (item.question, True, item.gold)
+
+
+def test_what_is_held_out() -> None:
+    task = ledger(multi=0.5)
+
+    def formats(split: str) -> set[Format]:
+        return {each.format for item in itertools.islice(task.splits[split], 200) for each in documents_of(item)}
+
+    def names(split: str) -> set[str]:
+        asked = [Asked.read(item.question) for item in itertools.islice(task.splits[split], 600)]
+        return {each.about for each in asked if each is not None and each.kind == "latest"}
+
+    assert all(formats(split) == set(KNOWN_FORMATS) for split in ("train", "validation", "test", "test_names"))
+    assert formats("test_formats") == set(HELD_OUT_FORMATS)
+    assert names("train") <= set(KNOWN_NAMES)
+    assert names("test") <= set(KNOWN_NAMES)
+    assert names("test_names") == set(HELD_OUT_NAMES)
+    assert "test_names" not in ledger(kinds=("count",)).splits
+
+
+@pytest.mark.parametrize("chars", [300, 5_000, 200_000])
+@pytest.mark.parametrize("multi", [0.0, 1.0])
+def test_length_is_a_parameter(chars: int, multi: float) -> None:
+    task = ledger(chars=max(chars, 600 if multi else 0), multi=multi)
+    lengths = [len(item.context) for item in itertools.islice(task.splits["test"], 10)]
+    assert sum(lengths) / 10 == pytest.approx(max(chars, 600 if multi else 0), rel=0.12 if chars < 1000 else 0.03)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("multi", [0.0, 1.0])
+def test_ten_million_characters(multi: float) -> None:
+    """Answered in a session by the code that a policy writes over a few hundred."""
+    task = ledger(chars=10_000_000, multi=multi, docs=(4, 4))
+    item = task.splits["test"][0]
+    assert len(item.context) == pytest.approx(10_000_000, rel=0.02)
+
+    async def run() -> Trajectory:
+        spec = SandboxSpec(provider="process", allow_weaker=True)
+        async with RLM(Demonstrator(item, EXPERT), scaffold="tiny", sandbox=spec) as rlm:
+            return (await rlm.start(await task.prepare(item), item.question).result()).trajectory
+
+    trajectory = scored(task, item, asyncio.run(run()))
+    assert trajectory.rewards == {"correct": 1.0}
+    assert trajectory.call_rewards == {call.id: {"correct": 1.0} for call in trajectory.calls}
+    assert len(trajectory.calls) == (5 if multi else 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kinds": ("cuont",)}, "unknown kind 'cuont': did you mean 'count'"),
+        ({"kinds": ()}, "give at least one kind"),
+        ({"multi": 1.5}, "a share from 0 to 1"),
+        ({"multi": 0.5, "kinds": ("top", "latest")}, "none of \\['top', 'latest'\\] can be asked over several"),
+        ({"rows": (3, 9)}, "rows=\\(3, 9\\); give at least 4"),
+        ({"docs": (3, 2), "multi": 1.0}, "docs=\\(3, 2\\)"),
+        ({"chars": 100}, "chars=100 holds no question"),
+    ],
+)
+def test_what_leaves_nothing_to_ask(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ledger(**options)
+
+
+# --- what calls are worth --------------------------------------------------------------------------------------------
+
+FIRST, SECOND = Format(",", (0, 1, 2), False), Format("|", (2, 0, 1), True)
+CONTEXT = f"###\n{FIRST.write(ROWS)}\n###\n{SECOND.write(ROWS[:2])}"
+SPANS = [
+    {"start": 4, "end": 4 + len(FIRST.write(ROWS)), "format": {"separator": ",", "order": [0, 1, 2], "header": False}},
+    {
+        "start": len(CONTEXT) - len(SECOND.write(ROWS[:2])),
+        "end": len(CONTEXT),
+        "format": {"separator": "|", "order": [2, 0, 1], "header": True},
+    },
+]
+ITEM = Item(
+    "sum qty of 'red' in all docs", CONTEXT, 42, id="ledger/test/0", metadata={"documents": SPANS, "mark": "###"}
+)
+
+
+def ref(text: str) -> ContextRef:
+    return ContextRef(digest_of(text), len(text), "str")
+
+
+def child(number: int, question: str, text: str, answer: Any, kind: Any = "rlm") -> Call:
+    return Call(
+        f"0.{number}", kind, "m:m", 1, question, parent=Parent("0", 0, 0), context=ref(text), answer=answer,
+        stop=Stop.FINAL,
+    )  # fmt: skip
+
+
+def test_each_call_is_judged_by_its_own_question() -> None:
+    first, second = FIRST.write(ROWS), SECOND.write(ROWS[:2])
+    calls = [
+        Call("0", "rlm", "m:m", 0, ITEM.question, context=ref(CONTEXT), answer="42", stop=Stop.FINAL),
+        child(0, "sum qty of 'red'", first, 25),
+        child(1, "sum qty of 'red'", second, 99),
+        child(2, "count rows of 'red'", second + "\n", "1"),  # its parent should have asked another question
+        child(3, "max qty of 'gold'", first, 3),  # nothing there is gold
+        child(4, "sum qty of 'red'", first[3:], 25),  # nobody knows these rows
+        child(5, "What is the sum of red?", first, 25),  # no question of the family
+        child(6, "sum qty of 'red'", CONTEXT, 42),  # all of it
+        child(7, "user with top qty", first, "bavo", "lm"),
+        child(8, "top qty", first, {"bavo": float("nan")}),
+        Call("0:1", "rlm", "m:m", 0, ITEM.question, context=ref(CONTEXT), answer=41, stop=Stop.FINAL),  # a branch
+    ]
+    trajectory = Trajectory("r", ITEM.question, context=ref(CONTEXT), calls=calls, answer=42, stop=Stop.FINAL)
+    scored(ledger(multi=1.0), ITEM, trajectory)
+    assert trajectory.rewards == {"correct": 1.0}
+    assert {id: rewards["correct"] for id, rewards in trajectory.call_rewards.items()} == {
+        "0": 1.0, "0.0": 1.0, "0.1": 0.0, "0.2": 1.0, "0.6": 1.0, "0.7": 1.0, "0:1": 0.0,
+    }  # fmt: skip
+    assert trajectory.metrics == {"children_correct": 0.8}
+
+
+@pytest.mark.parametrize("text", ["sum qty of 'red' in all docs", "user with top qty", "latest qty of 'bavo'"])
+def test_questions_are_read_as_they_are_written(text: str) -> None:
+    asked = Asked.read(f" {text}\n")
+    assert asked is not None
+    assert asked.text == text
+
+
+@pytest.mark.parametrize("text", ["", "sum qty of 'red", "sum qty of ''", "sum qty of 'r'*9", "x" * 10**6])
+def test_what_is_no_question_of_the_family(text: str) -> None:
+    assert Asked.read(text) is None

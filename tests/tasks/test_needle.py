@@ -1,0 +1,45 @@
+"""Needles: one sentence answers, wherever it lies, and distractors do not."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from typing import Any
+
+import pytest
+
+from ramify.errors import ConfigError
+from ramify.tasks.needle import needle
+from ramify.tasks.validate import validate
+
+
+@pytest.mark.parametrize("chars", [1000, 50_000, 10_000_000])
+def test_one_sentence_answers(chars: int) -> None:
+    task = needle(chars=chars, distractors=5)
+    for item in itertools.islice(task.splits["test"], 5 if chars < 10**6 else 1):
+        assert len(item.context) == pytest.approx(chars, rel=0.15 if chars == 1000 else 0.01)
+        name = item.question.removeprefix("What is the access code of ").rstrip("?")
+        assert re.findall(rf"The access code of {name} is (\d+)\.", item.context) == [item.gold]
+        assert len(re.findall(r"access code of \w+ (?:is|was) (\d+)\.", item.context)) == 6
+        assert len(set(re.findall(r"access code of \w+ (?:is|was) (\d+)\.", item.context))) == 6
+
+
+def test_it_is_valid_and_its_needles_lie_everywhere() -> None:
+    task = needle(chars=2000)
+    validate(task, num=20)
+    kinds = {item.kind for item in itertools.islice(task.splits["train"], 200)}
+    assert kinds == {f"depth {low}-{low + 10} %" for low in range(0, 100, 10)}
+
+
+@pytest.mark.parametrize(("depth", "kind"), [(0.0, "depth 0-10 %"), (0.55, "depth 50-60 %"), (1.0, "depth 90-100 %")])
+def test_depth(depth: float, kind: str) -> None:
+    items = itertools.islice(needle(chars=20_000, depth=depth, distractors=0).splits["test"], 20)
+    assert {item.kind for item in items} == {kind}
+
+
+@pytest.mark.parametrize(
+    "options", [{"chars": 10}, {"distractors": -1}, {"chars": 1000, "distractors": 6}, {"depth": 1.5}]
+)
+def test_what_cannot_be(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="needle: chars="):
+        needle(**options)

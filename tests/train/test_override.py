@@ -1,0 +1,82 @@
+"""Overrides of a configuration from the command line."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+import pytest
+
+from ramify.errors import ConfigError
+from ramify.train.algorithms import ALGORITHMS
+from ramify.train.algorithms.dr_grpo import DrGRPO
+from ramify.train.algorithms.grpo import GRPO
+from ramify.train.override import override
+from ramify.train.policy_losses import Cispo, PpoClip
+
+CHOICES = {"algorithm": ALGORITHMS}
+
+
+class Optim(msgspec.Struct, frozen=True):
+    lr: float = 1e-3
+    name: Literal["adamw", "muon"] = "adamw"
+    betas: tuple[float, float] = (0.9, 0.98)
+    clip: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.lr <= 0:
+            raise ConfigError(f"lr is {self.lr}")
+
+
+class Config(msgspec.Struct, frozen=True):
+    optim: Optim = Optim()
+    algorithm: Any = DrGRPO()
+    options: dict[str, Any] = {}
+    sft: Optim | None = None
+    name: str = "tiny"
+    policy: PpoClip | Cispo = PpoClip()
+    steps: int = 4
+
+
+def changed(*assignments: str) -> Config:
+    return override(Config(), assignments, CHOICES)
+
+
+def test_values_take_the_type_of_their_field() -> None:
+    found = changed(
+        "optim.lr=1e-5", "optim.name=muon", "optim.betas=[0.8, 0.9]", "optim.clip=0.5", "steps=8", "name=12"
+    )
+    assert found == Config(Optim(1e-5, "muon", (0.8, 0.9), 0.5), steps=8, name="12")
+    assert changed("optim.clip=0.5", "optim.clip=null") == Config()
+
+
+def test_maps_take_any_key() -> None:
+    assert changed("options.rows=40", "options.a.b=x").options == {"rows": 40, "a": {"b": "x"}}
+
+
+def test_classes_are_chosen_by_name() -> None:
+    assert changed("algorithm=grpo", "algorithm.credit=root").algorithm == GRPO(credit="root")
+    for path in ("ramify.train.algorithms.grpo.GRPO", "ramify.train.algorithms.grpo:GRPO"):
+        assert changed(f"algorithm={path}").algorithm == GRPO()
+    assert changed("policy=cispo", "policy.clip_low=0.1").policy == Cispo(clip_low=0.1)
+
+
+@pytest.mark.parametrize(
+    ("assignment", "message"),
+    [
+        ("optim.beta=1", r"optim.beta=1: no field 'beta': did you mean 'betas'\? known: betas, clip, lr, name"),
+        ("optm.lr=1", r"no field 'optm': did you mean 'optim'\?"),
+        ("optim.lr=fast", "optim.lr=fast: Expected `float`, got `str`"),
+        ("optim.name=sgd", "Invalid enum value 'sgd'"),
+        ("optim.lr=-1", r"optim.lr=-1: lr is -1.0"),
+        ("steps=2.5", "Expected `int`"),
+        ("sft.lr=1", "sft is None, which has no field 'lr'"),
+        ("steps", "'steps' is no override"),
+        ("algorithm=gpro", r"unknown algorithm 'gpro': did you mean 'grpo'\?"),
+        ("algorithm=no.such.Thing", "'no.such.Thing' cannot be imported"),
+        ("algorithm.credit=rout", "Invalid enum value 'rout'"),
+    ],
+)
+def test_what_does_not_fit_is_named(assignment: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        changed(assignment)
