@@ -17,12 +17,15 @@ from typing import Any, Protocol, runtime_checkable
 
 from ramify.errors import SandboxError
 from ramify.sandbox.base import Caps
+from ramify.sandbox.shelf import Scratch, Shelf
 
 
 class Door(Protocol):
     """The way to one guest. All methods are called on the event loop's thread and return at once."""
 
     caps: Caps
+    shelf: Shelf | None
+    """For long blobs, where host and guest are on one machine."""
 
     def attach(self, received: Callable[[memoryview], None], lost: Callable[[], None]) -> None:
         """From now on hand bytes to ``received``, which does not keep them, and call ``lost`` at the end of the stream."""
@@ -90,6 +93,16 @@ class ForkingDoor(Door, Protocol):
 SCRATCH_BYTES = 1 << 18
 MAX_UNSENT_BYTES = 64 << 20
 """Waiting to be sent to a guest; from there on it is not heard until it has read."""
+
+
+class Buffers:
+    """What all doors of one event loop read into: whoever gets bytes from there does not keep them."""
+
+    __slots__ = ("shelf", "stream")
+
+    def __init__(self) -> None:
+        self.stream = bytearray(SCRATCH_BYTES)
+        self.shelf = Scratch()
 
 
 class SocketStream:

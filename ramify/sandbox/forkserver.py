@@ -7,7 +7,7 @@ an empty environment; the host's end is ``process.py``. Standard library only.
     host ──control socket──> server ──fork──> session         a session talks to the host over a socket of its own
                                └────fork──> template ──fork──> session        (has decoded a large context once)
 
-    host:    config, then open{id,seed}+[wire, spool]  template{id}+[control, context]  compile{module,source}
+    host:    config, then open{id,seed,early}+[wire, spool, shelf]  template{id}+[control, context]  compile{module,source}
              signal{pid,signal}  adopt{pid}  disown{pid}  retire
     server:  ready | failed{message}, then opened{id,pid}+[pidfd]  failed{id,message}  exited{pid,status}
 """
@@ -35,9 +35,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ramify.sandbox import guest
+    from ramify.sandbox import guest, shelf
 else:
     guest = sys.modules["ramify_guest"]
+    shelf = sys.modules["ramify_shelf"]
 
 PRELOAD = (
     "bisect", "concurrent.futures.thread", "copy", "csv", "dataclasses", "datetime", "decimal", "difflib", "enum",
@@ -168,11 +169,13 @@ class Server:
             pid = os.fork()
         except OSError as error:
             if given is not _TEMPLATE:
+                self.forked(given)
                 self.clear(given)
             self._refuse(header["id"], fds, f"no process for it: {error}")
             return
         if not pid:
-            _in_child(lambda: self._session(given, header["seed"], *fds))
+            _in_child(lambda: self._session(given, header, fds))
+        self.forked(given)
         self.children[pid] = given
         self._opened(header["id"], pid, fds)
 
@@ -185,15 +188,18 @@ class Server:
         os.mkdir(folder, 0o700)
         return folder
 
-    def enter(self, given: Any, wire: int, spool: int) -> tuple[int, int, tuple[int, int]]:
-        """In the session's process: take what was prepared, and let go of everything else. Returns the two descriptors,
-        where they are now, and the limits of memory."""
+    def enter(self, given: Any, fds: list[int]) -> tuple[list[int], tuple[int, int]]:
+        """In the session's process: take what was prepared, and let go of everything but ``fds``: wire, spool and shelf.
+        Returns where they are now, and the limits of memory."""
         os.setsid()
         tie_to_parent(self.pid)
-        wire, spool = keep_only(wire, spool)
+        fds = keep_only(fds)
         os.chdir(given)
         os.environ.update(HOME=given, TMPDIR=given)
-        return wire, spool, set_limits(self.config["memory_bytes"], mapped_bytes())
+        return fds, set_limits(self.config["memory_bytes"], mapped_bytes())
+
+    def forked(self, given: Any) -> None:
+        """In the server, once the session has it too."""
 
     def clear(self, given: Any) -> None:
         """After the session's end."""
@@ -241,19 +247,19 @@ class Server:
         self.control.send({"op": "ready"})
         self.serve()
 
-    def _session(self, given: Any, seed: str, wire: int, spool: int) -> None:
+    def _session(self, given: Any, header: dict[str, Any], fds: list[int]) -> None:
         """The rest of a session's life."""
         quiet_signals()
-        wire, spool, memory = self.enter(given, wire, spool)
-        random.seed(seed)
+        (wire, spool, *rest), memory = self.enter(given, fds)
+        random.seed(header["seed"])
         session = guest.Guest(
             wire, wire, guest.FileSpool(spool), max_output_bytes=self.config["max_output_bytes"], owns_process=True,
-            memory_limits=memory, can_fork=True,
+            memory_limits=memory, can_fork=True, shelf=shelf.Shelf(rest[0], is_host=False) if rest else None,
         )  # fmt: skip
         if self._has_context:
             session.bind("context", self._context, True)
         gc.enable()
-        session.serve()
+        session.serve(rehearse=header["early"])
         os._exit(0)
 
     # -- endings
@@ -334,8 +340,9 @@ def _in_child(life: Any) -> None:
 
 
 def quiet_signals() -> None:
-    signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    """As a new process has them. By ``_signal``, since ``signal`` makes enums of all numbers: see ``_warm_up``."""
+    _signal.set_wakeup_fd(-1)
+    _signal.signal(_SIGCHLD, _SIG_DFL)
 
 
 def _pipe() -> tuple[int, int]:
@@ -358,17 +365,22 @@ def tie_to_parent(parent: int) -> None:
         os._exit(1)
 
 
-def keep_only(wire: int, spool: int) -> tuple[int, int]:
-    """Close every descriptor but standard input, the wire and the spool, which go where no loop over numbers goes."""
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    wire = fcntl.fcntl(wire, fcntl.F_DUPFD_CLOEXEC, min(MAX_FILES, most - 8))
-    spool = fcntl.fcntl(spool, fcntl.F_DUPFD_CLOEXEC, wire + 1)
-    os.dup2(spool, 1)
-    os.dup2(spool, 2)
-    os.closerange(3, wire)
-    os.closerange(wire + 1, spool)
-    os.closerange(spool + 1, 1 << 30)
-    return wire, spool
+def keep_only(fds: list[int]) -> list[int]:
+    """Close every descriptor but standard input and ``fds`` (wire, spool, …), which go where no loop over numbers goes.
+    Standard output and error become the spool."""
+    at = min(MAX_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 8)
+    kept = []
+    for fd in fds:
+        kept.append(fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, at))
+        at = kept[-1] + 1
+    os.dup2(kept[1], 1)
+    os.dup2(kept[1], 2)
+    start = 3
+    for fd in kept:
+        os.closerange(start, fd)
+        start = fd + 1
+    os.closerange(start, 1 << 30)
+    return kept
 
 
 def set_limits(memory_bytes: int, mapped: int) -> tuple[int, int]:
@@ -399,13 +411,33 @@ def mapped_bytes(proc: int | None = None) -> int:
 
 
 def _warm_up() -> None:
-    """Walk once through what every cell does, so that no session pays for it."""
+    """Walk through what every session does, so that none pays for it.
+
+    Most of the time of a fork goes into copying the pages that a session writes to, one fault each; code that has run
+    before writes less: it is specialised, what it makes once is made."""
+    guest.complete_builtins()
     try:
-        guest.Code("x = 1\nx", "<warm>", 0)
         raise ValueError
     except ValueError as error:
         guest.show_error(error, set())
     guest.portable([1, "a", (2.0, None)])
+    _rehearse(16)
+
+
+def _rehearse(cells: int) -> None:
+    """Be the guest of a host that runs a few cells and goes away."""
+    if not hasattr(os, "memfd_create"):
+        return
+    host, theirs = socket.socketpair()
+    wire, spool = theirs.detach(), os.memfd_create("rehearsal")
+    with host:
+        for id in range(cells):
+            host.sendall(b"".join(guest.frame(json.dumps({"op": "run", "id": id, "code": "x = 1\nx"}).encode())))
+        host.shutdown(socket.SHUT_WR)
+        guest.Guest(
+            wire, wire, guest.FileSpool(spool), max_output_bytes=1000, owns_process=False, can_fork=True
+        ).serve()
+    os.close(spool)
 
 
 def main(control_fd: int) -> None:
@@ -460,3 +492,5 @@ def settle(proc: int | None = None) -> None:
 
 
 _libc: Any = None
+_signal: Any = sys.modules["_signal"]
+_SIGCHLD, _SIG_DFL = int(signal.SIGCHLD), int(signal.SIG_DFL)

@@ -7,12 +7,13 @@ it two file descriptors and calls ``Guest(...).serve()``. Standard library only,
     frame = u32 length of the rest | u8 version | u32 header length | header (JSON) | blobs      (little endian)
 
     host:   run{id,code}  set{id,name,value}  get{id,name}  install{id,module,source}  ret{id,value}  err{id,kind,…}
-            seed{id,seed}  fork{id}+[wire, spool]
+            seed{id,seed} (no answer)  fork{id}+[wire, spool, shelf]
     guest:  hello  out{skip,…}  call{id,name,value}  done{id,value,error,…}  ok{id}  value{id,value}  failed{id,…}
 
-``"blobs"`` in a header lists the lengths of the raw parts after it; ``"tags": true`` says that ``value`` is not plain
-JSON. Values are carried by exact type: None, bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset,
-date, time, datetime, timedelta (a time zone as its offset), and OrderedDict, defaultdict and Counter as dict.
+``"blobs"`` in a header lists the lengths of the raw parts after it, or where it says ``"shelved": true``, on the shelf
+of ``shelf.py``, of which ``"got"`` counts the times it was read; ``"tags": true`` says that ``value`` is not plain JSON.
+Values are carried by exact type: None, bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset, date,
+time, datetime, timedelta (a time zone as its offset), and OrderedDict, defaultdict and Counter as dict.
 """
 
 from __future__ import annotations
@@ -95,10 +96,12 @@ def _is_utf8(text: str) -> bool:
 class Encoder:
     """Values -> JSON-ready data; long strings and bytes are put aside in ``blobs``."""
 
-    __slots__ = ("blobs", "chars", "tags")
+    __slots__ = ("blobs", "chars", "defers", "tags")
 
-    def __init__(self) -> None:
-        self.blobs: list[bytes] = []
+    def __init__(self, defers: bool = False) -> None:
+        """``defers``: ASCII text is put aside as it is, one byte a character, for whoever writes it piece by piece."""
+        self.defers = defers
+        self.blobs: list[Any] = []
         self.chars = 0
         """Characters of all strings met."""
         self.tags = False
@@ -110,7 +113,8 @@ class Encoder:
             self.chars += len(value)
             if len(value) <= INLINE_CHARS and _is_utf8(value):
                 return value
-            return self._tag("str", self._blob(value.encode("utf-8", "surrogatepass")))
+            deferred = self.defers and value.isascii()
+            return self._tag("str", self._blob(value if deferred else value.encode("utf-8", "surrogatepass")))
         if kind is int:
             return value if _MIN_INT <= value <= _MAX_INT else self._tag("int", hex(value))
         if kind is float:
@@ -129,7 +133,7 @@ class Encoder:
         self.tags = True
         return {TAG: name, "v": data}
 
-    def _blob(self, data: bytes) -> int:
+    def _blob(self, data: bytes | str) -> int:
         self.blobs.append(data)
         return len(self.blobs) - 1
 
@@ -267,6 +271,11 @@ class Decoder:
         if type(data) is not list:
             raise ProtocolError(f"a value with a {type(data).__name__} where its items should be")
         return [self._decode(item) for item in data]
+
+
+def encoded(blobs: Sequence[Any]) -> list[Buffer]:
+    """The blobs of an encoder that defers, as bytes."""
+    return [blob.encode() if isinstance(blob, str) else blob for blob in blobs]
 
 
 def portable(value: Any) -> Any:
@@ -803,10 +812,11 @@ class Guest:
         owns_process: bool,
         memory_limits: tuple[int, int] | None = None,
         can_fork: bool = False,
+        shelf: Any = None,
     ) -> None:
         """``memory_limits``: bytes of address space in a cell, and the little more that the guest has for itself, so
         that it can still speak when a cell has used up all it may have. ``can_fork``: the wire is a socket over which
-        the host may hand it what a branch needs."""
+        the host may hand it what a branch needs. ``shelf``: a ``shelf.Shelf``, where host and guest share one."""
         self._receive: Any = _receiver(read_fd) if can_fork else None
         self._reader = Reader(read_fd, self._receive)
         self._branches: list[int] = []
@@ -814,6 +824,7 @@ class Guest:
         self._poll = select.poll()
         self._poll.register(read_fd, select.POLLIN)
         self._spool = spool
+        self._shelf = shelf
         self._owns_process = owns_process
         self._pid = _getpid()
         self._critical = _Critical()
@@ -842,16 +853,18 @@ class Guest:
         """What cells see as ``builtins``; a guest that shares its process may be given another one."""
         self.namespace["__builtins__"] = builtins
         if owns_process:
-            _complete_builtins()
+            complete_builtins()
         self._builtins = dict(vars(builtins))
         self._recursion_limit = sys.getrecursionlimit()
 
     # -- serving
 
-    def serve(self) -> None:
-        """Answer the host until it closes the stream."""
+    def serve(self, *, rehearse: bool = False) -> None:
+        """Answer the host until it closes the stream. ``rehearse``: nobody waits for us yet."""
         self._mend()
         self._send({"op": "hello", "pid": self._pid})
+        if rehearse:
+            self._rehearse()
         while True:
             try:
                 header, blobs = self._next_command()
@@ -865,20 +878,25 @@ class Guest:
         if self._loop is not None:
             self._loop.close()
 
+    def _rehearse(self) -> None:
+        """Write to the pages now that a first cell would have to be given copies of."""
+        eval(Code("x = 1\nx", "<cell 0>", 0).body, {})
+
     def _obey(self, header: dict[str, Any], blobs: list[memoryview]) -> None:
         op, id = header["op"], header["id"]
         if op == "run":
             self._run(id, header["code"])
+            return
+        if op == "seed":
+            import random
+
+            random.seed(header["seed"])
             return
         try:
             if op == "set":
                 self.bind(header["name"], self._value_of(header, blobs), header["reserved"])
             elif op == "context":
                 self.bind("context", unpack_value(blobs[0])[0], True)
-            elif op == "seed":
-                import random
-
-                random.seed(header["seed"])
             elif op == "install":
                 self.install(header["module"], header["source"])
             elif op == "get":
@@ -1109,19 +1127,25 @@ class Guest:
             self._loop.close()
             self._loop = None
         known = {self._reader.fd, self._write_fd, self._spool.fd, *fds}
+        if self._shelf is not None:
+            known.add(self._shelf.fd)
         count = sum(fd not in known for fd in _open_descriptors())
         if count:
             return f"files, pipes or sockets are open ({count}), which a branch would share: close them first"
-        return None if len(fds) == 2 else "no descriptor is free"
+        return None if len(fds) == (2 if self._shelf is None else 3) else "no descriptor is free"
 
-    def _become_branch(self, wire: int, spool: int) -> None:
+    def _become_branch(self, wire: int, spool: int, shelf: int = -1) -> None:
         self._pid = _getpid()
         self._branches = []
         os.setsid()
         assert isinstance(self._spool, FileSpool)
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # they are above what code may open
-        for fd, place in ((wire, self._write_fd), (spool, self._spool.fd)):
+        places = [(wire, self._write_fd), (spool, self._spool.fd)]
+        if self._shelf is not None:
+            places.append((shelf, self._shelf.fd))
+            self._shelf = type(self._shelf)(self._shelf.fd, is_host=False)
+        for fd, place in places:
             _dup2(fd, place, inheritable=False)
             _close(fd)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
@@ -1227,6 +1251,14 @@ class Guest:
                 header["tags"] = True
             if blobs:
                 header["blobs"] = [len(blob) for blob in blobs]
+        shelf = self._shelf
+        if shelf is not None:
+            if encoder is not None and blobs and shelf.put(blobs, header["id"]):
+                header["shelved"], blobs = True, ()
+            elif encoder is not None and encoder.defers:
+                blobs = encoded(blobs)
+            if shelf.told != shelf.got:
+                header["got"] = shelf.told = shelf.got
         text = _json_bytes(header)
         size = len(text) + sum(map(len, blobs))
         if len(text) > MAX_HEADER or size > MAX_FRAME:
@@ -1261,7 +1293,7 @@ class Guest:
         return self._value_of(header, blobs)
 
     def _post(self, name: str, arguments: Any, ticket: _Ticket) -> None:
-        encoder = Encoder()
+        encoder = Encoder(defers=self._shelf is not None)
         value = encoder.encode(arguments)
         with self._sending:
             if not self._is_open:
@@ -1319,13 +1351,20 @@ class Guest:
     def _dispatch(self, view: memoryview, mine: _Ticket) -> None:
         text, end = open_frame(view)
         header = _from_json(str(text, "utf-8"))
-        blobs = split_blobs(view, end, header["blobs"]) if "blobs" in header else []
+        blobs: list[memoryview] = []
+        if "blobs" in header:
+            blobs = (
+                self._shelf.take(header["blobs"]) if "shelved" in header else split_blobs(view, end, header["blobs"])
+            )
         if header["op"] == "fork":
             self._fork(header["id"])
             return
         ticket: _Ticket | None = self._command
-        if header["op"] in ("ret", "err"):
+        is_answer = header["op"] in ("ret", "err")
+        if is_answer:
             ticket = self._calls.pop(header["id"], None)  # None: its caller was interrupted
+        if self._shelf is not None and (not is_answer or header["id"] == self._shelf.key):
+            self._shelf.is_free = True
         if ticket is not None:
             ticket.frame = (header, blobs)
             if ticket is not mine:
@@ -1344,12 +1383,7 @@ def _receiver(fd: int) -> Any:
     import socket
 
     end = socket.socket(fileno=fd)
-    receive = end.recvmsg
-    _KEPT.append(end)
-    return receive
-
-
-_KEPT: list[Any] = []
+    return end.recvmsg
 
 
 def _open_descriptors() -> list[int]:
@@ -1362,7 +1396,7 @@ def _open_descriptors() -> list[int]:
     return [fd for fd in numbers if fd not in closed]
 
 
-def _complete_builtins() -> None:
+def complete_builtins() -> None:
     """What ``site`` adds to an interpreter and a server without it lacks."""
 
     def exit(code: Any = None) -> None:

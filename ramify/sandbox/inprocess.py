@@ -28,6 +28,7 @@ from ramify.sandbox.door import SCRATCH_BYTES, SocketStream
 from ramify.sandbox.guest import Guest, MemorySpool
 from ramify.sandbox.packages import locate
 from ramify.sandbox.session import GuestSession
+from ramify.sandbox.shelf import Shelf
 
 WARNING = (
     "sandbox 'inprocess': code runs inside this very process, with all that it holds, and cannot be stopped for sure. "
@@ -71,6 +72,8 @@ class InprocessSandbox:
 
 class ThreadDoor:
     """The way to a guest in a thread."""
+
+    shelf: Shelf | None = None
 
     def __init__(self, caps: Caps, scratch: bytearray, max_output_bytes: int) -> None:
         self.caps = caps

@@ -82,6 +82,9 @@ def make_shell() -> Shell:
     )  # fmt: skip
     shell.loop_runner = guest._await
     shell.input_transformer_manager.cleanup_transforms.remove(leading_empty_lines)  # it would shift the lines of errors
+    vars(shell.InteractiveTB)["structured_traceback"] = (
+        lambda *_, **__: []
+    )  # it reads whole files, and the guest shows errors
     bind_exits()
     return shell
 

@@ -160,7 +160,7 @@ class Keeper:
 def _live(server: Any, config: dict[str, Any], sock: socket.socket, spool: int) -> None:
     """The guest's whole life, in its own process."""
     guest: Any = sys.modules["ramify_guest"]
-    wire, spool, memory = server.enter(config["folder"], sock.detach(), spool)
+    (wire, spool), memory = server.enter(config["folder"], [sock.detach(), spool])
     random.seed(config["seed"])
     gc.enable()
     guest.Guest(

@@ -199,7 +199,7 @@ class Link:
                 future.exception()  # seen
 
 
-def start_server(config: dict[str, Any], modules: Sequence[str] = ("guest", "forkserver")) -> Server:
+def start_server(config: dict[str, Any], modules: Sequence[str] = ("shelf", "guest", "forkserver")) -> Server:
     """A fork server in a process of its own, which gets no more of the host than one descriptor. Needs no event loop.
 
     ``modules``: files of this room that it loads, in order; the last one's ``main`` is its life."""

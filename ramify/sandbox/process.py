@@ -28,10 +28,11 @@ from typing import Any
 from ramify.errors import ConfigError, SandboxError
 from ramify.sandbox.base import Caps, Context, SandboxSpec
 from ramify.sandbox.context import SharedContext, anonymous_file
-from ramify.sandbox.door import SCRATCH_BYTES, SocketStream
+from ramify.sandbox.door import Buffers, SocketStream
 from ramify.sandbox.link import Link, Server, start_server
 from ramify.sandbox.packages import locate
 from ramify.sandbox.session import GuestSession
+from ramify.sandbox.shelf import Scratch, Shelf, make_file
 
 WARNING = (
     "sandbox 'process': code runs in a process of its own, without the host's environment and under limits of memory "
@@ -39,7 +40,7 @@ WARNING = (
 )
 _MAX_TEMPLATES = 8
 _MAX_LEFTOVER_BYTES = 16 << 20
-_FDS_PER_SESSION = 3
+_FDS_PER_SESSION = 4
 
 
 class ProcessSandbox:
@@ -66,7 +67,7 @@ class ProcessSandbox:
         self._templates: dict[int, tuple[weakref.ref[SharedContext], asyncio.Task[Link]]] = {}
         self._retired: list[Link] = []
         self._compiled: set[tuple[str, str]] = set()
-        self.scratch = bytearray(SCRATCH_BYTES)
+        self.buffers = Buffers()
         self._is_closed = False
 
     async def open(self, *, context: Context | None = None, seed: str = "") -> GuestSession:
@@ -158,19 +159,21 @@ class ProcessSandbox:
 
     # -- sessions
 
-    async def fork(self, link: Link, seed: str) -> GuestSession:
-        """A session forked from ``link``'s process."""
+    async def fork(self, link: Link, seed: str, *, early: bool = False) -> GuestSession:
+        """A session forked from ``link``'s process. ``early``: nobody waits for it yet."""
         _make_room(_FDS_PER_SESSION * (len(self.sessions) + 1) + 128)
         ours, theirs = socket.socketpair()
-        spool = _spool()
+        files = Files.make(self.buffers.shelf)
         try:
             with theirs:
-                reply, fds = await link.ask({"op": "open", "seed": seed}, (theirs.fileno(), spool))
+                reply, fds = await link.ask(
+                    {"op": "open", "seed": seed, "early": early}, (theirs.fileno(), *files.given())
+                )
         except BaseException:
             ours.close()
-            os.close(spool)
+            files.close()
             raise
-        door = self.make_door(ours, link, reply["pid"], fds[0] if fds else -1, spool)
+        door = self.make_door(ours, link, reply["pid"], fds[0] if fds else -1, files)
         session = GuestSession(
             door, cell_s=self.spec.cell_s, grace_s=self.spec.grace_s, max_output_bytes=self.spec.max_output_bytes,
             on_close=self.closed, on_fork=self.opened, on_install=self._compile_once(link),
@@ -194,8 +197,8 @@ class ProcessSandbox:
     def compiled(self) -> None:
         """Sessions forked from now on are ahead of those forked before."""
 
-    def make_door(self, sock: socket.socket, link: Link, pid: int, pidfd: int, spool: int) -> ProcessDoor:
-        return ProcessDoor(self.caps, sock, self.scratch, link, pid, pidfd, spool)
+    def make_door(self, sock: socket.socket, link: Link, pid: int, pidfd: int, files: Files) -> ProcessDoor:
+        return ProcessDoor(self.caps, sock, self.buffers, link, pid, pidfd, files)
 
     def _compile_once(self, link: Link) -> Callable[[str, str], None]:
         """Sessions forked after the first ``install`` of a module find it compiled."""
@@ -268,16 +271,19 @@ def _start(spec: SandboxSpec, paths: list[str]) -> Server:
 class ProcessDoor:
     """The way to one forked session."""
 
-    __slots__ = ("_exited", "_pid", "_spool", "caps", "link", "pause", "pidfd", "resume", "scratch", "stream", "write")
+    __slots__ = (
+        "_exited", "_files", "_pid", "buffers", "caps", "link", "pause", "pidfd", "resume", "shelf", "stream", "write",
+    )  # fmt: skip
 
     def __init__(
-        self, caps: Caps, sock: socket.socket, scratch: bytearray, link: Link, pid: int, pidfd: int, spool: int
+        self, caps: Caps, sock: socket.socket, buffers: Buffers, link: Link, pid: int, pidfd: int, files: Files
     ) -> None:
         self.caps = caps
-        self.stream = SocketStream(sock, scratch)
+        self.stream = SocketStream(sock, buffers.stream)
         self.write, self.pause, self.resume = self.stream.write, self.stream.pause, self.stream.resume
-        self.link, self._pid, self.pidfd, self._spool = link, pid, pidfd, spool
-        self.scratch = scratch
+        self.link, self._pid, self.pidfd, self._files = link, pid, pidfd, files
+        self.shelf = files.shelf
+        self.buffers = buffers
         self._exited: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
         if pid >= 0:
             link.on_exit(pid, self._note_exit)
@@ -289,21 +295,21 @@ class ProcessDoor:
         """Whatever must be waited for before ``begin_branch``."""
 
     def begin_branch(self, frame: list[Any]) -> BranchDoor:
-        sock, spool = self.send_branch(frame)
-        return BranchDoor(self.caps, sock, self.scratch, self.link, spool)
+        sock, files = self.send_branch(frame)
+        return BranchDoor(self.caps, sock, self.buffers, self.link, files)
 
-    def send_branch(self, frame: list[Any]) -> tuple[socket.socket, int]:
-        """Send ``frame`` with a socket and a spool for a branch; our ends of them."""
+    def send_branch(self, frame: list[Any]) -> tuple[socket.socket, Files]:
+        """Send ``frame`` with a socket and files for a branch; our ends of them."""
         ours, theirs = socket.socketpair()
-        spool = _spool()
+        files = Files.make(self.buffers.shelf)
         with theirs:
             try:
-                self.stream.write_with(frame, (theirs.fileno(), spool))
+                self.stream.write_with(frame, (theirs.fileno(), *files.given()))
             except BaseException:
                 ours.close()
-                os.close(spool)
+                files.close()
                 raise
-        return ours, spool
+        return ours, files
 
     def end_branch(self, door: BranchDoor) -> None:
         """The branch is there, or will not come."""
@@ -332,11 +338,12 @@ class ProcessDoor:
                 self.link.tell({"op": "signal", "pid": self._pid, "signal": int(number)})
 
     def leftover(self, start: int) -> bytes:
-        if self._spool < 0:
+        spool = self._files.spool
+        if spool < 0:
             return b""
-        size = os.fstat(self._spool).st_size
+        size = os.fstat(spool).st_size
         start = start if start <= size else 0  # it was emptied since
-        return os.pread(self._spool, _MAX_LEFTOVER_BYTES, max(size - _MAX_LEFTOVER_BYTES, start))
+        return os.pread(spool, _MAX_LEFTOVER_BYTES, max(size - _MAX_LEFTOVER_BYTES, start))
 
     async def obituary(self) -> str:
         await asyncio.wait((self._exited,), timeout=0.5)
@@ -354,12 +361,11 @@ class ProcessDoor:
         return f"its process was killed by signal {-status} ({name})"
 
     async def close(self) -> None:
-        if self._spool < 0:
+        if self._files.spool < 0:
             return
         self.kill()
         self.stream.close()
-        os.close(self._spool)
-        self._spool = -1
+        self._files.close()
         await asyncio.wait((self._exited,), timeout=5.0)
         if self.pidfd >= 0:
             os.close(self.pidfd)
@@ -372,8 +378,8 @@ class BranchDoor(ProcessDoor):
 
     __slots__ = ("_sock",)
 
-    def __init__(self, caps: Caps, sock: socket.socket, scratch: bytearray, link: Link, spool: int) -> None:
-        super().__init__(caps, sock, scratch, link, -1, -1, spool)
+    def __init__(self, caps: Caps, sock: socket.socket, buffers: Buffers, link: Link, files: Files) -> None:
+        super().__init__(caps, sock, buffers, link, -1, -1, files)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         self._sock = sock
 
@@ -429,13 +435,39 @@ def _is_gone(server: asyncio.Task[Link]) -> bool:
     return server.done() and not server.cancelled() and server.exception() is None and server.result().gone.done()
 
 
-def _spool() -> int:
-    """The file that a session prints to; the host keeps it, so that a killed session's output is not lost."""
-    import fcntl
+class Files:
+    """The files of memory that the host shares with one session."""
 
-    fd = anonymous_file("ramify-output")
-    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_APPEND)
-    return fd
+    __slots__ = ("shelf", "spool")
+
+    def __init__(self, spool: int, shelf: Shelf | None) -> None:
+        self.spool = spool
+        """What the session prints; the host keeps it, so that a killed session's output is not lost."""
+        self.shelf = shelf
+        """Where long strings lie on their way."""
+
+    @classmethod
+    def make(cls, scratch: Scratch) -> Files:
+        import fcntl
+
+        spool = anonymous_file("ramify-output")
+        fcntl.fcntl(spool, fcntl.F_SETFL, fcntl.fcntl(spool, fcntl.F_GETFL) | os.O_APPEND)
+        try:
+            shelf = make_file()
+        except BaseException:
+            os.close(spool)
+            raise
+        return cls(spool, Shelf(shelf, is_host=True, scratch=scratch) if shelf >= 0 else None)
+
+    def given(self) -> tuple[int, ...]:
+        """The descriptors that the session gets."""
+        return (self.spool,) if self.shelf is None else (self.spool, self.shelf.fd)
+
+    def close(self) -> None:
+        os.close(self.spool)
+        self.spool = -1
+        if self.shelf is not None:
+            self.shelf.close()
 
 
 def _make_room(fds: int) -> None:

@@ -30,6 +30,7 @@ from ramify.sandbox.guest import ProtocolError
 from ramify.sandbox.keeper import DATA, END, ENDED, FAILED, HEAD, INTERRUPT, KILL, UNKNOWN, to_lines
 from ramify.sandbox.link import ENVIRONMENT
 from ramify.sandbox.session import GuestSession
+from ramify.sandbox.shelf import Shelf
 
 Carries = Literal["bytes", "text", "terminal"]
 START_S = 120.0
@@ -70,7 +71,7 @@ def boot_command(carries: Carries) -> list[str]:
 def _sources() -> dict[str, str]:
     """What runs there, in the order in which it is loaded."""
     here = Path(__file__).parent
-    return {name: (here / f"{name}.py").read_text("utf-8") for name in ("guest", "forkserver", "keeper")}
+    return {name: (here / f"{name}.py").read_text("utf-8") for name in ("shelf", "guest", "forkserver", "keeper")}
 
 
 def _parcel(spec: SandboxSpec, seed: str) -> bytes:
@@ -164,6 +165,8 @@ class RemoteSandbox:
 
 class RemoteDoor:
     """The way to one guest behind a ``Stream``. ``begin`` comes before ``attach``."""
+
+    shelf: Shelf | None = None
 
     def __init__(self, caps: Caps, stream: Stream, service: Service) -> None:
         self.caps = caps

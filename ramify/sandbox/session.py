@@ -266,18 +266,22 @@ class GuestSession:
         return self._last_id
 
     def _send(self, header: dict[str, Any], encoder: Encoder | None = None) -> None:
+        shelf = self._door.shelf
+        if shelf is not None and (header["op"] not in ("ret", "err", "fork") or header["id"] == shelf.owed):
+            shelf.owed = None
         try:
-            parts = wire.request(header, encoder)
+            parts = wire.request(header, encoder, shelf)
         except (
             UnicodeEncodeError
         ):  # code with lone surrogates: show them, so that Python can say what it thinks of them
             shown = {k: v.encode("utf-8", "replace").decode() if isinstance(v, str) else v for k, v in header.items()}
-            parts = wire.request(shown, encoder)
+            parts = wire.request(shown, encoder, shelf)
         self._door.write(parts)
 
-    async def seed(self, seed: str) -> None:
-        """Begin ``random`` anew."""
-        await self._ask({"op": "seed", "seed": seed})
+    def seed(self, seed: str) -> None:
+        """Begin ``random`` anew, before whatever is asked for next. Raises SessionDied."""
+        self._check_free()
+        self._send({"op": "seed", "id": 0, "seed": seed})
 
     def kill(self, reason: str) -> None:
         """End the session at once; ``reason`` is what its user is told."""
@@ -437,7 +441,7 @@ class GuestSession:
     def _received(self, data: memoryview) -> None:
         try:
             for view in self._assembler.feed(data):
-                message, blobs = wire.parse(view)
+                message, blobs = wire.parse(view, self._door.shelf)
                 self._take(message, blobs, len(view))
         except ProtocolError as error:
             self._fail(f"it broke the protocol: {error}")
@@ -475,6 +479,8 @@ class GuestSession:
         if message.id != cell.id:
             raise ProtocolError(f"the end of cell {message.id}, while {cell.id} runs")
         note = wire.value_of(message, message.note, blobs)
+        if self._door.shelf is not None:
+            self._door.shelf.empty()
         cell.clock_stops(self._loop.time())
         cell.chars = message.chars
         cell.ends((message, note))
@@ -506,14 +512,15 @@ class GuestSession:
         if not cell.tasks:
             cell.clock_stops(self._loop.time())
         long = sum(map(len, blobs))
-        cell.calls[message.id] = (message.name, args, kwargs, long + _WEIGHT_OF_JSON * (size - long))
+        short = size if message.shelved else size - long
+        cell.calls[message.id] = (message.name, args, kwargs, long + _WEIGHT_OF_JSON * short)
         cell.tasks[message.id] = self._loop.create_task(self._answer(cell, message.id, message.name, args, kwargs))
         if len(cell.tasks) >= MAX_CALLS or sum(call[-1] for call in cell.calls.values()) > MAX_CALL_BYTES:
             self._is_paused = True
             self._door.pause()
 
     async def _answer(self, cell: _Running, id: int, name: str, args: list[Any], kwargs: dict[str, Any]) -> None:
-        encoder = Encoder()
+        encoder = Encoder(defers=self._door.shelf is not None)
         failure: HostCallError | None = None
         data = None
         try:

@@ -6,7 +6,7 @@ and the layout of a frame and its values (``guest.py``, of which this is the che
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -17,16 +17,19 @@ from ramify.sandbox.guest import (
     Decoder,
     Encoder,
     ProtocolError,
+    encoded,
     frame,
     open_frame,
     split_blobs,
 )  # fmt: skip
+from ramify.sandbox.shelf import Shelf
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 
 
-class _Frame(msgspec.Struct, tag_field="op", forbid_unknown_fields=True, gc=False):
-    pass
+class _Frame(msgspec.Struct, tag_field="op", forbid_unknown_fields=True, gc=False, kw_only=True):
+    got: Count = 0
+    """Times that the guest has read from the shelf."""
 
 
 class Hello(_Frame, tag="hello"):
@@ -56,6 +59,7 @@ class Asked(_Frame, tag="call"):
     """[args, kwargs]"""
     tags: bool = False
     blobs: list[Count] = []
+    shelved: bool = False
 
 
 class Done(_Frame, tag="done"):
@@ -69,6 +73,7 @@ class Done(_Frame, tag="done"):
     chars: Count
     tags: bool = False
     blobs: list[Count] = []
+    shelved: bool = False
 
 
 class Agreed(_Frame, tag="ok"):
@@ -80,6 +85,7 @@ class Got(_Frame, tag="value"):
     value: Any
     tags: bool = False
     blobs: list[Count] = []
+    shelved: bool = False
 
 
 class Failed(_Frame, tag="failed"):
@@ -124,7 +130,7 @@ class Assembler:
             self._held = bytearray(data[at:])
 
 
-def parse(view: memoryview) -> tuple[FromGuest, list[memoryview]]:
+def parse(view: memoryview, shelf: Shelf | None = None) -> tuple[FromGuest, list[memoryview]]:
     """A frame and its blobs. Raises ProtocolError."""
     header, end = open_frame(view)
     if len(header) > MAX_HEADER:
@@ -133,7 +139,11 @@ def parse(view: memoryview) -> tuple[FromGuest, list[memoryview]]:
         message: FromGuest = _decoder.decode(header)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"a frame that is none: {str(error)[:200]}") from None
+    if message.got and shelf is not None and message.got == shelf.put_count:
+        shelf.is_free = True
     lengths = getattr(message, "blobs", ())
+    if getattr(message, "shelved", False):
+        return message, _off_shelf(message, lengths, len(view) - end, shelf)
     if not lengths:
         if end != len(view):
             raise ProtocolError(f"{len(view) - end:,} bytes after a frame without blobs")
@@ -141,17 +151,35 @@ def parse(view: memoryview) -> tuple[FromGuest, list[memoryview]]:
     return message, split_blobs(view, end, lengths)
 
 
+def _off_shelf(message: FromGuest, lengths: Sequence[int], rest: int, shelf: Shelf | None) -> list[memoryview]:
+    if shelf is None or rest:
+        raise ProtocolError(
+            "a frame with its blobs on a shelf, where there is none" if shelf is None else "blobs twice"
+        )
+    if shelf.owed is not None:
+        raise ProtocolError("blobs on a shelf that was not free")
+    shelf.owed = getattr(message, "id", 0)
+    try:
+        return shelf.take(lengths)
+    except (ValueError, OSError) as error:
+        raise ProtocolError(str(error)) from None
+
+
 def value_of(message: Asked | Done | Got, data: Any, blobs: list[memoryview]) -> Any:
     """``data`` of a message, decoded. Raises ProtocolError."""
     return Decoder(blobs).decode(data) if message.tags else data
 
 
-def request(header: dict[str, Any], encoder: Encoder | None = None) -> list[Any]:
-    """A frame for a guest."""
+def request(header: dict[str, Any], encoder: Encoder | None = None, shelf: Shelf | None = None) -> list[Any]:
+    """A frame for a guest; long blobs go onto ``shelf``, where it has room."""
     blobs: list[Any] = []
     if encoder is not None and encoder.blobs:
         blobs = encoder.blobs
         header["blobs"] = [len(blob) for blob in blobs]
+        if shelf is not None and shelf.put(blobs, 0):
+            header["shelved"], blobs = True, []
+        elif encoder.defers:
+            blobs = encoded(blobs)
     if encoder is not None and encoder.tags:
         header["tags"] = True
     return frame(_encoder.encode(header), blobs)

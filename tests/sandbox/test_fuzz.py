@@ -131,6 +131,7 @@ class MemoryDoor:
     """A guest that answers the first request with ``pieces`` and then falls silent, or is gone."""
 
     caps = Caps(interrupt=True, kill=True)
+    shelf = None
 
     def __init__(self, pieces: list[bytes], is_gone: bool) -> None:
         self.pieces, self.is_gone = pieces, is_gone

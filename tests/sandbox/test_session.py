@@ -25,6 +25,7 @@ class LyingDoor:
     """Says ``script`` in answer to the first request; what it is sent and done to is kept."""
 
     caps = Caps(interrupt=True, kill=True)
+    shelf = None
 
     def __init__(self, *script: bytes, hello: bytes = HELLO, dies: bool = True) -> None:
         self.script, self.hello, self.dies = list(script), hello, dies

@@ -28,6 +28,9 @@ _SPOOL_BYTES = 32 << 20
 """Least size of a file that a session may write: its raw output is one."""
 
 
+_OWN_SPACES = primitives.NEWUSER | primitives.NEWNS | primitives.NEWIPC
+
+
 class Bounds(NamedTuple):
     """What one session may use."""
 
@@ -36,6 +39,25 @@ class Bounds(NamedTuple):
     """Of its folder; 0: it has none."""
     scratch: str
     """Where its folder is."""
+
+
+class Prepared(NamedTuple):
+    """What the zygote makes for one session: two descriptors, each -1 for none."""
+
+    scratch: int
+    """The file system of its folder."""
+    rules: int
+    """The Landlock rules."""
+
+    def drop_rules(self) -> None:
+        """In the zygote, once they are the session's."""
+        if self.rules >= 0:
+            os.close(self.rules)
+
+    def drop(self) -> None:
+        """After the session's end."""
+        if self.scratch >= 0:
+            os.close(self.scratch)
 
 
 class Confinement:
@@ -47,40 +69,32 @@ class Confinement:
         self._bounds = bounds
         self._own_user, self._landlock, self._drops = own_user, landlock, drops
         self._filter = seccomp.Filter(seccomp.filter_for(os.uname().machine, paths=paths, changes=own_user))
+        self._has_folder = own_user and bounds.files_bytes > 0
+        if self._has_folder:
+            os.environ.update(HOME=bounds.scratch, TMPDIR=bounds.scratch)
+        self._limits = _limits(bounds, own_user)
 
-    def prepare(self) -> int:
-        """Made by the zygote for one session: the file system of its folder, or -1."""
-        if not self._own_user or not self._bounds.files_bytes:
-            return -1
-        size, inodes = str(self._bounds.files_bytes), str(max(self._bounds.files_bytes >> 14, 64))
-        return primitives.memory_mount({"size": size, "nr_inodes": inodes, "mode": "0700"})
+    def prepare(self) -> Prepared:
+        """Made by the zygote for one session, where it costs no copies of pages."""
+        scratch = -1
+        if self._has_folder:
+            size, inodes = str(self._bounds.files_bytes), str(max(self._bounds.files_bytes >> 14, 64))
+            scratch = primitives.memory_mount({"size": size, "nr_inodes": inodes, "mode": "0700"})
+        return Prepared(scratch, -1 if self._landlock is None else self._landlock.ruleset(scratch))
 
-    def enter(self, scratch: int) -> None:
+    def enter(self, prepared: Prepared) -> None:
         """First part, while the zygote's descriptors are still open."""
         if self._own_user:
-            spaces = primitives.NEWUSER | (primitives.NEWNS | primitives.NEWIPC if scratch >= 0 else 0)
-            primitives.unshare(spaces, "own user namespace")
-        folder = None
-        if scratch >= 0:
-            folder = self._bounds.scratch
-            primitives.place_mount(scratch, folder)
-            os.chdir(folder)
-        if self._landlock is not None:
-            self._landlock.enforce(folder)
-        if folder is not None:
-            os.environ.update(HOME=folder, TMPDIR=folder)
+            primitives.unshare(_OWN_SPACES if self._has_folder else primitives.NEWUSER, "own user namespace")
+        if self._has_folder:
+            primitives.place_mount(prepared.scratch, self._bounds.scratch)
+            os.chdir(self._bounds.scratch)
+        if prepared.rules >= 0:
+            primitives.restrict(prepared.rules)
 
     def limit(self) -> None:
-        limits = {
-            "MEMLOCK": 0, "MSGQUEUE": 0, "SIGPENDING": 64, "CPU": self._bounds.cpu_s,
-            "FSIZE": max(self._bounds.files_bytes, _SPOOL_BYTES),
-        }  # fmt: skip
-        limits["NPROC"] = MAX_THREADS if self._own_user else _ALL_THREADS
-        for name, value in limits.items():
-            number = getattr(resource, f"RLIMIT_{name}")
-            hard = resource.getrlimit(number)[1]
-            value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-            resource.setrlimit(number, (value, value))
+        for number, value in self._limits:
+            resource.setrlimit(number, value)
 
     def finish(self, wire: int | None) -> None:
         """Last part: give up every right, and send the host the descriptor at which it is asked for processes."""
@@ -95,3 +109,18 @@ class Confinement:
             end.sendmsg([b"\0"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [listener]))])
             end.detach()
         os.close(listener)
+
+
+def _limits(bounds: Bounds, own_user: bool) -> list[tuple[int, tuple[int, int]]]:
+    """(number of a limit, what it is set to): never above what this process may have."""
+    wanted = {
+        "MEMLOCK": 0, "MSGQUEUE": 0, "SIGPENDING": 64, "CPU": bounds.cpu_s,
+        "FSIZE": max(bounds.files_bytes, _SPOOL_BYTES), "NPROC": MAX_THREADS if own_user else _ALL_THREADS,
+    }  # fmt: skip
+    found = []
+    for name, value in wanted.items():
+        number = getattr(resource, f"RLIMIT_{name}")
+        hard = resource.getrlimit(number)[1]
+        most = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        found.append((number, (most, most)))
+    return found

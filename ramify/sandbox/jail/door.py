@@ -17,9 +17,10 @@ from typing import Any
 
 from ramify.errors import SandboxError
 from ramify.sandbox.base import Caps
+from ramify.sandbox.door import Buffers
 from ramify.sandbox.jail.notify import Listener, children_of, parent_of, pid_of
 from ramify.sandbox.link import Link
-from ramify.sandbox.process import BranchDoor, ProcessDoor
+from ramify.sandbox.process import BranchDoor, Files, ProcessDoor
 
 
 class JailDoor(ProcessDoor):
@@ -28,9 +29,9 @@ class JailDoor(ProcessDoor):
     __slots__ = ("_sock", "is_frozen", "listener")
 
     def __init__(
-        self, caps: Caps, sock: socket.socket, scratch: bytearray, link: Link, pid: int, pidfd: int, spool: int
+        self, caps: Caps, sock: socket.socket, buffers: Buffers, link: Link, pid: int, pidfd: int, files: Files
     ) -> None:
-        super().__init__(caps, sock, scratch, link, pid, pidfd, spool)
+        super().__init__(caps, sock, buffers, link, pid, pidfd, files)
         self._sock = sock
         self.listener: Listener | None = None
         self.is_frozen = False
@@ -86,8 +87,8 @@ class JailBranchDoor(BranchDoor):
 
     __slots__ = ("_origin", "listener")
 
-    def __init__(self, caps: Caps, sock: socket.socket, scratch: bytearray, link: Link, spool: int) -> None:
-        super().__init__(caps, sock, scratch, link, spool)
+    def __init__(self, caps: Caps, sock: socket.socket, buffers: Buffers, link: Link, files: Files) -> None:
+        super().__init__(caps, sock, buffers, link, files)
         self.listener: Listener | None = None
         self._origin = -1
 
@@ -119,8 +120,8 @@ def begin_branch(origin: JailDoor | JailBranchDoor, frame: list[Any]) -> JailBra
     pid = pid_of(origin.pidfd)
     if origin.listener is None or pid <= 0:
         raise SandboxError("the session cannot be forked: it has ended")
-    sock, spool = origin.send_branch(frame)
-    door = JailBranchDoor(origin.caps, sock, origin.scratch, origin.link, spool)
+    sock, files = origin.send_branch(frame)
+    door = JailBranchDoor(origin.caps, sock, origin.buffers, origin.link, files)
     door.comes_from(origin.listener, pid)
     origin.listener.grant_one(pid)
     return door

@@ -142,7 +142,7 @@ def _rights(version: int) -> int:
 
 
 class Landlock:
-    """Which files may be read: opened once, put into force by any number of processes."""
+    """Which files may be read: opened once, for the rules of any number of processes."""
 
     def __init__(self, readable: list[str], version: int) -> None:
         self._rights = _rights(version)
@@ -150,22 +150,31 @@ class Landlock:
         self._attributes = struct.pack("3Q", self._rights, 3, 3)[:size]  # files; TCP; abstract sockets and signals
         self._rules = [rule for path in readable if (rule := self._rule(path, _READ_FILE | _READ_DIR)) is not None]
 
+    @staticmethod
+    def _rule_of(fd: int, rights: int) -> bytes:
+        return struct.pack("<Qi", rights, fd)
+
     def _rule(self, path: str, rights: int) -> bytes | None:
         try:
             fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
         except OSError:
             return None  # what is not there needs no rule
         rights &= self._rights if os.path.isdir(path) else _FILE_RIGHTS
-        return struct.pack("<Qi", rights, fd)
+        return self._rule_of(fd, rights)
 
-    def enforce(self, writable: str | None) -> None:
-        """On this process, for good. Needs no_new_privs. No mount can be changed afterwards."""
+    def ruleset(self, writable: int) -> int:
+        """A descriptor for ``restrict``. ``writable``: one of a folder that may be written to, or -1."""
         size = len(self._attributes)
         rules = syscall(_LANDLOCK_CREATE, self._attributes, size, 0, what="landlock_create_ruleset (Linux 5.13)")
-        own = self._rule(writable, self._rights & ~_NO_WRITER_NEEDS) if writable is not None else None
-        for rule in [*self._rules, *([own] if own is not None else [])]:
+        own = [] if writable < 0 else [self._rule_of(writable, self._rights & ~_NO_WRITER_NEEDS)]
+        for rule in [*self._rules, *own]:
             syscall(_LANDLOCK_ADD, rules, 1, rule, 0, what="landlock_add_rule")
-        syscall(_LANDLOCK_RESTRICT, rules, 0, what="landlock_restrict_self")
+        return rules
+
+
+def restrict(rules: int) -> None:
+    """Put a ruleset into force on this process, for good. Needs no_new_privs. No mount can be changed afterwards."""
+    syscall(_LANDLOCK_RESTRICT, rules, 0, what="landlock_restrict_self")
 
 
 # ------------------------------------------------------------------------------------------------ rights

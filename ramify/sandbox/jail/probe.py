@@ -18,7 +18,10 @@ from ramify.errors import SandboxError
 from ramify.sandbox.guest import open_frame
 from ramify.sandbox.link import Server, start_server
 
-MODULES = ("guest", "forkserver", "jail/primitives", "jail/seccomp", "jail/confine", "jail/walls", "jail/zygote")
+MODULES = (
+    "jail/hooks", "shelf", "guest", "forkserver",
+    "jail/primitives", "jail/seccomp", "jail/confine", "jail/walls", "jail/zygote",
+)  # fmt: skip
 _WAIT_S = 30.0
 _REMEDIES = {
     "A": "for tier A allow user namespaces (sysctl kernel.unprivileged_userns_clone=1, "

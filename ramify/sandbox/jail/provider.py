@@ -28,13 +28,15 @@ from ramify.sandbox.jail.probe import EMPTY, MODULES, Reached, learn, probe, unr
 from ramify.sandbox.jail.rollback import RollbackSession
 from ramify.sandbox.link import Link, Server, start_server
 from ramify.sandbox.packages import locate
-from ramify.sandbox.process import ProcessSandbox
+from ramify.sandbox.process import Files, ProcessSandbox
 from ramify.sandbox.session import GuestSession
 
 _NOT_HERE = (
     "sandbox 'jail' needs Linux and this is {platform}: run inside a container or WSL2, use provider 'docker', a cloud "
     "one or 'monty', or accept no isolation: SandboxSpec(provider='process', allow_weaker=True)"
 )
+_LATER_S = 0.002
+"""Before the next session is made ready: the one that was taken has a cell to run first."""
 _FORBIDDEN = ("/", "/proc", "/sys", "/dev", "/run")
 WEAKER = {
     "B": "sandbox 'jail' at tier B: files of this machine cannot be opened, but their names, sizes and times can be seen",
@@ -100,9 +102,9 @@ class JailSandbox(ProcessSandbox):
 
     # -- sessions kept ready
 
-    async def fork(self, link: Link, seed: str) -> GuestSession:
-        if link is not await self.base():
-            return await super().fork(link, seed)
+    async def fork(self, link: Link, seed: str, *, early: bool = False) -> GuestSession:
+        if early or link is not await self.base():
+            return await super().fork(link, seed, early=early)
         session = await self._take(seed)
         if session is None:
             session = await super().fork(link, seed)
@@ -114,16 +116,17 @@ class JailSandbox(ProcessSandbox):
         while self._ready:
             session = self._ready.popleft()
             with contextlib.suppress(RamifyError):
-                await session.seed(seed)
+                session.seed(seed)
                 return session
             await session.close()
         return None
 
     async def _fill(self) -> None:
         try:
+            await asyncio.sleep(_LATER_S)
             with contextlib.suppress(RamifyError):  # whoever wants a session next is told
                 while len(self._ready) < self.spec.pool:
-                    self._ready.append(await super().fork(await self.base(), ""))
+                    self._ready.append(await self.fork(await self.base(), "", early=True))
         finally:
             self._filling = None
 
@@ -144,8 +147,8 @@ class JailSandbox(ProcessSandbox):
         super().closed(session)
         self._budget.forget(session)
 
-    def make_door(self, sock: socket.socket, link: Link, pid: int, pidfd: int, spool: int) -> JailDoor:
-        return JailDoor(self.caps, sock, self.scratch, link, pid, pidfd, spool)
+    def make_door(self, sock: socket.socket, link: Link, pid: int, pidfd: int, files: Files) -> JailDoor:
+        return JailDoor(self.caps, sock, self.buffers, link, pid, pidfd, files)
 
     async def close(self) -> None:
         if self._filling is not None:

@@ -272,11 +272,11 @@ def _finish(
 
 def _try_out(walls: Walls) -> None:
     """A session that attacks: what it manages to do is what this tier does not stop here."""
-    scratch = walls.confinement.prepare()
+    prepared = walls.confinement.prepare()
     pid = os.fork()
     if not pid:
         try:
-            walls.confinement.enter(scratch)
+            walls.confinement.enter(prepared)
             os.closerange(3, 1 << 20)
             walls.confinement.limit()
             walls.confinement.finish(None)
@@ -284,8 +284,8 @@ def _try_out(walls: Walls) -> None:
             os.write(2, f"{error}\n".encode())
             os._exit(100)
         os._exit(sum(1 << number for number, attack in enumerate(_ATTACKS) if _succeeds(attack)))
-    if scratch >= 0:
-        os.close(scratch)
+    prepared.drop_rules()
+    prepared.drop()
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     if status:
         names = [

@@ -19,9 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ramify.sandbox import forkserver
-    from ramify.sandbox.jail import primitives, seccomp, walls
+    from ramify.sandbox.jail import confine, hooks, primitives, seccomp, walls
 else:
     forkserver = sys.modules["ramify_forkserver"]
+    confine = sys.modules["ramify_jail_confine"]
+    hooks = sys.modules["ramify_jail_hooks"]
     primitives = sys.modules["ramify_jail_primitives"]
     seccomp = sys.modules["ramify_jail_seccomp"]
     walls = sys.modules["ramify_jail_walls"]
@@ -46,25 +48,27 @@ class Zygote(forkserver.Server):
         super().__init__(control, config)
         self._walls = built
 
-    def prepare(self) -> int:
-        scratch: int = self._walls.confinement.prepare()
-        return scratch
+    def prepare(self) -> confine.Prepared:
+        prepared: confine.Prepared = self._walls.confinement.prepare()
+        return prepared
 
-    def enter(self, given: int, wire: int, spool: int) -> tuple[int, int, tuple[int, int]]:
+    def forked(self, given: confine.Prepared) -> None:
+        given.drop_rules()
+
+    def enter(self, given: confine.Prepared, fds: list[int]) -> tuple[list[int], tuple[int, int]]:
         os.setsid()
         confinement, proc = self._walls.confinement, self._walls.proc
         mapped = forkserver.mapped_bytes(proc if proc >= 0 else None)
         confinement.enter(given)
-        wire, spool = forkserver.keep_only(wire, spool)
+        fds = forkserver.keep_only(fds)
         forkserver.tie_to_parent(self.pid)
         memory = forkserver.set_limits(self.config["memory_bytes"], mapped)
         confinement.limit()
-        confinement.finish(wire)
-        return wire, spool, memory
+        confinement.finish(fds[0])
+        return fds, memory
 
-    def clear(self, given: int) -> None:
-        if given >= 0:
-            os.close(given)
+    def clear(self, given: confine.Prepared) -> None:
+        given.drop()
 
     def obey(self, header: dict[str, Any], fds: list[int]) -> None:
         if header["op"] == "freeze":
@@ -74,10 +78,10 @@ class Zygote(forkserver.Server):
 
     def _freeze(self, id: int, pid: int) -> None:
         """Nothing more is written in a session's folder: from now on it may have branches."""
-        given = self.children.get(pid, -1)
+        given = self.children.get(pid)
         try:
-            if given is not None and given >= 0:
-                primitives.freeze_mount(given)
+            if isinstance(given, confine.Prepared) and given.scratch >= 0:
+                primitives.freeze_mount(given.scratch)
         except OSError as error:
             self.control.send({"op": "failed", "id": id, "message": str(error.strerror)})
             return
@@ -112,8 +116,9 @@ def _live(control: Any, config: dict[str, Any]) -> None:
 
     def preload(more: bool) -> None:
         if not config["probes"]:
-            names = (*forkserver.PRELOAD, *(MORE if more else ()), *config["packages"])
-            forkserver.preload(config["paths"], names)
+            forkserver.preload(config["paths"], (*forkserver.PRELOAD, *(MORE if more else ())))
+            hooks.end()
+            forkserver.preload([], config["packages"])
 
     built = walls.build(config, control.sock.close, preload)
     if config["reports"]:

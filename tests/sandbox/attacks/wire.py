@@ -124,6 +124,73 @@ attack(
     code="import os\nos.set_blocking(sock_fd(), False)\nfor id in range(1, 50): say({'op': 'call', 'id': id, 'name': 'echo', 'value': [['x'], {}]})\nimport time\ntime.sleep(.1)\ntry: os.read(sock_fd(), 7)\nexcept OSError: pass",
     **LIE,
 )
+SHELF = """
+import os
+def shelf():
+    for fd in range(3, 1024):
+        try:
+            if os.fstat(fd).st_size == 16 << 20: return fd
+        except OSError: pass
+    raise Gone()
+def shelved(id, *lengths, **more):
+    tags = [{'$': 'bytes', 'v': n} for n in range(len(lengths))]
+    say({'op': 'call', 'id': id, 'name': 'echo', 'value': [tags, {}], 'tags': True, 'blobs': list(lengths), 'shelved': True, **more})
+"""
+attack(
+    "more on the shelf than it holds",
+    code=SHELF + "shelved(1, (8 << 20) + 1)\nimport time\ntime.sleep(60)",
+    **{**LIE, "ends": ("died",)},
+)
+attack(
+    "the shelf emptied under the host's hands",
+    code=SHELF
+    + """
+for act in (lambda: os.ftruncate(shelf(), 0), lambda: os.ftruncate(shelf(), 1 << 40), lambda: os.posix_fallocate(shelf(), 0, 1 << 34)):
+    attempt('a shelf of another size', act)
+""",
+    kind="wire",
+    tries=3,
+    without_walls="contained",
+)
+attack(
+    "the shelf written while the host reads",
+    code=SHELF
+    + """
+import threading
+data = [bytes([n]) * (4 << 20) for n in (0, 255)]
+def scribble():
+    while True:
+        for part in data: os.pwrite(shelf(), part, 0); os.pwrite(shelf(), part, 8 << 20)
+threading.Thread(target=scribble, daemon=True).start()
+def answered(id):
+    os.read(sock_fd(), 65536)
+for id in range(1, 100): shelved(id, 4 << 20); answered(id)
+""",
+    **LIE,
+)
+attack(
+    "the shelf announced again and again",
+    code=SHELF + "for id in range(1, 2000): shelved(id, 8 << 20)",
+    **{**LIE, "ends": ("died",)},
+)
+attack(
+    "a shelf read more often than it was filled",
+    code=SHELF
+    + "for id in range(1, 500): shelved(id, 100, got=1 << 61)\nfor id in range(500, 900): shelved(id, 100, got=1)",
+    **LIE,
+)
+attack(
+    "what others had on the shelf",
+    code=SHELF
+    + """
+def act():
+    if any(os.pread(shelf(), 16 << 20, 0)): return 'text of another'
+    raise Gone()
+attempt('what others had on it', act)
+""",
+    kind="siblings",
+    without_walls="contained",
+)
 
 attack(
     "descriptors sent to the host",
