@@ -25,7 +25,15 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from engine import Figure, present, ratio, show
-from sandbox_peers import INSTALL_BUBBLEWRAP, INSTALL_IPYKERNEL, bare_subprocess, bubblewrap, in_process, ipykernel
+from sandbox_peers import (
+    INSTALL_BUBBLEWRAP,
+    INSTALL_IPYKERNEL,
+    bare_loop,
+    bare_subprocess,
+    bubblewrap,
+    in_process,
+    ipykernel,
+)
 
 from ramify.sandbox.base import Sandbox, SandboxSpec, Session, open_sandbox
 from ramify.sandbox.context import SharedContext
@@ -113,9 +121,19 @@ async def first_cell(b: Bench) -> Figures:
     yield Figure("the same from the pool", await from_pool(b), "ms", {}, 1.0)
     async with b.sandbox() as sandbox:
         session = await sandbox.open()
-        laps = [await timed(lambda: run(session)) for _ in range(b.times(5000))]
-    against = present(ipykernel=middle(kernel.cell_s, 1e6) if kernel else None)
+        laps, bare = [], []
+        with bare_loop() as ask:
+            for _ in range(b.times(5000)):
+                laps.append(await timed(lambda: run(session)))
+                bare.append(in_bare_loop(ask))
+    against = {"bare loop": median(bare) * 1e6} | present(ipykernel=middle(kernel.cell_s, 1e6) if kernel else None)
     yield Figure("`x = 1`, there and back", middle(laps, 1e6), "µs", against, 60)
+
+
+def in_bare_loop(ask: Callable[[bytes], bytes]) -> float:
+    began = time.perf_counter()
+    ask(b"x = b'1'")
+    return time.perf_counter() - began
 
 
 async def from_pool(b: Bench) -> float | None:
