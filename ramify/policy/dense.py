@@ -130,7 +130,7 @@ class Dense(nn.Module):
         super().__init__()
         self.shape = shape = Shape.of(config)
         self.model = _Trunk(shape)
-        self.lm_head = nn.Linear(shape.width, shape.vocab_size, bias=False)
+        self.lm_head = _Linear(shape.width, shape.vocab_size, bias=False)
         self._frequencies = frequencies(shape)
         """[d / 2] radians per position, in fp32 whatever the parameters are in."""
         self._tie()
@@ -171,7 +171,7 @@ class Dense(nn.Module):
 class _Trunk(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(shape.vocab_size, shape.width)
+        self.embed_tokens = _Embedding(shape.vocab_size, shape.width)
         self.layers = nn.ModuleList(_Layer(shape) for _ in range(shape.num_layers))
         self.norm = _Norm(shape.width, shape.norm_eps)
 
@@ -195,10 +195,10 @@ class _Attention(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         q_width, kv_width = shape.num_heads * shape.head_size, shape.num_kv_heads * shape.head_size
-        self.q_proj = nn.Linear(shape.width, q_width, bias=shape.qkv_bias)
-        self.k_proj = nn.Linear(shape.width, kv_width, bias=shape.qkv_bias)
-        self.v_proj = nn.Linear(shape.width, kv_width, bias=shape.qkv_bias)
-        self.o_proj = nn.Linear(q_width, shape.width, bias=shape.o_bias)
+        self.q_proj = _Linear(shape.width, q_width, bias=shape.qkv_bias)
+        self.k_proj = _Linear(shape.width, kv_width, bias=shape.qkv_bias)
+        self.v_proj = _Linear(shape.width, kv_width, bias=shape.qkv_bias)
+        self.o_proj = _Linear(q_width, shape.width, bias=shape.o_bias)
         if shape.qk_norm:
             self.q_norm = _Norm(shape.head_size, shape.norm_eps)
             self.k_norm = _Norm(shape.head_size, shape.norm_eps)
@@ -218,12 +218,22 @@ class _Attention(nn.Module):
 class _Mlp(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(shape.width, shape.mlp_width, bias=shape.mlp_bias)
-        self.up_proj = nn.Linear(shape.width, shape.mlp_width, bias=shape.mlp_bias)
-        self.down_proj = nn.Linear(shape.mlp_width, shape.width, bias=shape.mlp_bias)
+        self.gate_proj = _Linear(shape.width, shape.mlp_width, bias=shape.mlp_bias)
+        self.up_proj = _Linear(shape.width, shape.mlp_width, bias=shape.mlp_bias)
+        self.down_proj = _Linear(shape.mlp_width, shape.width, bias=shape.mlp_bias)
 
     def forward(self, h_TD: Tensor) -> Tensor:
         return cast(Tensor, self.down_proj(F.silu(self.gate_proj(h_TD)) * self.up_proj(h_TD)))
+
+
+class _Linear(nn.Linear):
+    def reset_parameters(self) -> None:
+        """Whoever makes a model fills it; on the meta device this alone would import torch's compiler, 1.5 s."""
+
+
+class _Embedding(nn.Embedding):
+    def reset_parameters(self) -> None:
+        """As ``_Linear``."""
 
 
 class _Norm(nn.Module):
