@@ -1,4 +1,4 @@
-"""What a trainer's backend does, in the verbs of the Tinker API, and the options of its optimizer.
+"""What a trainer's backend does, in the verbs of the Tinker API, and its options.
 
     batches = pack(sequences, backend.packing, denominators)      the whole optimizer step
     backend.forward_backward(batches, loss)                       adds to the gradient, batch by batch
@@ -75,6 +75,22 @@ class Optim(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         done = min(1.0, (step - self.warmup_steps) / (self.num_steps - self.warmup_steps))
         left = 1 - done if self.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
         return self.lr * (self.final_fraction + (1 - self.final_fraction) * left)
+
+
+class Compute(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How the numbers are computed; changes speed and memory, and the loss only by rounding."""
+
+    max_tokens: int = 8192
+    """Of a batch."""
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """Of matrix products; weights, log-probabilities and losses are fp32. auto: bf16 on a GPU, and on a CPU whose bf16
+    products are faster at this model's width."""
+    recompute: bool = False
+    """Keep only what goes into each layer, and compute the layer again in the backward pass."""
+    max_logits: int = 0
+    """Logits that are held at once; 0: 4 million on a CPU, 64 million on a GPU."""
+    share: bool = True
+    """Compute what sequences begin with alike once."""
 
 
 class Backend(Protocol):

@@ -31,7 +31,7 @@ from ramify.policy.load import Policy
 from ramify.policy.trunk import trunk_of
 from ramify.policy.weights import load_weights
 from ramify.train import loss as losses
-from ramify.train.backends.base import Optim
+from ramify.train.backends.base import Compute, Optim
 from ramify.train.backends.optimizers import Optimizers
 from ramify.train.head import Asked, entry_logprobs
 from ramify.train.loss import Entries, Loss, Tally
@@ -41,22 +41,6 @@ from ramify.types.sequence import Batch, Floats
 _STATE = "backend.pt"
 _GAIN = 1.2
 """bf16 is taken on a CPU where its products are this many times faster."""
-
-
-class Compute(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How the numbers are computed; changes speed and memory, and the loss only by rounding."""
-
-    max_tokens: int = 8192
-    """Of a batch."""
-    precision: Literal["auto", "fp32", "bf16"] = "auto"
-    """Of matrix products; weights, log-probabilities and losses are fp32. auto: bf16 on a GPU, and on a CPU whose bf16
-    products are faster at this model's width."""
-    recompute: bool = False
-    """Keep only what goes into each layer, and compute the layer again in the backward pass."""
-    max_logits: int = 0
-    """Logits that are held at once; 0: 4 million on a CPU, 64 million on a GPU."""
-    share: bool = True
-    """Compute what sequences begin with alike once."""
 
 
 class Single:

@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import GPT2Config
 
 from ramify.errors import ConfigError, TrainError
-from ramify.train.backends.base import Optim
-from ramify.train.backends.single import Compute, Single
+from ramify.train.backends.base import Compute, Optim
+from ramify.train.backends.single import Single
 from ramify.train.loss import Loss
 from ramify.train.pack import Cost, Packing, attach, pack
 from ramify.train.policy_losses import DppoTv, PpoClip
