@@ -120,11 +120,11 @@ async def building(
 ) -> AsyncIterator[Loop]:
     """The loop of ``run``, with all that it needs open as long as the block lasts. All checks are done here."""
     made = Made(run, say)
-    async with made.rlm:
-        try:
+    try:
+        async with made.rlm:
             yield made.loop(out, listener)
-        finally:
-            await made.client.close()
+    finally:
+        await made.client.close()
 
 
 class Made:
@@ -151,9 +151,10 @@ class Made:
 
     def _check_task(self) -> None:
         run = self.run
-        for split in ("train", "validation", *run.evaluate.final):
+        splits = dict.fromkeys(("train", "validation", *run.evaluate.first, *run.evaluate.final))
+        for split in splits:
             items_of(self.task, split)
-        validate(self.task, dict.fromkeys(("train", "validation", *run.evaluate.final)))
+        validate(self.task, splits)
         if run.rl is not None and run.rl.rollout.group == 1 and run.rl.algorithm.has_group_baseline:
             warnings.warn(
                 "a group of one has nothing to be compared with: every advantage is 0, and nothing will be learnt; set "
@@ -222,12 +223,13 @@ class Made:
     def _client(self) -> LocalClient:
         from ramify.inference.local.client import LocalClient
 
-        return LocalClient(self.policy, name=f"local:{self.run.name}")
+        spec = self.run.policy
+        return LocalClient(self.policy, name=f"local:{self.run.name}", slots=spec.slots, cache_bytes=spec.cache_bytes)
 
-    def backend(self, optim: Optim) -> Backend:
+    def _backend_of(self, out: Path) -> Callable[[Optim], Backend]:
         from ramify.train.backends.single import Single
 
-        return Single(self.policy, optim)
+        return lambda optim: Single(self.policy, optim, self.run.compute, dumps=out)
 
     def _stages(self) -> list[Stage]:
         run = self.run
@@ -259,11 +261,12 @@ class Made:
             _TOLERANCE.get(str(self.policy.dtype), _COARSE),
         )  # fmt: skip
         loop = Loop(
-            out, self._stages(), self.backend, Published(self.policy, self.client), self.evaluate,
-            final=run.evaluate.final, cadence=run.cadence, config=plain(run), check=check, listener=listener, say=self._say,
+            out, self._stages(), self._backend_of(out), Published(self.policy, self.client), self.evaluate,
+            first=run.evaluate.first, final=run.evaluate.final, cadence=run.cadence, config=plain(run), check=check,
+            listener=listener, say=self._say,
         )  # fmt: skip
-        if run.sft is not None and run.sft.demos:
-            loop.state.next_item = run.sft.num  # what was demonstrated is not asked again
+        first = run.rl.sample.first_item if run.rl is not None else 0
+        loop.state.next_item = max(first, run.sft.num if run.sft is not None and run.sft.demos else 0)
         return loop
 
     async def evaluate(self, split: str) -> dict[str, float]:

@@ -10,7 +10,7 @@ A transformer of half a million parameters learns to copy (``warmup``), imitates
 from __future__ import annotations
 
 from ramify.engine.limits import Limits
-from ramify.train.backends.base import Optim
+from ramify.train.backends.base import Compute, Optim
 from ramify.train.config import EvaluateSpec, PolicySpec, RlSpec, Run, SftSpec, TaskSpec, WarmUpSpec
 from ramify.train.rollout import RolloutOptions
 from ramify.train.stages import Sample
@@ -40,5 +40,6 @@ def run() -> Run:
         scaffold="tiny",
         limits=Limits(max_turns=6, max_depth=1, max_reply_tokens=100, max_seconds=120, max_concurrency=512),
         evaluate=EvaluateSpec(num=256, final=("test", "test_formats", "test_names")),
+        compute=Compute(precision="fp32"),
         threads=1,
     )

@@ -24,7 +24,7 @@ from ramify.sandbox.base import SandboxSpec
 from ramify.train.algorithms import ALGORITHMS
 from ramify.train.algorithms.dr_grpo import DrGRPO
 from ramify.train.algorithms.sft import SFT
-from ramify.train.backends.base import Optim
+from ramify.train.backends.base import Compute, Optim
 from ramify.train.loop import Cadence
 from ramify.train.loss import Loss
 from ramify.train.rollout import RolloutOptions
@@ -61,10 +61,10 @@ class PolicySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """auto: fp32 on a CPU and for what is made from nothing, as stored on a GPU."""
     device: str = "auto"
     """auto: a GPU where there is one."""
-    slots: int = 128
-    """Sequences that the engine decodes at once."""
-    cache_bytes: int = 1 << 30
-    """Memory for its keys and values."""
+    slots: int | None = None
+    """Sequences that the engine decodes at once; None: 128 on a CPU, 256 on a GPU."""
+    cache_bytes: int | None = None
+    """Memory for its keys and values; None: 2 GiB on a CPU, a third of a GPU's."""
     lora: LoraSpec | None = None
 
     def __post_init__(self) -> None:
@@ -138,6 +138,8 @@ class EvaluateSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     attempts: int = 1
     """At each item."""
     temperature: float = 1.0
+    first: tuple[str, ...] = ()
+    """Splits that are reported before the first rollout, besides the validation stream."""
     final: tuple[str, ...] = ("test",)
     """Splits that are reported at the end, for the last policy and for the best on the validation stream."""
 
@@ -157,6 +159,8 @@ class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     sandbox: SandboxSpec = SandboxSpec()
     evaluate: EvaluateSpec = EvaluateSpec()
     cadence: Cadence = Cadence()
+    compute: Compute = Compute()
+    """How the trainer computes."""
     threads: int = 0
     """Of torch, for one operation; 0: its own choice. One is best for small models, and on machines that are shared."""
 

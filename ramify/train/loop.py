@@ -76,6 +76,7 @@ class Loop:
         policy: Policy,
         evaluate: Evaluate,
         *,
+        first: Sequence[str] = (),
         final: Sequence[str] = (),
         cadence: Cadence | None = None,
         config: Mapping[str, Any] | None = None,
@@ -84,11 +85,12 @@ class Loop:
         listener: Callable[[Measured], None] | None = None,
         say: Callable[[str], None] = print,
     ) -> None:
-        """``final`` are the splits that are reported at the end. ``reference`` is the policy that a KL is measured to.
-        ``say`` is told in a sentence what a person should know, as that a step had no signal."""
+        """``first`` and ``final`` are splits that are reported before rollouts and at the end. ``reference`` is the policy
+        that a KL is measured to. ``say`` is told in a sentence what a person should know, as that a step had no signal."""
         self.out, self._stages, self._backend_of, self._policy = out, stages, backend_of, policy
         self._cadence = cadence = cadence or Cadence()
-        self._evaluate, self._final, self._check, self._reference = evaluate, final, check, reference
+        self._evaluate, self._first, self._final = evaluate, first, final
+        self._check, self._reference = check, reference
         self._say = say
         self.checkpoints = Checkpoints(out, cadence.keep_last, cadence.keep_best)
         self.state = State(step=0, config=dict(config or {}))
@@ -122,8 +124,9 @@ class Loop:
     async def _run_stage(self, stage: Stage) -> None:
         if self._backend is None:
             self._backend = await self._in_torch(self._backend_of, stage.optim)
-        if stage.samples:
-            await self._publish()
+        if stage.samples and not self.state.stage_step:
+            for split in ("validation", *self._first):
+                await self.evaluate(split, "first")
         async for work in self._works(stage):
             await self._step(stage, work)
         self.state.stage, self.state.stage_step = self.state.stage + 1, 0

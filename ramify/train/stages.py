@@ -105,6 +105,8 @@ class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     items: int = 24
     """Items of the task per step."""
+    first_item: int = 0
+    """Of the training split, to begin with; after a stage of demonstrations the first that was not demonstrated."""
     max_items: int = 0
     """With dynamic sampling: most items that a step may try until ``items`` of them have a signal; 0: no such search."""
     minibatches: int = 1
