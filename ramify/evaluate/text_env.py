@@ -1,6 +1,6 @@
 """A task of ours as a text environment of theirs: ``init``, ``step``, ``close``, as SkyRL-gym's trainers drive one.
 
-    Env = text_env(ledger(), split="train", scaffold="tiny")        # a class; skyrl_gym.register(id, entry_point=…) takes it
+    Env = text_env(ledger(), split="train", scaffold="tiny")        # a class; for skyrl_gym.register with base=BaseTextEnv
     env = Env(extras={"index": 17})
 
     init(prompt)  ──> the run is started ──> what the model is told first
@@ -43,13 +43,15 @@ def text_env(
     limits: Limits | None = None,
     sandbox: SandboxSpec | None = None,
     sub_model: ModelSpec | None = None,
+    base: type = object,
 ) -> type[TaskEnv]:
-    """The class of environments over the items of ``split``."""
+    """The class of environments over the items of ``split``. ``base`` is what a trainer wants its environments to inherit
+    from, as ``skyrl_gym.make`` does ``BaseTextEnv``; nothing of it is used."""
     items = items_of(task, split)
     model: list[ModelSpec] = [_Outside(), *([sub_model] if sub_model is not None else [])]
     rlm = RLM(model, scaffold=scaffold, limits=limits, sandbox=sandbox)  # of all of them: they share its sandbox
 
-    class Env(TaskEnv):
+    class Env(TaskEnv, base):  # type: ignore[misc]  # any class
         """One attempt at item ``extras["index"]``."""
 
         def __init__(self, env_config: Any = None, extras: Mapping[str, Any] = {}) -> None:

@@ -106,8 +106,12 @@ def test_wrong_calls() -> None:
 @pytest.mark.skipif(importlib.util.find_spec("skyrl_gym") is None, reason="skyrl-gym is not installed")
 def test_skyrl_gym_makes_it() -> None:
     import skyrl_gym
+    import skyrl_gym.envs.base_text_env
 
-    skyrl_gym.register(id="ledger", entry_point=Env)
+    theirs = text_env(
+        LEDGER, split="test", scaffold="tiny", sandbox=SPEC, base=skyrl_gym.envs.base_text_env.BaseTextEnv
+    )
+    skyrl_gym.register(id="ledger", entry_point=theirs)
     env = skyrl_gym.make("ledger", extras={"index": 0})
     (root,) = play(LEDGER.splits["test"][0], EXPERT, 0, TINY)
     env.init([])

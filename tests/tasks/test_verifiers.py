@@ -1,0 +1,137 @@
+"""Tasksets of verifiers as tasks, with the real library where it is installed."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+from typing import Any
+
+import pytest
+
+from ramify.errors import ConfigError, RamifyError
+from ramify.tasks.base import scored
+from ramify.tasks.validate import answered, validate
+from ramify.tasks.verifiers import from_verifiers
+
+needs_verifiers = pytest.mark.skipif(importlib.util.find_spec("verifiers") is None, reason="verifiers is not installed")
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("verifiers") is not None, reason="verifiers is installed")
+def test_without_the_library_it_says_what_to_install() -> None:
+    with pytest.raises(ConfigError, match="pip install verifiers"):
+        from_verifiers("gsm8k")
+
+
+def made() -> Any:
+    """A taskset with two weighted rewards and a metric."""
+    import verifiers.v1 as vf
+
+    class Data(vf.TaskData):
+        word: str
+        text: str
+
+    class Count(vf.Task[Data]):
+        @vf.reward(weight=0.75)
+        async def right(self, task: Data, trace: vf.Trace) -> float:
+            return float(trace.last_reply == str(task.text.count(task.word)))
+
+        @vf.reward(weight=0.25)
+        async def number(self, trace: vf.Trace) -> float:
+            return float(trace.last_reply.isdigit())
+
+        @vf.metric
+        async def length(self, trace: vf.Trace) -> float:
+            return float(len(trace.last_reply))
+
+    class Counts(vf.Taskset[Count, vf.TasksetConfig]):
+        def load(self) -> Any:
+            for word in ("teal", "coral"):
+                yield Count(
+                    Data(
+                        prompt=f"How often is {word} there?", system_prompt="Count.", word=word, text="teal coral teal"
+                    ),
+                    self.config.task,
+                )
+
+    return Counts(vf.TasksetConfig())
+
+
+@needs_verifiers
+def test_prompts_become_questions_and_rewards_scores() -> None:
+    task = from_verifiers(
+        made(), context=lambda data: data.text, right=lambda data: str(data.text.count(data.word)), name="counts"
+    )
+    validate(task)
+    first, second = task.splits["test"]
+    assert (first.question, first.context, first.id) == (
+        "Count.\n\nHow often is teal there?",
+        "teal coral teal",
+        "counts/test/0",
+    )
+    found = scored(task, first, answered(first, 1))
+    assert (found.rewards, found.metrics) == ({"right": 0.0, "number": 0.25}, {"length": 1.0})
+    assert scored(task, second, answered(second, 1)).rewards == {"right": 0.75, "number": 0.25}
+    assert scored(task, second, answered(second, None)).rewards == {"right": 0.0, "number": 0.0}
+
+    async def inside_a_loop() -> Any:
+        return scored(task, second, answered(second, "1")).rewards
+
+    assert asyncio.run(inside_a_loop()) == {"right": 0.75, "number": 0.25}
+
+
+@needs_verifiers
+def test_a_whole_evaluation() -> None:
+    from tests.evaluate.helpers import evaluated, plan
+
+    task = from_verifiers(made(), context=lambda data: data.text, name="counts")
+    found = evaluated(lambda messages: "FINAL(context.count('teal'))", task, of=plan(task="counts"))
+    assert [each.reward for each in found.outcomes] == [1.0, 0.25]
+
+
+@needs_verifiers
+def test_a_long_prompt_is_the_context_and_an_endless_taskset_has_no_end() -> None:
+    import itertools
+
+    import verifiers.v1 as vf
+
+    class Endless(vf.Taskset[vf.Task, vf.TasksetConfig]):
+        INFINITE = True
+
+        def load(self) -> Any:
+            return (vf.Task(vf.TaskData(prompt=f"{number} " * 15_000)) for number in itertools.count())
+
+    items = from_verifiers(Endless(vf.TasksetConfig())).splits["test"]
+    assert len(items) > 10**9
+    assert (items[3].context, "in `context`" in items[3].question) == ("3 " * 15_000, True)
+
+
+@needs_verifiers
+def test_what_cannot_be_a_task_here() -> None:
+    import verifiers.v1 as vf
+
+    class Boxed(vf.Task[vf.TaskData]):
+        NEEDS_CONTAINER = True
+
+    class Boxes(vf.Taskset[Boxed, vf.TasksetConfig]):
+        def load(self) -> Any:
+            yield Boxed(vf.TaskData(prompt="?"))
+
+    with pytest.raises(ConfigError, match="taskset 'Boxes' needs a container or tool servers of its own"):
+        from_verifiers(Boxes(vf.TasksetConfig()))
+
+    class Reads(vf.Task[vf.TaskData]):
+        @vf.reward
+        async def file(self, runtime: vf.Runtime) -> float:
+            return 1.0
+
+    class Files(vf.Taskset[Reads, vf.TasksetConfig]):
+        def load(self) -> Any:
+            yield Reads(vf.TaskData(prompt="?"))
+
+    task = from_verifiers(Files(vf.TasksetConfig()))
+    item = task.splits["test"][0]
+    with pytest.raises(RamifyError, match="task Reads, row 0: no reward of it works without a runtime"):
+        scored(task, item, answered(item, "x"))
+    with pytest.raises(ConfigError, match="it has no gold answer"):
+        validate(task)
