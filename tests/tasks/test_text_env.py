@@ -83,6 +83,7 @@ def test_a_model_acts_by_a_function_of_its_session(kind: type[Any]) -> None:
     seen: list[Any] = []
     found = evaluated(
         lambda messages: HALVE if len(messages) == 1 else "FINAL('7')", task(kind), of=plan(items=3, task="guess"),
+        concurrency=1,
         on_outcome=lambda outcome, trajectory: seen.append(trajectory.root.turns[0]),
     )  # fmt: skip
     assert [each.rewards for each in found.outcomes] == [{"return": 1.0}, {"return": 1.0}, {"return": 0.0}]
