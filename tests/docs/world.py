@@ -57,6 +57,9 @@ def furnish(folder: Path) -> None:
     (folder / "server.log.gz").write_bytes(gzip.compress(LOG.encode()))
     (folder / "orders.csv").write_text("order,due,sent\n1,2026-03-01,2026-03-02\n")
     (folder / "report.txt").write_text("Two errors, both on web-3: the disk was full.\n")
+    (folder / "questions.jsonl").write_text('{"q": "Who failed first?", "a": "web-3"}\n' * 3)
+    page = (Path(__file__).parents[2] / "docs" / "tasks.md").read_text(encoding="utf-8")
+    (folder / "my_task.py").write_text(page.partition("```python\n")[2].partition("```")[0])
     with contextlib.closing(sqlite3.connect(folder / "shop.db")) as database:
         database.executescript(
             "create table orders (id integer, due text); insert into orders values (1, '2026-03-01')"
