@@ -25,6 +25,8 @@ from ramify.sandbox.base import Ran, Session
 _LEAST_S = 2.0
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{6,}")
 """Of an object in memory, as its repr shows it: another one each time."""
+_FEW = 64
+"""Items up to which a collection is gone through one by one."""
 
 
 class Answered(msgspec.Struct, frozen=True):
@@ -120,8 +122,20 @@ class _Told:
 
 
 def fingerprint(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """Of a call from a session, for this process alone. Takes about a millisecond per megabyte of arguments."""
+    """Of a call from a session, for this process alone. Takes a millisecond for a megabyte of text, and copies none."""
     try:
-        return hash(msgspec.msgpack.encode((name, args, kwargs), enc_hook=repr))
+        return hash((name, _hashed(list(args)), _hashed(dict(kwargs))))
     except (UnicodeEncodeError, RecursionError, TypeError):  # half a surrogate pair; nested without end
         return hash((name, len(args), *sorted(kwargs)))
+
+
+def _hashed(value: Any) -> int:
+    match value:
+        case str() | bytes():
+            return hash(value)
+        case list() if len(value) <= _FEW or all(type(item) is str for item in value):
+            return hash(tuple(map(_hashed, value)))
+        case dict() if len(value) <= _FEW:
+            return hash(tuple((key, _hashed(item)) for key, item in value.items()))
+        case _:
+            return hash(msgspec.msgpack.encode(value, enc_hook=repr))

@@ -60,6 +60,8 @@ class Replies(Protocol):
 
     def cell(self, call: str, turn: int, cell: int) -> Cell | None: ...
 
+    def was_skipped(self, call: str, turn: int, cell: int) -> bool: ...
+
     def tool(self, call: str, turn: int, cell: int, ordinal: int, arguments_hash: str) -> ToolAnswered | None: ...
 
 
@@ -175,7 +177,7 @@ class Run:
 
     async def open_session(self, call: LiveCall) -> Session:
         """A fresh session over the context of ``call``."""
-        return await (await self._resources.sandbox()).open(context=call.context, seed=call.id)
+        return await self._resources.sandbox().open(context=call.context, seed=call.id)
 
     def keep(self, session: Session) -> None:
         """``session`` is interrupted when the run closes."""
@@ -195,9 +197,7 @@ class Run:
 
     def was_skipped(self, call: LiveCall, turn: int, cell: int) -> bool:
         """In a run that is repeated: whether the run was closing by then, so that this cell was left out."""
-        if self.recording is None or self.recording.last_word(call.id, turn + 1) is None:
-            return False
-        return self.recording.cell(call.id, turn, cell) is None
+        return self.recording is not None and self.recording.was_skipped(call.id, turn, cell)
 
     # --- asking ------------------------------------------------------------------------------------------------
 

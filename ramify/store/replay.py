@@ -110,6 +110,15 @@ class Recording:
         """What this cell was recorded to have done."""
         return self._cells.get((call, turn, cell))
 
+    def was_skipped(self, call: str, turn: int, cell: int) -> bool:
+        """Whether the run was closing by the time of this cell: nothing came after it but the last word, if that."""
+        if (call, turn, cell) in self._cells:
+            return False
+        asked, ended = self._asked.get((call, turn + 1)), self._ends.get(call)
+        if asked is not None:
+            return asked.last_word is not None
+        return ended is not None and ended.stop.is_truncated()
+
     def tool(self, call: str, turn: int, cell: int, ordinal: int, arguments_hash: str) -> ToolAnswered | None:
         """What a user's tool was recorded to have returned or raised."""
         found = self._tools.get((call, turn, cell, ordinal))

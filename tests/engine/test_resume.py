@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from ramify import RLM, Limits, RamifyError, Stop, Store
+from ramify import RLM, Limits, RamifyError, Scaffold, Stop, Store
 from ramify.clients.scripted_server import ScriptedServer
 from ramify.errors import ConfigError, LimitReached, ReplayDiverged
 from ramify.types.event import Attempted, Replied, Requested
@@ -224,5 +224,29 @@ def test_a_replay_leaves_out_the_cells_that_a_closing_run_left_out(tmp_path: Pat
             again = await r.areplay("last")
         assert (result.stop, result.response) == (again.stop, again.response) == (Stop.CANCELLED, "so far")
         assert len(again.trajectory.root.turns[0].cells) == 1
+
+    asyncio.run(main())
+
+
+def test_a_replay_leaves_them_out_where_there_was_no_last_word(tmp_path: Path) -> None:
+    async def main() -> None:
+        store = Store(tmp_path)
+        asked = asyncio.Event()
+
+        async def answer(messages: tuple[Message, ...]) -> str:
+            if messages[0].role != "system":
+                asked.set()
+                await asyncio.sleep(60)
+            return code("answer['content'] = 7\ntry:\n  llm_query('slow')\nexcept BaseException: pass", "llm_query('b')")
+
+        async with rlm(client(answer), store=store, scaffold=Scaffold(direct_chars=0, last_word=False)) as r:
+            running = r.start("text", "?")
+            await asked.wait()
+            running.wrap_up()
+            result = await running.result()
+            again = await r.areplay("last")
+        assert (result.stop, result.answer) == (again.stop, again.answer) == (Stop.CANCELLED, 7)
+        assert [len(turn.cells) for turn in again.trajectory.root.turns] == [1]
+        assert [call.id for call in again.trajectory.calls] == ["0", "0.0"]
 
     asyncio.run(main())
