@@ -12,7 +12,7 @@ Parameters have the names of Hugging Face's modules (``model.layers.0.self_attn.
 back and forth. Left out: dropout, sliding windows (``Shape.window`` stays inside them, where they change nothing),
 mixtures of experts, and rotary scalings other than Llama 3's; ``Shape.of`` refuses these by name.
 
-Legend: T tokens, N rows of hidden states, D width, H query heads, K heads of keys and values, d size of a head,
+Legend: T tokens, N rows of them, D width, H query heads, K heads of keys and values, d size of a head,
 V vocabulary.
 """
 
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ramify.errors import ConfigError
+from ramify.policy.norm import rms_norm
 
 _ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 
@@ -135,12 +136,16 @@ class Dense(nn.Module):
         """[d / 2] radians per position, in fp32 whatever the parameters are in."""
         self._tie()
 
-    def hidden(self, ids_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
-        """Hidden states [T, D] after the last norm, from ids and positions (both [T], integers)."""
+    def hidden(self, ids_T: Tensor, positions_T: Tensor, attend: Attend, rows_N: Tensor | None = None) -> Tensor:
+        """Hidden states [T, D] after the last norm, from ids and positions (both [T], integers).
+
+        With ``rows_N``, [N] different indices, those alone: [N, D]. Of the others the last layer computes no more than
+        their keys and values."""
         h_TD = self.model.embed_tokens(ids_T)
         cos_T1d, sin_T1d = self._rotations(positions_T, h_TD.dtype)
+        last = len(self.model.layers) - 1
         for index, layer in enumerate(self.model.layers):
-            h_TD = layer(h_TD, cos_T1d, sin_T1d, index, attend)
+            h_TD = layer(h_TD, cos_T1d, sin_T1d, index, attend, rows_N if index == last else None)
         return cast(Tensor, self.model.norm(h_TD))
 
     def logits(self, h_ND: Tensor) -> Tensor:
@@ -184,9 +189,12 @@ class _Layer(nn.Module):
         self.input_layernorm = _Norm(shape.width, shape.norm_eps)
         self.post_attention_layernorm = _Norm(shape.width, shape.norm_eps)
 
-    def forward(self, h_TD: Tensor, cos_T1d: Tensor, sin_T1d: Tensor, index: int, attend: Attend) -> Tensor:
-        h_TD = h_TD + self.self_attn(self.input_layernorm(h_TD), cos_T1d, sin_T1d, index, attend)
-        return cast(Tensor, h_TD + self.mlp(self.post_attention_layernorm(h_TD)))
+    def forward(
+        self, h_TD: Tensor, cos_T1d: Tensor, sin_T1d: Tensor, index: int, attend: Attend, rows_N: Tensor | None = None
+    ) -> Tensor:
+        o_ND = self.self_attn(self.input_layernorm(h_TD), cos_T1d, sin_T1d, index, attend, rows_N)
+        h_ND = (h_TD if rows_N is None else h_TD.index_select(0, rows_N)) + o_ND
+        return cast(Tensor, h_ND + self.mlp(self.post_attention_layernorm(h_ND)))
 
 
 class _Attention(nn.Module):
@@ -204,7 +212,9 @@ class _Attention(nn.Module):
             self.k_norm = _Norm(shape.head_size, shape.norm_eps)
         self.shape = shape
 
-    def forward(self, h_TD: Tensor, cos_T1d: Tensor, sin_T1d: Tensor, index: int, attend: Attend) -> Tensor:
+    def forward(
+        self, h_TD: Tensor, cos_T1d: Tensor, sin_T1d: Tensor, index: int, attend: Attend, rows_N: Tensor | None
+    ) -> Tensor:
         q_THd = self.q_proj(h_TD).unflatten(-1, (self.shape.num_heads, self.shape.head_size))
         k_TKd = self.k_proj(h_TD).unflatten(-1, (self.shape.num_kv_heads, self.shape.head_size))
         v_TKd = self.v_proj(h_TD).unflatten(-1, (self.shape.num_kv_heads, self.shape.head_size))
@@ -212,6 +222,8 @@ class _Attention(nn.Module):
             q_THd, k_TKd = self.q_norm(q_THd), self.k_norm(k_TKd)
         q_THd, k_TKd = _rotate(q_THd, cos_T1d, sin_T1d), _rotate(k_TKd, cos_T1d, sin_T1d)
         o_THd = attend(index, q_THd, k_TKd, v_TKd, self.shape.head_size**-0.5)
+        if rows_N is not None:
+            o_THd = o_THd.index_select(0, rows_N)
         return cast(Tensor, self.o_proj(o_THd.flatten(-2)))
 
 
@@ -245,7 +257,7 @@ class _Norm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)  # other than x's under autocast
+        return rms_norm(x, self.weight.to(x.dtype), self.eps)  # x is of another type under autocast
 
 
 def frequencies(shape: Shape) -> Tensor:

@@ -38,8 +38,8 @@ class Trunk(Protocol):
         """To be entered around forward and backward passes; outside it the model is as it was."""
         ...
 
-    def hidden(self, ids_T: Tensor, positions_T: Tensor, segments: Many[Segment]) -> Tensor:
-        """[T, D] after the last norm."""
+    def hidden(self, ids_T: Tensor, positions_T: Tensor, segments: Many[Segment], rows_N: Tensor) -> Tensor:
+        """[N, D] after the last norm: those of ``rows_N``, [N] different indices."""
         ...
 
     def logits(self, h_ND: Tensor) -> Tensor:
@@ -65,8 +65,8 @@ class DenseTrunk:
     def scope(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def hidden(self, ids_T: Tensor, positions_T: Tensor, segments: Many[Segment]) -> Tensor:
-        return self._model.hidden(ids_T, positions_T, ForestAttention(segments))
+    def hidden(self, ids_T: Tensor, positions_T: Tensor, segments: Many[Segment], rows_N: Tensor) -> Tensor:
+        return self._model.hidden(ids_T, positions_T, ForestAttention(segments), rows_N)
 
     def logits(self, h_ND: Tensor) -> Tensor:
         return self._model.logits(h_ND)
@@ -99,7 +99,10 @@ class ModuleTrunk:
             self._model.set_attn_implementation(own)
             self._current.attend = None
 
-    def hidden(self, ids_T: Tensor, positions_T: Tensor, segments: Many[Segment]) -> Tensor:
+    def hidden(self, ids_T: Tensor, positions_T: Tensor, segments: Many[Segment], rows_N: Tensor) -> Tensor:
+        return self._all_hidden(ids_T, positions_T, segments).index_select(0, rows_N)
+
+    def _all_hidden(self, ids_T: Tensor, positions_T: Tensor, segments: Many[Segment]) -> Tensor:
         if not self.shares:
             return self._on_rows(ids_T, segments)
         # Stays set until the scope ends: layers that are computed again in the backward pass look for it then.
@@ -136,7 +139,7 @@ class ModuleTrunk:
             self.shares = True
             try:
                 with self.scope():
-                    h_TD = self.hidden(ids, positions, forest)
+                    h_TD = self._all_hidden(ids, positions, forest)
             except (NotImplementedError, ValueError, TypeError, RuntimeError):
                 return False
         tolerance = 1e-3 if wanted.dtype == torch.float32 else 5e-2
@@ -146,7 +149,7 @@ class ModuleTrunk:
         with torch.no_grad():
             row = [Segment(0, len(ids), -1)]
             with self.scope():
-                ours = self.logits(self.hidden(ids, torch.arange(len(ids), device=ids.device), row))
+                ours = self.logits(self._all_hidden(ids, torch.arange(len(ids), device=ids.device), row))
             theirs = self._model(input_ids=ids[None], use_cache=False).logits[0].float()
         if not torch.allclose(ours, theirs, rtol=5e-2, atol=5e-2):
             raise ConfigError(

@@ -139,3 +139,18 @@ def test_what_it_does_not_compute_is_refused_by_name(changed: dict[str, Any], na
 def test_the_window_stays_inside_a_sliding_window() -> None:
     windows = {name: Shape.of(config).window for name, config in configs().items()}
     assert windows == {**dict.fromkeys(NAMES, 256), "mistral-sliding": 100}
+
+
+@pytest.mark.parametrize("name", ["llama-biases", "qwen3-tied"])
+def test_rows_that_are_asked_for_are_those_of_all_with_their_gradients(name: str):
+    _, ours = pair(configs()[name])
+    ids, positions, rows = torch.arange(11), torch.arange(11), torch.tensor([7, 2, 10])
+    weights = torch.randn(3, ours.shape.width, generator=torch.Generator().manual_seed(0))
+    found = []
+    for few in (False, True):
+        ours.zero_grad()
+        h = ours.hidden(ids, positions, packed([11]), rows) if few else ours.hidden(ids, positions, packed([11]))[rows]
+        (h * weights).sum().backward()
+        found.append([h.detach(), *(each.grad.clone() for each in ours.parameters())])
+    for all_of_them, some in zip(*found, strict=True):
+        torch.testing.assert_close(some, all_of_them, rtol=1e-4, atol=1e-5)

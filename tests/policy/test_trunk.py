@@ -64,7 +64,7 @@ def test_a_model_with_plain_attention_takes_a_forest(name: str):
     trunk = trunk_of(model(FORESTS[name]))
     assert trunk.shares
     with torch.no_grad(), trunk.scope():
-        found = trunk.logits(trunk.hidden(torch.tensor(IDS), torch.tensor(POSITIONS), FOREST)[ENDS])
+        found = trunk.logits(trunk.hidden(torch.tensor(IDS), torch.tensor(POSITIONS), FOREST, torch.tensor(ENDS)))
     torch.testing.assert_close(found, by_itself(FORESTS[name]), rtol=1e-4, atol=1e-4)
 
 
@@ -90,10 +90,10 @@ def test_one_that_cannot_runs_on_rows(name: str):
         [Segment(0, 6, -1), Segment(6, 11, -1), Segment(11, 18, -1)],
     )
     with torch.no_grad(), trunk.scope():
-        found = trunk.logits(trunk.hidden(ids, torch.zeros_like(ids), rows)[[5, 10, 17]])
+        found = trunk.logits(trunk.hidden(ids, torch.zeros_like(ids), rows, torch.tensor([5, 10, 17])))
     torch.testing.assert_close(found, by_itself(ROWS[name]), rtol=1e-4, atol=1e-4)
     with pytest.raises(ConfigError, match="pack it with share=False"):
-        trunk.hidden(torch.tensor(IDS), torch.tensor(POSITIONS), FOREST)
+        trunk.hidden(torch.tensor(IDS), torch.tensor(POSITIONS), FOREST, torch.tensor(ENDS))
 
 
 def test_gradients_of_a_module_are_those_of_its_rows():
@@ -103,7 +103,9 @@ def test_gradients_of_a_module_are_those_of_its_rows():
         alone(input_ids=torch.tensor([row])).logits[0, -1].square().sum().backward()
     trunk = trunk_of(ours)
     with trunk.scope():
-        trunk.logits(trunk.hidden(torch.tensor(IDS), torch.tensor(POSITIONS), FOREST)[ENDS]).square().sum().backward()
+        trunk.logits(
+            trunk.hidden(torch.tensor(IDS), torch.tensor(POSITIONS), FOREST, torch.tensor(ENDS))
+        ).square().sum().backward()
     for (name, wanted), (_, found) in zip(alone.named_parameters(), ours.named_parameters(), strict=True):
         assert float((found.grad - wanted.grad).abs().max() / wanted.grad.abs().max()) < 1e-5, name
 

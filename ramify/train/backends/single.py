@@ -153,8 +153,9 @@ class Single:
         streams = {name: self._tensor(column) for name, column in batch.streams.items()}
         asked = self._asked(batch, streams, entropy)
         with self._autocast():
-            h_TD = self._trunk.hidden(self._tensor(batch.token_ids), self._tensor(batch.positions), batch.segments)
-            h_ED = h_TD.index_select(0, self._tensor(batch.sources))
+            rows, places = (self._tensor(each) for each in np.unique(batch.sources, return_inverse=True))
+            tokens = self._tensor(batch.token_ids), self._tensor(batch.positions)
+            h_ED = self._trunk.hidden(*tokens, batch.segments, rows).index_select(0, places)
             num_ids, max_logits = self._policy.config.vocab_size, self._compute.max_logits
             max_logits = max_logits or (1 << 26 if self._device.type == "cuda" else 1 << 22)
             logprobs, entropies = entry_logprobs(h_ED, self._trunk.logits, asked, num_ids, max_logits)

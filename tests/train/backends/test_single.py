@@ -111,7 +111,8 @@ def test_logprobs_are_those_of_a_plain_softmax(config: Any):
 
 def alone(backend: Single, each: Sequence) -> Tensor:
     (batch,) = pack([each])
-    return backend._trunk.hidden(torch.from_numpy(each.token_ids), torch.arange(len(each)), batch.segments)
+    every = torch.arange(len(each))
+    return backend._trunk.hidden(torch.from_numpy(each.token_ids), every, batch.segments, every)
 
 
 def test_temperature_and_kept_sets_are_those_of_the_sampler():
