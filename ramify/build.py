@@ -188,9 +188,9 @@ class Made:
 
     def _policy(self, demonstrations: Sequence[Trajectory]) -> Policy:
         import torch
-        from transformers import AutoConfig, AutoTokenizer
+        from transformers import AutoConfig
 
-        from ramify.policy.load import from_config, load
+        from ramify.policy.load import from_config, load, load_tokenizer
         from ramify.policy.tokenizer import train_tokenizer
 
         spec = self.run.policy
@@ -198,7 +198,7 @@ class Made:
         if spec.path:
             return load(spec.path, None if spec.dtype == "auto" else getattr(torch, spec.dtype), device)
         if spec.tokenizer:
-            tokenizer = AutoTokenizer.from_pretrained(spec.tokenizer)
+            tokenizer = load_tokenizer(spec.tokenizer)
         elif demonstrations:
             tokenizer = train_tokenizer(_texts(demonstrations), spec.vocab_size)
         else:
@@ -230,6 +230,13 @@ class Made:
         from ramify.train.backends.single import Single
 
         return lambda optim: Single(self.policy, optim, self.run.compute, dumps=out)
+
+    def _reference_of(self, out: Path) -> Callable[[Path], Backend]:
+        from ramify.policy.load import load
+        from ramify.train.backends.single import Single
+
+        policy, compute = self.policy, self.run.compute
+        return lambda folder: Single(load(folder, policy.dtype, policy.device), None, compute, dumps=out)
 
     def _stages(self) -> list[Stage]:
         run = self.run
@@ -263,7 +270,7 @@ class Made:
         loop = Loop(
             out, self._stages(), self._backend_of(out), Published(self.policy, self.client), self.evaluate,
             first=run.evaluate.first, final=run.evaluate.final, cadence=run.cadence, config=plain(run), check=check,
-            listener=listener, say=self._say,
+            reference_of=self._reference_of(out), listener=listener, say=self._say,
         )  # fmt: skip
         first = run.rl.sample.first_item if run.rl is not None else 0
         loop.state.next_item = max(first, run.sft.num if run.sft is not None and run.sft.demos else 0)

@@ -88,7 +88,7 @@ def load(
     there, weights that are not those of its configuration, a tokenizer that does not fit its template."""
     folder = _folder(path_or_name)
     config = AutoConfig.from_pretrained(folder)
-    tokenizer = _tokenizer(folder)
+    tokenizer = load_tokenizer(folder)
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtype = dtype or (torch.float32 if device.type == "cpu" else _stored_dtype(config))
     generation = _generation(folder)
@@ -180,7 +180,8 @@ def _folder(path_or_name: str | Path) -> Path:
         raise ConfigError(f"there is no folder '{path_or_name}': give one with a config.json and weights") from None
 
 
-def _tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerFast:
+    """The tokenizer in a folder. Raises ConfigError where there is none that can be used."""
     """What tokenizer.json says, and no more: ``AutoTokenizer`` would make it a class of the model's family, which may cut
     text up in another way."""
     if not (folder / "tokenizer.json").is_file():

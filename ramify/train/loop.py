@@ -29,7 +29,6 @@ from ramify.train.metrics import Measured, Metrics
 from ramify.train.pack import attach, describe, pack
 from ramify.train.selfcheck import SelfCheck
 from ramify.train.stages import Part, Stage, Work
-from ramify.types.trajectory import Group
 
 T = TypeVar("T")
 
@@ -81,16 +80,18 @@ class Loop:
         cadence: Cadence | None = None,
         config: Mapping[str, Any] | None = None,
         check: SelfCheck | None = None,
-        reference: Backend | None = None,
+        reference_of: Callable[[Path], Backend] | None = None,
         listener: Callable[[Measured], None] | None = None,
         say: Callable[[str], None] = print,
     ) -> None:
-        """``first`` and ``final`` are splits that are reported before rollouts and at the end. ``reference`` is the policy
-        that a KL is measured to. ``say`` is told in a sentence what a person should know, as that a step had no signal."""
+        """``first`` and ``final`` are splits that are reported before rollouts and at the end. ``reference_of`` makes a
+        backend of a saved policy, which a KL is measured to. ``say`` is told in a sentence what a person should know, as
+        that a step had no signal."""
         self.out, self._stages, self._backend_of, self._policy = out, stages, backend_of, policy
         self._cadence = cadence = cadence or Cadence()
         self._evaluate, self._first, self._final = evaluate, first, final
-        self._check, self._reference = check, reference
+        self._check, self._reference_of = check, reference_of
+        self._reference: Backend | None = None
         self._say = say
         self.checkpoints = Checkpoints(out, cadence.keep_last, cadence.keep_best)
         self.state = State(step=0, config=dict(config or {}))
@@ -124,6 +125,8 @@ class Loop:
     async def _run_stage(self, stage: Stage) -> None:
         if self._backend is None:
             self._backend = await self._in_torch(self._backend_of, stage.optim)
+        if stage.samples and stage.loss.kl_beta:
+            self._reference = await self._in_torch(self._kept_reference)
         if stage.samples and not self.state.stage_step:
             for split in ("validation", *self._first):
                 await self.evaluate(split, "first")
@@ -169,8 +172,7 @@ class Loop:
         if work.silence:
             self._say(f"step {state.step + 1} ({stage.name}) has nothing to learn from: {work.silence}")
             values["silent"] = 1.0
-        for part in work.parts:
-            values.update(await self._in_torch(self._learn, stage, part))
+        values |= _over_parts([await self._in_torch(self._learn, stage, part) for part in work.parts])
         values["learn_s"] = time.monotonic() - started
         state.step, state.stage_step, state.next_item = state.step + 1, state.stage_step + 1, work.next_item
         if stage.samples and work.parts:
@@ -206,9 +208,17 @@ class Loop:
         self._is_published = False
         return {**measured, **describe(batches, part.rows)}
 
+    def _kept_reference(self) -> Backend:
+        """The policy that rollouts began with, which is kept beside the checkpoints."""
+        folder = self.out / "reference"
+        if not self.state.stage_step:
+            self._policy.save(folder)
+        if self._reference_of is None:
+            raise TrainError("the loss has a KL to a reference policy, and nothing was given that makes one")
+        return self._reference_of(folder)
+
     def _attach_reference(self, part: Part) -> None:
-        if self._reference is None:
-            raise TrainError("the loss has a KL to a reference policy, and none was given")
+        assert self._reference is not None
         batches = pack(part.rows, self._reference.packing, part.denominators)
         attach(part.rows, batches, "ref_logprobs", self._reference.logprobs(batches))
 
@@ -285,6 +295,11 @@ class Loop:
         return await asyncio.get_running_loop().run_in_executor(self._torch, work, *arguments)
 
 
-def failed(groups: Sequence[Group]) -> list[str]:
-    """What went wrong in rollouts that came to no reward, for a person."""
-    return [error for group in groups for t in group.trajectories if not t.rewards for error in t.errors[-1:]]
+def _over_parts(measured: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Means over the optimizer steps of one step; sums of what is counted. How far trainer and sampler are apart is told
+    of the first, since after it the weights have moved."""
+    if not measured:
+        return {}
+    found = {name: sum(each[name] for each in measured) / len(measured) for name in measured[0]}
+    counted = {name: sum(each[name] for each in measured) for name in ("batches", "packed_tokens", "row_tokens")}
+    return {**found, **counted, **{name: value for name, value in measured[0].items() if name.startswith("mismatch")}}

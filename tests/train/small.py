@@ -1,0 +1,80 @@
+"""A run that is over in seconds: a policy of a few thousand parameters, a task that random tokens can score on."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+from ramify.engine.limits import Limits
+from ramify.sandbox.base import SandboxSpec
+from ramify.tasks.base import Item, generated
+from ramify.tasks.simple import SimpleTask, Whole
+from ramify.train.backends.base import Compute, Optim
+from ramify.train.config import EvaluateSpec, PolicySpec, RlSpec, Run, SftSpec, TaskSpec, WarmUpSpec
+from ramify.train.loop import Cadence
+from ramify.train.rollout import RolloutOptions
+from ramify.train.stages import Sample
+from ramify.types.trajectory import Trajectory
+
+SHAPE = {
+    "model_type": "qwen3", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "head_dim": 16, "intermediate_size": 48, "max_position_embeddings": 256, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+def small(**changes: Any) -> Run:
+    fields: dict[str, Any] = {
+        "name": "small",
+        "policy": PolicySpec(shape=SHAPE, vocab_size=300, slots=16),
+        "task": TaskSpec(name="tests.train.small:even"),
+        "warmup": WarmUpSpec(steps=2, batch_tokens=200),
+        "sft": SftSpec(
+            demos="ledger", num=30, task=TaskSpec(options={"rows": [4, 6]}), batch_tokens=1200,
+            optim=Optim(kind="muon", lr=1e-3, weight_decay=0.01),
+        ),
+        "rl": RlSpec(
+            steps=4, sample=Sample(items=2, minibatches=2), rollout=RolloutOptions(group=3, concurrency=1),
+            optim=Optim(lr=1e-3, schedule="linear"),
+        ),
+        "scaffold": "tiny",
+        "limits": Limits(max_turns=2, max_reply_tokens=8, max_seconds=60),
+        "sandbox": SandboxSpec(provider="inprocess", allow_weaker=True),
+        "evaluate": EvaluateSpec(num=2, final=("test",)),
+        "cadence": Cadence(evaluate=2),
+        "compute": Compute(precision="fp32"),
+        "threads": 1,
+    }  # fmt: skip
+    return Run(**(fields | changes))
+
+
+def _make(rng: random.Random) -> Item:
+    return Item(f"{rng.randrange(10**6)}?", "text", gold=1.0)
+
+
+def _even(item: Item, trajectory: Trajectory) -> float:
+    """1 for an answer that is right, which no policy here gives; else the share of even ids among those sampled."""
+    if trajectory.answer == item.gold:
+        return 1.0
+    ids = [id for call in trajectory.calls for turn in call.turns for id in turn.reply.token_ids or ()]
+    return sum(id % 2 == 0 for id in ids) / len(ids) * 0.9 if ids else 0.0
+
+
+even = SimpleTask("even", generated("even", _make), Whole(_even))
+wrong = SimpleTask("wrong", generated("wrong", _make), lambda answer, item: 0.5)
+silent = SimpleTask("silent", generated("silent", _make), lambda answer, item: float(answer == item.gold))
+
+
+def _fails(item: Item, trajectory: Trajectory) -> float:
+    if not trajectory.calls[0].turns:
+        return float(trajectory.answer == item.gold)
+    raise OSError("the grader is down")
+
+
+failing = SimpleTask("failing", generated("failing", _make), Whole(_fails))
+
+
+def weights_of(out: Path) -> dict[str, Any]:
+    from ramify.policy.weights import read_weights
+
+    return read_weights(out / "policy")

@@ -1,0 +1,207 @@
+"""The loop over real parts: a policy made from nothing, its engine, sessions in this process, the trainer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from ramify.build import train
+from ramify.errors import TrainError
+from ramify.train.backends.base import Optim
+from ramify.train.checkpoint import Checkpoints, read_state
+from ramify.train.loop import Cadence, Loop
+from ramify.train.loss import Loss
+from ramify.train.metrics import Measured, read
+from ramify.train.stages import Work
+from tests.train.small import small, weights_of
+
+
+class Killed(BaseException):
+    """Ends a run as a signal would, wherever it stands."""
+
+
+def kill_at(step: int) -> Callable[[Measured], None]:
+    def listen(measured: Measured) -> None:
+        if measured.step == step:
+            raise Killed
+
+    return listen
+
+
+def same(first: Path, second: Path) -> bool:
+    ours, theirs = weights_of(first), weights_of(second)
+    assert ours.keys() == theirs.keys()
+    return all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_a_killed_run_ends_where_it_would_have_bit_by_bit(tmp_path: Path) -> None:
+    """Through a warm-up, demonstrations and rollouts; killed once in each of the last two, between checkpoints."""
+    run = small(cadence=Cadence(evaluate=2, checkpoint=2, keep_last=1))
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    state = train(run, whole, say=pytest.fail)
+    rl = read_rows(whole, "rl")
+    assert [row.step for row in rl] == [
+        state.step - 3,
+        state.step - 2,
+        state.step - 2,
+        state.step - 1,
+        state.step,
+        state.step,
+    ]
+    with pytest.raises(Killed):
+        train(run, broken, listener=kill_at(5))
+    for step in (state.step - 1, None):
+        resumed = read_state(Checkpoints(broken).all()[-1])
+        assert resumed.step < state.step
+        listener = None if step is None else kill_at(step)
+        if step is None:
+            train(run, broken, resume=broken)
+        else:
+            with pytest.raises(Killed):
+                train(run, broken, resume=broken, listener=listener)
+    assert same(whole, broken)
+    assert [(row.step, row.stage) for row in read(whole)] == [(row.step, row.stage) for row in read(broken)]
+    steady = ("loss", "reward", "grad_norm", "lr", "validation/reward", "test/reward")
+    for ours, theirs in zip(read(whole), read(broken), strict=True):
+        assert {k: ours.values.get(k) for k in steady} == {k: theirs.values.get(k) for k in steady}
+
+
+def read_rows(out: Path, stage: str) -> list[Measured]:
+    return [row for row in read(out) if row.stage == stage]
+
+
+def test_what_is_written_down(tmp_path: Path) -> None:
+    run = small(warmup=None)
+    state = train(run, tmp_path)
+    first = read_rows(tmp_path, "rl")[0].values
+    assert {
+        "reward",
+        "loss",
+        "grad_norm",
+        "lr",
+        "sampled_tokens",
+        "given_tokens",
+        "tokens_per_s",
+        "mismatch_max",
+        "cpu_s",
+    } <= set(first)
+    assert first["mismatch_max"] < 1e-5
+    assert first["split_turns"] == 0
+    assert [row.values.keys() >= {"test/reward"} for row in read_rows(tmp_path, "last")] == [True]
+    assert (state.stage, state.next_item) == (2, 30 + 4 * 2)
+    best = Checkpoints(tmp_path).best()
+    assert best is not None
+    loaded = Path(tmp_path / "policy")
+    assert (loaded / "config.json").is_file()
+    assert (loaded / "tokenizer.json").is_file()
+
+
+def test_a_step_without_signal_says_so_and_moves_nothing(tmp_path: Path) -> None:
+    said: list[str] = []
+    run = small(task=msgspec.structs.replace(small().task, name="tests.train.small:silent"))
+    rl = msgspec.structs.replace(run.rl, steps=1)
+    train(msgspec.structs.replace(run, rl=rl), tmp_path, say=said.append)
+    assert said[0].endswith("(rl) has nothing to learn from: in each of 2 groups all rollouts did equally well")
+    (row, _) = read_rows(tmp_path, "rl")
+    assert (row.values["silent"], "loss" in row.values) == (1, False)
+    before, after = (torch.load(path / "backend/backend.pt")["weights"] for path in Checkpoints(tmp_path, 9).all()[-2:])
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_step_whose_rollouts_all_fail_ends_the_run(tmp_path: Path) -> None:
+    run = small(task=msgspec.structs.replace(small().task, name="tests.train.small:failing"), warmup=None)
+    with pytest.raises(TrainError, match=r"all 6 rollouts of step 0 failed, the first with: .*the grader is down"):
+        train(run, tmp_path)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_which_can_go_on_from_before(tmp_path: Path) -> None:
+    run = small(warmup=None, rl=None)
+    sft = msgspec.structs.replace(run.sft, optim=Optim(lr=1e30, warmup_steps=0))
+    with pytest.raises(TrainError, match="not finite"):
+        train(msgspec.structs.replace(run, sft=sft, cadence=Cadence(checkpoint=1)), tmp_path)
+    assert Checkpoints(tmp_path).latest() == tmp_path / "checkpoints/step-000001"
+
+
+def test_dynamic_sampling_takes_further_items(tmp_path: Path) -> None:
+    run = small(task=msgspec.structs.replace(small().task, name="tests.train.small:silent"))
+    rl = msgspec.structs.replace(run.rl, steps=1)
+    sample = msgspec.structs.replace(rl.sample, max_items=5)
+    state = train(
+        msgspec.structs.replace(run, rl=msgspec.structs.replace(rl, sample=sample)), tmp_path, say=lambda _: None
+    )
+    assert read_rows(tmp_path, "rl")[0].values["items"] == 5
+    assert state.next_item == 30 + 5
+
+
+def test_the_kl_is_to_the_policy_that_rollouts_began_with(tmp_path: Path) -> None:
+    run = small(warmup=None)
+    rl = msgspec.structs.replace(
+        run.rl, loss=Loss(kl_beta=0.1), sample=msgspec.structs.replace(run.rl.sample, minibatches=1)
+    )
+    run = msgspec.structs.replace(run, rl=rl)
+    train(run, tmp_path / "whole")
+    kl = [row.values["ref_kl"] for row in read_rows(tmp_path / "whole", "rl") if "ref_kl" in row.values]
+    assert kl[0] == pytest.approx(0, abs=1e-9)
+    assert all(value > 0 for value in kl[1:])
+    with pytest.raises(Killed):
+        train(
+            run, tmp_path / "broken", listener=kill_at(read_state(Checkpoints(tmp_path / "whole").all()[-1]).step - 1)
+        )
+    train(run, tmp_path / "broken", resume=tmp_path / "broken")
+    assert same(tmp_path / "whole", tmp_path / "broken")
+
+
+class Noted:
+    """A stage and a backend that write down when they are asked for what."""
+
+    name, samples, loss, optim = "noted", False, Loss(), Optim()
+
+    def __init__(self, num_steps: int, max_staleness: int) -> None:
+        self.num_steps, self.max_staleness = num_steps, max_staleness
+        self.notes: list[str] = []
+
+    async def work(self, step: int, next_item: int) -> Work:
+        self.notes.append(f"work {step}")
+        if step == 3:
+            raise TrainError("no fourth step")
+        return Work([], {}, next_item + 1)
+
+
+@pytest.mark.parametrize(
+    ("max_staleness", "notes"),
+    [
+        (0, ["work 0", "step 1", "work 1", "step 2", "work 2", "step 3", "work 3"]),
+        (1, ["work 0", "work 1", "step 1", "work 2", "step 2", "work 3", "step 3"]),
+    ],
+)
+def test_work_is_begun_no_earlier_than_allowed(tmp_path: Path, max_staleness: int, notes: list[str]) -> None:
+    stage = Noted(5, max_staleness)
+
+    class Published:
+        async def publish(self) -> None: ...
+        def save(self, folder: Path) -> None: ...
+        def load(self, folder: Path) -> None: ...
+
+    async def evaluate(split: str) -> Mapping[str, float]:
+        return {}
+
+    def backend_of(optim: Optim) -> Any:
+        return None
+
+    loop = Loop(
+        tmp_path,
+        [stage],
+        backend_of,
+        Published(),
+        evaluate,
+        listener=lambda row: stage.notes.append(f"step {row.step}"),
+    )
+    with pytest.raises(TrainError, match="no fourth step"):
+        asyncio.run(loop.run())
+    assert stage.notes == notes
