@@ -173,7 +173,7 @@ class Slots:
         idle = [slot for slot, owner in enumerate(self.owner) if owner is None]
         if not idle:
             return None
-        others = [slot for slot in idle if slot != source] or idle
+        others = [slot for slot in idle if slot != source or not shared] or idle
         return min(others, key=lambda slot: (self.length_S[slot] > 0, self._used_S[slot], slot))
 
     def _touch_parents(self, affinity: str) -> None:

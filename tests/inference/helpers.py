@@ -1,0 +1,70 @@
+"""A small policy, and what it must sample: one request at a time, by a plain forward pass for each token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Qwen3Config
+
+from ramify.inference.local.engine import Engine, Room
+from ramify.inference.local.generation import Generation
+from ramify.inference.local.runner import DenseRunner
+from ramify.inference.local.sampling import draw
+from ramify.policy.dense import Dense
+from ramify.policy.load import Policy, from_config
+from tests.policy.templates import tokenizer_of
+
+WINDOW = 256
+
+
+def policy(seed: int = 0, *, sharpness: float = 12.0, **sizes: Any) -> Policy:
+    """Random weights, sharpened so that the next token depends on all that came before."""
+    config = Qwen3Config(
+        vocab_size=320, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, tie_word_embeddings=True, max_position_embeddings=WINDOW,
+        bos_token_id=None, eos_token_id=3, pad_token_id=0,
+    )  # fmt: skip
+    config.update(sizes)
+    made = from_config(config, tokenizer_of("tiny"), seed)
+    with torch.no_grad():
+        made.model.get_parameter("model.embed_tokens.weight").mul_(sharpness)
+    return made
+
+
+def engine(made: Policy, **room: Any) -> Engine:
+    assert isinstance(made.model, Dense)
+    limits = {"slots": 8, "prefill_tokens": 64, "cache_bytes": 64 << 20, "window": WINDOW, **room}
+    return Engine(DenseRunner(made.model), Room(**limits))
+
+
+def drained(running: Engine) -> list[Generation]:
+    """All that ends, until nothing is left."""
+    done = []
+    while not running.is_idle:
+        done += running.step()
+    return done
+
+
+def causal(layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, scale: float) -> Tensor:
+    q, k, v = (each.transpose(0, 1)[None] for each in (q_THd, k_TKd, v_TKd))
+    attended = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+    return attended[0].transpose(0, 1)
+
+
+@torch.no_grad()
+def logits(made: Policy, ids: Sequence[int]) -> Tensor:
+    """[T, V] by one pass over everything."""
+    model = made.model
+    assert isinstance(model, Dense)
+    return model.logits(model.hidden(torch.tensor(list(ids)), torch.arange(len(ids)), causal))
+
+
+def expected(made: Policy, like: Generation) -> Generation:
+    """What a fresh generation with the settings of ``like`` samples, by itself and without a cache."""
+    while like.end is None:
+        drawn = draw(logits(made, like.ids)[-1:], [like.draw], [like.uniform()])
+        like.append(drawn[0], 0)
+    return like

@@ -1,0 +1,199 @@
+"""The engine beside a plain forward pass for each token: the same tokens and log-probabilities, whatever happens to the
+cache and whatever else is in the batch."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from ramify.errors import Refused
+from ramify.inference.local.engine import Engine
+from ramify.inference.local.generation import Generation
+from ramify.inference.local.sampling import Draw, Drawn
+from ramify.policy.fingerprint import fingerprint
+from tests.inference.helpers import WINDOW, drained, engine, expected, policy
+
+MADE = policy()
+SETTINGS = [Draw(), Draw(0.7), Draw(0.0), Draw(top_p=0.8), Draw(1.3, top_k=9)]
+
+
+def requests(num: int, *, shared: int = 0, seed: int = 0) -> list[dict[str, Any]]:
+    """Prompts of 1 to 60 tokens and replies of 1 to 25, by all settings; the first ``shared`` tokens are common."""
+    pick = random.Random(seed)
+    common = [pick.randrange(4, 320) for _ in range(shared)]
+    return [
+        {
+            "prompt_ids": common + [pick.randrange(4, 320) for _ in range(pick.randint(1, 60))],
+            "max_tokens": pick.randint(1, 25),
+            "draw": SETTINGS[index % len(SETTINGS)],
+            "seed": f"{seed}/{index}",
+            "stop_ids": (3, 7, 11, 13, 17, 19, 23),
+        }
+        for index in range(num)
+    ]
+
+
+ALONE: dict[str, Generation] = {}
+"""What was sampled by itself, by request: the same requests go through many engines."""
+
+
+def assert_as_expected(done: list[Generation], asked: list[dict[str, Any]]) -> None:
+    by_prompt = {(tuple(each.ids[: each.num_prompt]), each.draw): each for each in done}
+    assert len(by_prompt) == len(asked)
+    for request in asked:
+        ours = by_prompt[tuple(request["prompt_ids"]), request["draw"]]
+        alone = ALONE.get(str(request)) or expected(MADE, Generation(**request))
+        ALONE[str(request)] = alone
+        assert (ours.sampled, ours.end, ours.kept) == (alone.sampled, alone.end, alone.kept)
+        torch.testing.assert_close(torch.tensor(ours.logprobs), torch.tensor(alone.logprobs), rtol=0, atol=1e-5)
+
+
+def run(asked: list[dict[str, Any]], **room: Any) -> tuple[list[Generation], Engine]:
+    running = engine(MADE, **room)
+    for request in asked:
+        running.add(Generation(**request))
+    return drained(running), running
+
+
+@pytest.mark.parametrize(
+    "room",
+    [
+        {},
+        {"slots": 1},
+        {"slots": 3, "prefill_tokens": 7},
+        {"prefill_tokens": 1},
+        {"slots": 64, "prefill_tokens": 4096},
+        {"reuse": False},
+        {"cache_bytes": 256 * 128 * 3},  # 256 bytes a token: three slots of 128
+    ],
+    ids=["usual", "one-slot", "chunks", "token-by-token", "all-at-once", "no-reuse", "little-memory"],
+)
+def test_room_changes_nothing(room: dict[str, Any]) -> None:
+    asked = requests(16)
+    done, _ = run(asked, **room)
+    assert_as_expected(done, asked)
+
+
+def test_a_common_prompt_is_computed_once() -> None:
+    asked = requests(12, shared=150)
+    done, shared = run(asked, slots=4, prefill_tokens=64)
+    assert_as_expected(done, asked)
+    _, separate = run(asked, slots=4, prefill_tokens=64, reuse=False)
+    at_least = 11 * 150 - 3 * 32  # the three that join while the last 32 tokens are computed may compute them, too
+    assert separate.num_computed - shared.num_computed >= at_least
+    assert sum(each.num_reused for each in done) >= at_least
+
+
+def test_turns_go_on_where_they_were() -> None:
+    """Three turns of several calls, each prompt the path so far and something new: every token is computed once."""
+    running = engine(MADE, slots=4)
+    pick = random.Random(1)
+    paths = [[pick.randrange(4, 320) for _ in range(20)] for _ in range(3)]
+    for turn in range(3):
+        asked = [
+            {"prompt_ids": path, "max_tokens": 8, "seed": f"{turn}/{index}", "affinity": str(index)}
+            for index, path in enumerate(paths)
+        ]
+        for request in asked:
+            running.add(Generation(**request))
+        done = drained(running)
+        assert_as_expected(done, [{**request, "draw": Draw()} for request in asked])
+        by_affinity = {each.affinity: each.ids for each in done}
+        paths = [[*by_affinity[str(index)], pick.randrange(4, 320), 5] for index in range(3)]
+    assert running.num_computed == sum(len(each.ids) - 1 for each in done)  # the last token of a path is never needed
+
+
+def test_memory_that_is_short_preempts_and_loses_nothing() -> None:
+    """Replies grow until fewer slots fit; those that lost theirs begin again from their ids."""
+    asked = [{**request, "max_tokens": 90, "stop_ids": ()} for request in requests(6)]
+    done, running = run(asked, cache_bytes=256 * 128 * 5, slots=5)
+    assert running.num_preempted > 0
+    assert_as_expected(done, asked)
+
+
+def test_slots_become_more_again_after_a_long_one() -> None:
+    running = engine(MADE, cache_bytes=256 * 256 * 2, slots=8)
+    running.add(Generation([5] * 200, max_tokens=20))
+    drained(running)
+    asked = requests(20)
+    for request in asked:
+        running.add(Generation(**request))
+    most = 0
+    done: list[Generation] = []
+    while not running.is_idle:
+        done += running.step()
+        most = max(most, sum(bool(each.logprobs) for each in running))
+    assert most >= 4
+    assert_as_expected(done, asked)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_schedule(seed: int) -> None:
+    """Requests that come, go and are cancelled at any time, over few slots and little memory."""
+    pick = random.Random(seed)
+    asked = requests(20, shared=pick.choice([0, 40]), seed=seed)
+    running = engine(
+        MADE, slots=pick.randint(1, 6), prefill_tokens=pick.randint(1, 50), cache_bytes=256 * pick.randint(300, 900)
+    )
+    done: list[Generation] = []
+    cancelled = []
+    left = list(asked)
+    while left or not running.is_idle:
+        for _ in range(pick.randint(0, 3)):
+            if left:
+                running.add(Generation(**left.pop(0)))
+        if pick.random() < 0.1 and len(cancelled) < 4 and (inside := list(running)):
+            victim = pick.choice(inside)
+            running.cancel(victim)
+            cancelled.append(tuple(victim.ids[: victim.num_prompt]))
+        done += running.step()
+    assert_as_expected(done, [request for request in asked if tuple(request["prompt_ids"]) not in cancelled])
+
+
+def test_new_weights_between_two_steps() -> None:
+    """What was sampled stays; what comes after is what the new weights say after all of it."""
+    made, other = policy(0), policy(1)
+    running = engine(made)
+    generation = Generation([5, 6, 7, 8], max_tokens=20, seed="s")
+    running.add(generation)
+    for _ in range(8):
+        running.step()
+    before = list(generation.sampled)
+    made.model.load_state_dict(other.model.state_dict())
+    running.forget(version=4)
+    drained(running)
+    assert [(span.start, span.end, span.version) for span in generation.versions] == [(0, 8, 0), (8, 20, 4)]
+    alone = Generation([5, 6, 7, 8], max_tokens=8, seed="s")
+    assert expected(policy(0), alone).sampled == before
+    alone.end, alone.max_tokens = None, 20
+    assert expected(other, alone).sampled == generation.sampled
+    torch.testing.assert_close(torch.tensor(generation.logprobs), torch.tensor(alone.logprobs), rtol=0, atol=1e-5)
+    assert fingerprint(made.model) == fingerprint(other.model)
+
+
+def test_the_window_is_filled_to_its_last_token() -> None:
+    asked = [{"prompt_ids": [9] * (WINDOW - 4), "max_tokens": 4, "draw": Draw()}]
+    done, _ = run(asked)
+    assert (len(done[0].ids), done[0].end) == (WINDOW, "length")
+    assert_as_expected(done, asked)
+
+
+def test_a_prompt_that_memory_cannot_hold_is_refused() -> None:
+    running = engine(MADE, cache_bytes=256 * 40)
+    with pytest.raises(Refused, match="the prompt has 40 tokens, and the cache of 0 MiB holds 40"):
+        running.add(Generation([5] * 40, max_tokens=3))
+    running.add(Generation([5] * 38, max_tokens=30))
+    assert [(len(each.ids), each.end) for each in drained(running)] == [(40, "length")]
+
+
+def test_stop_texts_may_lie_across_tokens() -> None:
+    decode = "".join  # ids are letters here
+    letters = {65: "a", 66: "b", 67: "c"}
+    generation = Generation([1], max_tokens=9, stop=("bc", "zz"), decode=lambda ids: decode(letters[id] for id in ids))
+    for id in (65, 66, 67):
+        assert generation.end is None
+        generation.append(Drawn(id, -1.0, None), 0)
+    assert (generation.end, generation.stopped_at, generation.sampled) == ("stop", "bc", [65, 66, 67])
