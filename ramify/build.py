@@ -198,7 +198,7 @@ class Made:
         if spec.path:
             return load(spec.path, None if spec.dtype == "auto" else getattr(torch, spec.dtype), device)
         if spec.tokenizer:
-            tokenizer = load_tokenizer(spec.tokenizer)
+            tokenizer = load_tokenizer(Path(spec.tokenizer))
         elif demonstrations:
             tokenizer = train_tokenizer(_texts(demonstrations), spec.vocab_size)
         else:

@@ -180,10 +180,9 @@ def _folder(path_or_name: str | Path) -> Path:
         raise ConfigError(f"there is no folder '{path_or_name}': give one with a config.json and weights") from None
 
 
-def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerFast:
-    """The tokenizer in a folder. Raises ConfigError where there is none that can be used."""
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     """What tokenizer.json says, and no more: ``AutoTokenizer`` would make it a class of the model's family, which may cut
-    text up in another way."""
+    text up in another way. Raises ConfigError where there is none that can be used."""
     if not (folder / "tokenizer.json").is_file():
         raise ConfigError(f"{folder} has no tokenizer.json: save its tokenizer as a fast one (use_fast=True) first")
     try:
