@@ -1,0 +1,136 @@
+"""What is wrong with a run is said before anything is trained; recipes are read and stored runs found again."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from ramify.build import Made, recipe, stored, train
+from ramify.errors import ConfigError
+from ramify.train.algorithms.grpo import GRPO
+from ramify.train.config import LoraSpec, PolicySpec, Run, SftSpec, TaskSpec, plain
+from ramify.train.rollout import RolloutOptions
+from tests.train.small import SHAPE, small
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+
+
+def changed(part: str, **fields: Any) -> Run:
+    run = small()
+    return msgspec.structs.replace(run, **{part: msgspec.structs.replace(getattr(run, part), **fields)})
+
+
+def close(made: Made) -> None:
+    asyncio.run(made.client.close())
+
+
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        (changed("task", name="tests.train.small:wrong"), "item wrong/train/0: the right answer 1.0 scores 0.5 and not 1"),
+        (changed("task", name="ledgre"), "unknown task 'ledgre': did you mean 'ledger'?"),
+        (changed("evaluate", final=("tset",)), "task 'even' has no split 'tset': did you mean 'test'?"),
+        (changed("policy", shape={**SHAPE, "max_position_embeddings": 6}), "does not fit the policy: its prompt has"),
+        (changed("policy", tokenizer="nowhere"), "nowhere has no tokenizer.json"),
+        (changed("sft", demos="ledgr"), "unknown demos 'ledgr': did you mean 'ledger'?"),
+        (changed("sft", algorithm=msgspec.structs.replace(small().sft.algorithm, min_reward=9.0)), "none of 30 trajectories"),
+        (msgspec.structs.replace(small(), sft=None), "a model made from nothing needs a tokenizer, or demonstrations"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_said_before_anything_is_trained(run: Run, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        train(run, tmp_path / "out")
+    assert message in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_policy_without_its_templates_tokens_is_refused(tmp_path: Path) -> None:
+    from ramify.policy.load import save
+
+    made = Made(small(), print)
+    close(made)
+    save(made.policy, tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        path = tmp_path / name
+        path.write_text(path.read_text().replace("<|a|>", "<|b|>"))
+    with pytest.raises(ConfigError, match=r"<\|a\|>"):
+        Made(changed("policy", path=str(tmp_path), shape={}), print)
+
+
+def test_a_group_of_one_is_warned_of() -> None:
+    with pytest.warns(UserWarning, match="a group of one has nothing to be compared with"):
+        close(Made(changed("rl", rollout=RolloutOptions(group=1)), print))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        close(Made(small(), print))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: PolicySpec(), "give either path"),
+        (lambda: PolicySpec(path="x", shape=SHAPE), "give either path"),
+        (lambda: PolicySpec(shape={"hidden_size": 3}), "has no model_type"),
+        (lambda: SftSpec(), "nothing to learn from"),
+        (lambda: SftSpec(demos="ledger", epochs=0), "must be positive"),
+        (lambda: LoraSpec(rank=0), "must be at least 1"),
+        (lambda: Run(policy=PolicySpec(path="x")), "has no stage"),
+    ],
+)
+def test_combinations_that_mean_nothing(make: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+def test_recipes_are_read_and_overridden() -> None:
+    run = recipe(RECIPES / "tiny.py", ["rl.algorithm=grpo", "rl.optim.lr=1e-5", "seed=3"])
+    assert run.rl is not None
+    assert (run.rl.algorithm, run.rl.optim.lr, run.seed) == (GRPO(), 1e-5, 3)
+    with pytest.raises(ConfigError, match="no field 'optm'"):
+        recipe(RECIPES / "tiny.py", ["rl.optm.lr=1"])
+    recursive = recipe(RECIPES / "tiny_recursive.py")
+    assert recursive.task == TaskSpec(name="ledger", options={"multi": 1.0})
+
+
+def test_files_that_are_no_recipe(tmp_path: Path) -> None:
+    (tmp_path / "no_run.py").write_text("x = 1")
+    (tmp_path / "other.py").write_text("def run(): return 4")
+    for name in ("no_run.py", "other.py"):
+        with pytest.raises(ConfigError, match=r"has no `def run\(\) -> Run`"):
+            recipe(tmp_path / name)
+    with pytest.raises(ConfigError, match="is no recipe"):
+        recipe(tmp_path / "missing.py")
+
+
+def test_a_folder_that_holds_a_run_is_not_written_over(tmp_path: Path) -> None:
+    run = small(warmup=None, rl=None)
+    train(run, tmp_path)
+    with pytest.raises(ConfigError, match="holds a run already: resume it"):
+        train(run, tmp_path)
+    again = stored(tmp_path)
+    assert again == run
+    other = msgspec.structs.replace(run, seed=4)
+    with pytest.raises(ConfigError, match="is of another config: seed was 0 and is now 4"):
+        train(other, tmp_path, resume=tmp_path)
+    with pytest.raises(ConfigError, match="nothing to resume"):
+        train(run, tmp_path / "new", resume=tmp_path / "new")
+    shutil.rmtree(tmp_path / "policy")
+    train(run, tmp_path, resume=tmp_path)  # it had ended: only its report is made again
+    assert (tmp_path / "policy/model.safetensors").is_file()
+
+
+def test_stored_runs_come_back_as_they_were(tmp_path: Path) -> None:
+    from ramify.train.checkpoint import Checkpoints, State
+
+    run = changed("rl", algorithm=GRPO(credit="root"))
+    Checkpoints(tmp_path).save(State(step=1, config=plain(run)), {})
+    assert stored(tmp_path, ["seed=2"]) == msgspec.structs.replace(run, seed=2)
+    Checkpoints(tmp_path).save(State(step=2, config={**plain(run), "colour": 1}), {})
+    with pytest.raises(ConfigError, match="give the recipe that it was made by"):
+        stored(tmp_path)

@@ -1,0 +1,136 @@
+"""The checks of a run find what they are for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from ramify import RLM
+from ramify.build import Made, first_prompt
+from ramify.clients.base import Request
+from ramify.errors import TrainError
+from ramify.inference.local.client import LocalClient
+from ramify.policy.fingerprint import fingerprint_of
+from ramify.policy.load import from_config
+from ramify.tasks.base import items_of
+from ramify.train.backends.single import Single
+from ramify.train.pack import pack
+from ramify.train.rollout import RolloutOptions, Rollouts
+from ramify.train.selfcheck import Seen, SelfCheck
+from ramify.types.message import Message, Reply
+from ramify.types.trajectory import Group
+from tests.train.small import small
+
+
+@pytest.fixture(scope="module")
+def made() -> Iterator[Made]:
+    parts = Made(small(), print)
+    yield parts
+    asyncio.run(parts.client.close())
+
+
+async def at_once(work: Callable[..., Any], *arguments: Any) -> Any:
+    return work(*arguments)
+
+
+def check(made: Made, client: Any = None, tolerance: float = 1e-5) -> SelfCheck:
+    prompt = first_prompt(made.scaffold, made.run, items_of(made.task, "validation")[0])
+    return SelfCheck(Seen(client or made.client), lambda weights: fingerprint_of(weights.items()), prompt, tolerance)
+
+
+def test_one_policy_on_both_sides_passes(made: Made) -> None:
+    checked = check(made)
+    asyncio.run(checked.engine(Single(made.policy), at_once))
+    assert 0 < checked.worst < 1e-5
+
+
+def test_other_weights_in_the_engine(made: Made) -> None:
+    other = from_config(made.policy.config, made.policy.tokenizer, seed=5)
+    client = LocalClient(other, name="local:other")
+    try:
+        with pytest.raises(TrainError, match="the engine answers with other weights"):
+            asyncio.run(check(made, client).engine(Single(made.policy), at_once))
+    finally:
+        asyncio.run(client.close())
+
+
+def test_a_cache_of_older_weights(made: Made) -> None:
+    """The engine shares the trainer's weights, but was not told that they changed: the fingerprints agree, the canary
+    does not."""
+    policy = from_config(made.policy.config, made.policy.tokenizer, seed=6)
+    client = LocalClient(policy, name="local:stale")
+    checked = check(made, client)
+
+    async def run() -> None:
+        await checked.engine(Single(policy), at_once)
+        with torch.no_grad():
+            for parameter in policy.model.parameters():
+                parameter += 0.05 * torch.ones_like(parameter)
+        with pytest.raises(
+            TrainError, match=r"the canary's log-probabilities differ by .* the engine's cache is stale"
+        ):
+            await checked.engine(Single(policy), at_once)
+        await client.update(policy.model, 1)
+        await checked.engine(Single(policy), at_once)
+
+    try:
+        asyncio.run(run())
+    finally:
+        asyncio.run(client.close())
+
+
+def rolled(made: Made, seen: Seen) -> list[Group]:
+    async def run() -> list[Group]:
+        run = made.run
+        async with RLM(seen, limits=run.limits, scaffold=made.scaffold, sandbox=run.sandbox) as rlm:
+            rollouts = Rollouts(rlm, made.task, RolloutOptions(group=2))
+            return await rollouts.groups([items_of(made.task, "train")[0]], 0)
+
+    return asyncio.run(run())
+
+
+def test_ids_of_a_tree_are_those_that_the_engine_saw(made: Made) -> None:
+    checked = check(made)
+    groups = rolled(made, checked._seen)
+    checked.ids(groups)
+    with pytest.raises(
+        TrainError, match=r"step=0/group=0/rollout=0/call=0/turn=0: the tree has \d+ ids that the engine"
+    ):
+        checked.ids(groups)  # what was seen is forgotten with each step
+    groups = rolled(made, checked._seen)
+    turns = groups[0].trajectories[1].root.turns
+    reply = turns[0].reply
+    assert reply.prompt_ids is not None
+    changed = msgspec.structs.replace(reply, prompt_ids=(reply.prompt_ids[0] + 1, *reply.prompt_ids[1:]))
+    turns[0] = msgspec.structs.replace(turns[0], reply=changed)
+    with pytest.raises(TrainError, match="rollout=1/call=0/turn=0"):
+        checked.ids(groups)
+
+
+def test_weight_that_is_lost_or_doubled(made: Made) -> None:
+    rows = made.rows[:6]
+    batches = pack(rows)
+    check(made).weights(rows, batches)
+    with pytest.raises(TrainError, match=r"weigh .* in 'ce', their sequences"):
+        check(made).weights(rows[1:], batches)
+    with pytest.raises(TrainError, match="in 'ce'"):
+        check(made).weights([*rows, rows[0]], batches)
+
+
+def test_a_client_without_ids_is_not_counted(made: Made) -> None:
+    class Plain:
+        name, window, price, version = "plain", 100, None, 0
+
+        async def complete(self, request: Request) -> Reply:
+            return Reply(Message("assistant", "hello"))
+
+        async def close(self) -> None: ...
+
+    seen = Seen(Plain())  # type: ignore[arg-type]
+    asyncio.run(seen.complete(Request((Message("user", "?"),))))
+    assert not seen.has_seen(())
