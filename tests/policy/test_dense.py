@@ -151,6 +151,6 @@ def test_rows_that_are_asked_for_are_those_of_all_with_their_gradients(name: str
         ours.zero_grad()
         h = ours.hidden(ids, positions, packed([11]), rows) if few else ours.hidden(ids, positions, packed([11]))[rows]
         (h * weights).sum().backward()
-        found.append([h.detach(), *(each.grad.clone() for each in ours.parameters())])
+        found.append([h.detach(), *(each.grad.clone() for each in ours.model.parameters())])
     for all_of_them, some in zip(*found, strict=True):
         torch.testing.assert_close(some, all_of_them, rtol=1e-4, atol=1e-5)

@@ -80,8 +80,8 @@ class Optim(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 class Compute(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How the numbers are computed; changes speed and memory, and the loss only by rounding."""
 
-    max_tokens: int = 8192
-    """Of a batch."""
+    max_tokens: int = 0
+    """Of a batch; 0: 4096 on a CPU, where larger ones leave the cache, and 32768 on a GPU."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """Of matrix products; weights, log-probabilities and losses are fp32. auto: bf16 on a GPU, and on a CPU whose bf16
     products are faster at this model's width."""

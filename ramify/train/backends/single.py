@@ -32,6 +32,7 @@ from ramify.policy.trunk import trunk_of
 from ramify.policy.weights import load_weights
 from ramify.train import loss as losses
 from ramify.train.backends.base import Compute, Optim
+from ramify.train.backends.heap import keep_freed_memory
 from ramify.train.backends.optimizers import Optimizers
 from ramify.train.head import Asked, entry_logprobs
 from ramify.train.loss import Entries, Loss, Tally
@@ -55,7 +56,10 @@ class Single:
         self._dumps = dumps or Path()
         self._model: nn.Module = policy.model.float()
         self._device = policy.device
+        if self._device.type == "cpu":
+            keep_freed_memory()
         self._trunk = trunk_of(self._model)
+        self._cost = _cost(self._model, policy.config)
         self._uses_bf16 = self._wants_bf16()
         if self._compute.recompute:
             _recompute_layers(self._model)
@@ -64,8 +68,8 @@ class Single:
 
     @property
     def packing(self) -> Packing:
-        shares = self._compute.share and self._trunk.shares
-        return Packing(self._compute.max_tokens, shares, _cost(self._model, self._policy.config))
+        max_tokens = self._compute.max_tokens or (4096 if self._device.type == "cpu" else 32768)
+        return Packing(max_tokens, self._compute.share and self._trunk.shares, self._cost)
 
     @property
     def version(self) -> int:
