@@ -1,0 +1,293 @@
+"""The engine as a client: ids that are extended and never made again, seeds, stops, cancellation, weights that change."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from ramify.clients.base import Client, Known, Request, Sampling, Tool
+from ramify.errors import ConfigError, Refused, ServerFailed
+from ramify.inference.base import InferenceClient
+from ramify.inference.local.client import LocalClient
+from ramify.policy.fingerprint import fingerprint
+from ramify.policy.load import Defaults, save
+from ramify.types.message import Message, Reply
+from tests.inference.helpers import WINDOW, logits, policy
+
+USER = Message("user", "count rows of 'red'\nlen 812")
+
+
+def with_client(test: Callable[[LocalClient], Awaitable[None]]) -> Callable[[], None]:
+    """Runs ``test`` with a client that is closed after it."""
+
+    @functools.wraps(test)
+    def run() -> None:
+        async def whole() -> None:
+            client = LocalClient(policy(), slots=8, prefill_tokens=64)
+            try:
+                await test(client)
+            finally:
+                await client.close()
+
+        asyncio.run(whole())
+
+    del run.__wrapped__  # type: ignore[attr-defined]  # pytest would ask for its argument
+    return run
+
+
+def asked(*messages: Message, known: Known | None = None, affinity: str = "0", **sampling: Any) -> Request:
+    return Request(
+        messages or (USER,), Sampling(**{"max_tokens": 12, "temperature": 1.0, "seed": 7, **sampling}), known=known,
+        affinity=affinity,
+    )  # fmt: skip
+
+
+@with_client
+async def test_it_is_a_client_that_takes_weights(client: LocalClient) -> None:
+    assert isinstance(client, Client)
+    assert isinstance(client, InferenceClient)
+    assert (client.window, client.price and client.price.output, client.scaffold) == (WINDOW, 0.0, "tiny")
+
+
+@with_client
+async def test_a_reply_says_exactly_what_happened(client: LocalClient) -> None:
+    reply = await client.complete(asked())
+    renderer = client.policy.renderer
+    assert reply.prompt_ids == tuple(renderer.prompt([USER]))
+    assert reply.token_ids is not None
+    assert reply.logprobs is not None
+    assert reply.message == renderer.parse(reply.token_ids)
+    assert (reply.usage.input_tokens, reply.usage.output_tokens, reply.usage.calls) == (len(reply.prompt_ids), 12, 1)
+    assert (reply.finish, reply.versions and reply.versions[0].end) == ("length", 12)
+    path = [*reply.prompt_ids, *reply.token_ids]
+    plain = logits(client.policy, path)[len(reply.prompt_ids) - 1 : -1].log_softmax(-1)
+    exact = plain.gather(1, torch.tensor(reply.token_ids)[:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(reply.logprobs), exact, rtol=0, atol=1e-5)
+    scored = await client.logprobs(path)
+    torch.testing.assert_close(torch.tensor(scored[-12:]), exact, rtol=0, atol=1e-5)
+
+
+@with_client
+async def test_a_conversation_grows_by_ids(client: LocalClient) -> None:
+    """Also where the sampled ids are not those that their text would get."""
+    first = await client.complete(asked())
+    assert first.prompt_ids is not None
+    assert first.token_ids is not None
+    path = first.prompt_ids + first.token_ids
+    after = Message("user", "17")
+    second = await client.complete(asked(USER, first.message, after, known=Known(2, path)))
+    assert second.prompt_ids is not None
+    assert second.prompt_ids[: len(path)] == path
+    assert list(second.prompt_ids[len(path) :]) == client.policy.renderer.extend([after], after=path)
+    assert second.usage.cached_tokens == len(path) - 1  # all but the last sampled token was computed before
+    afresh = client.policy.renderer.prompt([USER, first.message, after])
+    assert client.prompt_ids(asked(USER, first.message, after)) == afresh
+
+
+@with_client
+async def test_a_seed_decides_whatever_else_runs(client: LocalClient) -> None:
+    alone = await client.complete(asked())
+    crowd = await asyncio.gather(
+        *(client.complete(asked(Message("user", f"other {index}"), seed=index)) for index in range(20)),
+        client.complete(asked()),
+    )
+    assert crowd[-1].token_ids == alone.token_ids
+    other_call, other_seed = await asyncio.gather(
+        client.complete(asked(affinity="0.1")), client.complete(asked(seed=8))
+    )
+    unseeded = [await client.complete(asked(seed=None, max_tokens=40)) for _ in range(2)]
+    assert len({alone.token_ids, other_call.token_ids, other_seed.token_ids}) == 3
+    assert unseeded[0].token_ids != unseeded[1].token_ids
+
+
+@with_client
+async def test_without_a_temperature_the_checkpoint_decides(client: LocalClient) -> None:
+    client.policy.defaults = Defaults(temperature=0.0)
+    greedy = await asyncio.gather(*(client.complete(asked(temperature=None, seed=seed)) for seed in range(3)))
+    assert len({reply.token_ids for reply in greedy}) == 1
+    assert greedy[0].token_ids == (await client.complete(asked(temperature=0.0))).token_ids
+    assert greedy[0].token_ids != (await client.complete(asked())).token_ids
+    client.policy.defaults = Defaults(1.0, top_k=3)
+    drawn = await client.complete(asked(temperature=None))
+    assert drawn.kept is not None
+    assert {len(kept) for kept in drawn.kept} == {3}
+    assert (await client.complete(asked(top_p=0.9, top_k=5))).kept is not None
+
+
+@with_client
+async def test_a_stop_text_ends_the_reply_and_is_left_out(client: LocalClient) -> None:
+    whole = await client.complete(asked(max_tokens=60))
+    text = whole.message.content
+    stop = text[20:22]
+    reply = await client.complete(asked(max_tokens=60, stop=("never there", stop)))
+    assert (reply.message.content, reply.finish) == (text[: text.index(stop)], "stop")
+    assert whole.token_ids is not None
+    assert reply.token_ids is not None
+    assert reply.token_ids == whole.token_ids[: len(reply.token_ids)]
+    assert stop in client.policy.renderer.parse(reply.token_ids).content
+
+
+@with_client
+async def test_the_reply_ends_at_its_end_token(client: LocalClient) -> None:
+    requests = [asked(seed=seed, max_tokens=200, temperature=20.0) for seed in range(12)]
+    replies = await asyncio.gather(*map(client.complete, requests))
+    ended = [reply for reply in replies if reply.finish == "stop"]
+    assert ended
+    for reply in ended:
+        assert reply.token_ids is not None
+        assert (reply.token_ids[-1], reply.token_ids.count(3)) == (3, 1)
+        assert "<|end|>" not in reply.message.content
+
+
+@with_client
+async def test_what_does_not_fit_is_said(client: LocalClient) -> None:
+    with pytest.raises(
+        Refused, match=rf"the prompt has \d+ tokens \(1 messages\), and the window of {WINDOW}"
+    ) as caught:
+        await client.complete(asked(Message("user", "1234567890" * 40)))
+    assert caught.value.too_long
+    reply = await client.complete(asked(max_tokens=10_000))
+    assert reply.usage.total_tokens <= WINDOW
+    known = Known(2, tuple([5] * 200))
+    with pytest.raises(Refused, match=r"\(200 from the turns before, \d+ from 1 new messages\)"):
+        await client.complete(asked(USER, Message("assistant"), Message("user", "12345" * 20), known=known))
+
+
+@with_client
+async def test_a_cancelled_request_leaves_its_slot(client: LocalClient) -> None:
+    for _ in range(3):
+        tasks = [asyncio.ensure_future(client.complete(asked(seed=seed, max_tokens=200))) for seed in range(30)]
+        while not any(generation.logprobs for generation in await client.run(lambda: list(client.engine))):
+            await asyncio.sleep(0)
+        for task in tasks:
+            task.cancel()
+        assert {type(each) for each in await asyncio.gather(*tasks, return_exceptions=True)} == {asyncio.CancelledError}
+    assert (await client.complete(asked())).usage.output_tokens == 12
+    assert await client.run(lambda: client.engine.is_idle)
+
+
+@with_client
+async def test_weights_change_between_two_steps(client: LocalClient) -> None:
+    running = asyncio.ensure_future(client.complete(asked(max_tokens=200, temperature=0.9)))
+    while not any(len(each.logprobs) > 3 for each in await client.run(lambda: list(client.engine))):
+        await asyncio.sleep(0)
+    other = policy(seed=1)
+    await client.update(other, version=5)
+    reply = await running
+    assert reply.versions is not None
+    assert [span.version for span in reply.versions] == [0, 5]
+    assert (reply.versions[0].start, reply.versions[0].end, reply.versions[1].end) == (0, reply.versions[1].start, 200)
+    assert (client.version, await client.fingerprint()) == (5, fingerprint(other.model))
+    assert (await client.complete(asked())).usage.cached_tokens > 0
+    await client.update(client.policy, version=6)
+    assert (await client.complete(asked())).usage.cached_tokens == 0
+
+
+@with_client
+async def test_shared_weights_are_not_copied(client: LocalClient) -> None:
+    await client.complete(asked())
+
+    def train() -> None:
+        with torch.no_grad():
+            client.policy.model.get_parameter("model.norm.weight").mul_(1.5)
+
+    before = await client.fingerprint()
+    await client.run(train)
+    await client.update(client.policy.model, version=1)
+    assert (await client.fingerprint() != before, client.version) == (True, 1)
+    reply = await client.complete(asked())
+    assert reply.prompt_ids is not None
+    assert reply.token_ids is not None
+    assert reply.logprobs is not None
+    scored = await client.logprobs(reply.prompt_ids + reply.token_ids)
+    assert scored[-12:] == pytest.approx(reply.logprobs, abs=1e-5)
+
+
+@with_client
+async def test_weights_that_do_not_fit_change_nothing(client: LocalClient) -> None:
+    before = await client.fingerprint()
+    with pytest.raises(ConfigError, match=r"'model\.embed_tokens\.weight' is 320x64, and 320x32"):
+        await client.update(policy(hidden_size=64), version=1)
+    with pytest.raises(ConfigError, match="no tensor"):
+        await client.update({}, version=1)
+    with pytest.raises(ConfigError, match="weights are a str"):
+        await client.update("new", version=1)
+    assert (await client.fingerprint(), client.version) == (before, 0)
+
+
+@with_client
+async def test_a_failed_step_fails_those_who_wait_and_no_more(client: LocalClient) -> None:
+    norm = client.policy.model.get_submodule("model.norm")
+    handle = norm.register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ServerFailed, match="the engine failed: ZeroDivisionError"):
+        await client.complete(asked())
+    handle.remove()
+    assert (await client.complete(asked())).usage.output_tokens == 12
+
+
+@with_client
+async def test_what_it_cannot_do_is_refused(client: LocalClient) -> None:
+    with pytest.raises(ConfigError, match="no field min_p, mood here"):
+        await client.complete(asked(extra={"mood": 1, "min_p": 0.1}))
+    with pytest.raises(ConfigError, match="leave native tools out"):
+        await client.complete(Request((USER,), tools=(Tool("look", "", {}),)))
+    with pytest.raises(ConfigError, match="no system message"):
+        await client.complete(asked(Message("system", "Be."), USER))
+
+
+@with_client
+async def test_a_stream_grows_into_the_reply(client: LocalClient) -> None:
+    request = asked(max_tokens=200)
+    parts = [part async for part in client.stream(request)]
+    reply = parts[-1]
+    assert isinstance(reply, Reply)
+    assert reply.token_ids == (await client.complete(request)).token_ids
+    grown = [part.content for part in parts[:-1] if isinstance(part, Message)]
+    assert all(reply.message.content.startswith(text) for text in grown)
+    assert len(grown) == len(parts) - 1
+
+
+def test_after_closing_it_refuses() -> None:
+    async def whole() -> None:
+        client = LocalClient(policy())
+        await client.complete(asked())
+        await client.close()
+        await client.close()
+        with pytest.raises(RuntimeError, match="closed"):
+            await client.complete(asked())
+
+    asyncio.run(whole())
+
+
+def test_one_client_serves_several_loops() -> None:
+    client = LocalClient(policy())
+    first, second = (asyncio.run(client.complete(asked())) for _ in range(2))
+    asyncio.run(client.close())
+    assert first.token_ids == second.token_ids
+
+
+def test_transformers_agrees_on_the_logprobs(tmp_path: Any) -> None:
+    made = policy()
+    save(made, tmp_path)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    client = LocalClient(made)
+    reply = asyncio.run(client.complete(asked(max_tokens=100, temperature=0.7, top_k=20)))
+    asyncio.run(client.close())
+    assert reply.prompt_ids is not None
+    assert reply.token_ids is not None
+    assert reply.kept is not None
+    with torch.no_grad():
+        rows = (
+            theirs(torch.tensor([reply.prompt_ids + reply.token_ids])).logits[0, len(reply.prompt_ids) - 1 : -1] / 0.7
+        )
+    exact = [
+        row[list(kept)].log_softmax(-1)[kept.index(id)]
+        for row, kept, id in zip(rows, reply.kept, reply.token_ids, strict=True)
+    ]
+    assert reply.logprobs == pytest.approx([float(each) for each in exact], abs=1e-5)
