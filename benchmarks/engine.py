@@ -3,8 +3,9 @@
     python benchmarks/engine.py            a table; figures are medians of interleaved rounds on this machine
     python benchmarks/engine.py --quick    fewer rounds, within five minutes on two cores
     python benchmarks/engine.py --json     also prints, as its last line, {"figures": [{"name", "value", "unit", "against",
-                                           "floor", "holds"}, …]}: "against" has the same figure of the others by name,
-                                           "floor" is the most that we promise; null where nothing is
+                                           "floor", "least", "holds"}, …]}: "against" has the same figure of the others by
+                                           name, "floor" is the most that we promise and "least" the least; null where
+                                           nothing is
 
 Absolute times belong to the machine and its load; quote ratios. The other libraries live in an environment of their
 own (``processes.INSTALL_PEERS``); without it their columns stay empty. Exits with 1 where a figure misses its floor.
@@ -41,15 +42,19 @@ class Figure(NamedTuple):
     """The most that is promised."""
     valid: bool = True
     """What else must be true for the figure to count."""
+    least: float | None = None
+    """The least that is promised, for figures of which more is better."""
 
     @property
     def holds(self) -> bool | None:
-        if self.floor is None:
+        if self.floor is None and self.least is None:
             return None
-        return self.value is not None and self.value <= self.floor and self.valid
+        if self.value is None or not self.valid:
+            return False
+        return (self.floor is None or self.value <= self.floor) and (self.least is None or self.value >= self.least)
 
     def as_json(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("name", "value", "unit", "against", "floor", "holds")}
+        return {name: getattr(self, name) for name in ("name", "value", "unit", "against", "floor", "least", "holds")}
 
 
 class Bench(NamedTuple):
@@ -323,11 +328,12 @@ def show(figures: list[Figure]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("figure", "ours", "others (times ours)", "at most", "holds", box=None, header_style="bold")
+    table = Table("figure", "ours", "others (times ours)", "promised", "holds", box=None, header_style="bold")
     for figure in figures:
         others = ", ".join(f"{name} {compared(theirs, figure)}" for name, theirs in figure.against.items())
         ours = "not measured" if figure.value is None else f"{figure.value:.3g} {figure.unit}"
-        floor = "" if figure.floor is None else f"{figure.floor:.3g} {figure.unit}"
+        bounds = (("≤", figure.floor), ("≥", figure.least))
+        floor = ", ".join(f"{sign} {bound:.3g} {figure.unit}" for sign, bound in bounds if bound is not None)
         holds = {None: "", True: "[green]yes", False: "[bold red]NO"}[figure.holds]
         table.add_row(figure.name, ours, others, floor, holds)
     Console(width=None if sys.stdout.isatty() else 150).print(table)
