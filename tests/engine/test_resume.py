@@ -237,7 +237,9 @@ def test_a_replay_leaves_them_out_where_there_was_no_last_word(tmp_path: Path) -
             if messages[0].role != "system":
                 asked.set()
                 await asyncio.sleep(60)
-            return code("answer['content'] = 7\ntry:\n  llm_query('slow')\nexcept BaseException: pass", "llm_query('b')")
+            return code(
+                "answer['content'] = 7\ntry:\n  llm_query('slow')\nexcept BaseException: pass", "llm_query('b')"
+            )
 
         async with rlm(client(answer), store=store, scaffold=Scaffold(direct_chars=0, last_word=False)) as r:
             running = r.start("text", "?")
