@@ -16,43 +16,40 @@ from ramify.errors import WeakSandboxWarning
 from ramify.sandbox.base import Sandbox, SandboxSpec, launch, open_sandbox, said_aloud
 
 
+_opened: set[str] = set()
+"""Providers of which this process has had a sandbox."""
+
+
 class Resources:
     """One pool and one sandbox."""
 
     def __init__(self, max_in_flight: int, spec: SandboxSpec) -> None:
         self.pool = Pool(max_in_flight=max_in_flight)
         self._spec = spec
-        self._opening: asyncio.Task[Sandbox] | None = None
+        self._sandbox: Sandbox | None = None
 
-    async def sandbox(self) -> Sandbox:
-        """Opened by whoever asks first. Raises ConfigError for what was asked of it, SandboxError where it cannot be
-        had; for the next one it is tried again."""
-        if self._opening is None or _has_failed(self._opening):
-            self.prepare()
-            self._opening = asyncio.get_running_loop().create_task(self._open())
-        return await asyncio.shield(self._opening)
+    def sandbox(self) -> Sandbox:
+        """Opened by whoever asks first: the jail then tries out its walls, once in a process, for a tenth of a second.
 
-    async def _open(self) -> Sandbox:
-        sandbox = await asyncio.to_thread(open_sandbox, self._spec)  # the jail first tries out its walls
-        if warning := said_aloud(sandbox, self._spec):
-            warnings.warn(warning, WeakSandboxWarning, stacklevel=2)
-        return sandbox
+        Raises ConfigError for what was asked of it, SandboxError where it cannot be had."""
+        if self._sandbox is None:
+            if self._spec.provider not in _opened:  # its server says what its walls are worth: no trial apart from it
+                _opened.add(self._spec.provider)
+                launch(self._spec)
+            self._sandbox = open_sandbox(self._spec)
+            if warning := said_aloud(self._sandbox, self._spec):
+                warnings.warn(warning, WeakSandboxWarning, stacklevel=2)
+        return self._sandbox
 
     def prepare(self) -> None:
         """A session will be needed soon: let what it takes to open one start meanwhile."""
-        if self._opening is None:
+        if self._sandbox is None:
             launch(self._spec)
 
     async def close(self) -> None:
-        if self._opening is not None:
-            await asyncio.wait([self._opening])
-            if not _has_failed(self._opening):
-                await self._opening.result().close()
+        if self._sandbox is not None:
+            await self._sandbox.close()
         await self.pool.close()
-
-
-def _has_failed(task: asyncio.Task[Sandbox]) -> bool:
-    return task.done() and (task.cancelled() or task.exception() is not None)
 
 
 class Shared:

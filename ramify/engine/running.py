@@ -146,7 +146,7 @@ class Running:
                 context = await self._context(resources)
                 models = self._setup.connect(resources)
                 if not self._is_direct(models):
-                    await resources.sandbox()  # where there is none, nothing is asked and nothing recorded
+                    resources.sandbox()  # where there is none, nothing is asked and nothing recorded
                 self._run = run = self._make_run(resources, models)  # refuses limits that cannot be kept
                 self._started(context)
                 if self._wanted is not None:

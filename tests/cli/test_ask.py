@@ -33,14 +33,16 @@ def test_a_weak_sandbox_is_said_aloud_unless_it_is_accepted(shell: Shell) -> Non
 
 def test_what_sessions_are_given(shell: Shell) -> None:
     shell.write("log.txt", "abc")
+    with_package = shell.ask([code("import pypdf\nFINAL(pypdf.__name__)")], *SESSION, "-q", "--package", "pypdf")
+    assert with_package == Done(0, "pypdf\n", "")
     shell.write("data/more.txt", "12345")
-    place = str(shell.folder / "data")
-    look = f"import pypdf\nFINAL([open(p + '/more.txt').read() for p in ({place!r}, '/data') if os.path.exists(p)])"
-    script = [code(f"import os\n{look}")]
-    given = ("--mount", "data", "--package", "pypdf", "--memory", "300MB")
-    assert shell.ask(script, *SESSION, "-q", *given) == Done(0, '["12345"]\n', "")
-    elsewhere = shell.ask(script, *SESSION, "-q", "--mount", "data:/data", "--package", "pypdf", "--tier", "A")
-    assert elsewhere == Done(0, '["12345"]\n', "") or "does not reach tier A" in elsewhere.err
+    here = str(shell.folder / "data")
+    for given, place in (("data", here), ("data:/data", "/data")):
+        script = [code(f"FINAL(open({place!r} + '/more.txt').read())")]
+        done = shell.ask(script, *SESSION, "-q", "--mount", given, "--memory", "300MB", "--tier", "A")
+        if "does not reach tier A" in done.err:
+            pytest.skip(f"MOUNTS ARE NOT TESTED HERE: {done.err}")
+        assert done == Done(0, "12345\n", "")
 
 
 def test_one_json_object(shell: Shell) -> None:
