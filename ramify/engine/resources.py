@@ -15,7 +15,6 @@ from ramify.clients.pool import Pool
 from ramify.errors import WeakSandboxWarning
 from ramify.sandbox.base import Sandbox, SandboxSpec, launch, open_sandbox, said_aloud
 
-
 _opened: set[str] = set()
 """Providers of which this process has had a sandbox."""
 
