@@ -98,7 +98,7 @@ def test_what_a_policy_did_to_itself_is_scored() -> None:
             return await super().complete(request)
 
     (first, _), _ = (group.trajectories for group in rolled(None, client=Small(say("1"), ids=ByteIds())))
-    assert (first.stop, first.rewards) == (Stop.ERROR, {"correct": 0})
+    assert (first.stop, first.rewards) == (Stop.MAX_TOKENS, {"correct": 0})
 
 
 def test_a_task_that_fails_leaves_a_record() -> None:
