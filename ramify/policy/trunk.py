@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ramify.errors import ConfigError
-from ramify.policy.dense import Dense
+from ramify.policy.dense import Attend, Dense
 from ramify.policy.forest_attention import ForestAttention
 from ramify.types.sequence import Segment
 
@@ -78,7 +78,8 @@ class ModuleTrunk:
     def __init__(self, model: Any) -> None:
         self._model = model
         self._body = model.base_model
-        self._current = _Current()
+        # One for all trunks of a model: the trainer's, and the engine's where it samples from the same module.
+        self._current = getattr(self._body, "ramify_forest", None) or _Current()
         for module in self._body.modules():
             module.ramify_forest = self._current
         self._scale = _logit_scale(model.config)
@@ -105,8 +106,12 @@ class ModuleTrunk:
     def _all_hidden(self, ids_T: Tensor, positions_T: Tensor, segments: Many[Segment]) -> Tensor:
         if not self.shares:
             return self._on_rows(ids_T, segments)
+        return self.attended(ids_T, positions_T, ForestAttention(segments))
+
+    def attended(self, ids_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
+        """[T, D], with attention by ``attend``; inside ``scope``, and only where it ``shares``."""
         # Stays set until the scope ends: layers that are computed again in the backward pass look for it then.
-        self._current.attend = ForestAttention(segments)
+        self._current.attend = attend
         out = self._body(input_ids=ids_T[None], position_ids=positions_T[None], attention_mask=None, use_cache=False)
         return cast(Tensor, out.last_hidden_state[0])
 
@@ -161,7 +166,7 @@ class ModuleTrunk:
 class _Current:
     """Where the layers of one model find the attention of the batch that they compute."""
 
-    attend: ForestAttention | None = None
+    attend: Attend | None = None
 
 
 NAME = "ramify_forest"
@@ -192,7 +197,7 @@ def _attention(
         raise NotImplementedError(f"forest attention knows no {', '.join(unknown) or 'mask or dropout'}")
     attend = module.ramify_forest.attend
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return attend(0, *(x[0].transpose(0, 1) for x in (query, key, value)), scale)[None], None
+    return attend(module.layer_idx, *(x[0].transpose(0, 1) for x in (query, key, value)), scale)[None], None
 
 
 def _logit_scale(config: Any) -> Callable[[Tensor], Tensor]:

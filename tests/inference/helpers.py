@@ -11,7 +11,7 @@ from transformers import Qwen3Config
 
 from ramify.inference.local.engine import Engine, Room
 from ramify.inference.local.generation import Generation
-from ramify.inference.local.runner import DenseRunner
+from ramify.inference.local.runner import dense_runner
 from ramify.inference.local.sampling import draw
 from ramify.policy.dense import Dense
 from ramify.policy.load import Policy, from_config
@@ -37,7 +37,7 @@ def policy(seed: int = 0, *, sharpness: float = 12.0, **sizes: Any) -> Policy:
 def engine(made: Policy, **room: Any) -> Engine:
     assert isinstance(made.model, Dense)
     limits = {"slots": 8, "prefill_tokens": 64, "cache_bytes": 64 << 20, "window": WINDOW, **room}
-    return Engine(DenseRunner(made.model), Room(**limits))
+    return Engine(dense_runner(made.model), Room(**limits))
 
 
 def drained(running: Engine) -> list[Generation]:

@@ -13,29 +13,45 @@ n slots up to the last that decodes, g query heads per head of keys.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from ramify.inference.local.slots import Change, Span
-from ramify.policy.dense import Shape
+
+
+class Layout(NamedTuple):
+    """What the keys and values of a model look like."""
+
+    num_layers: int
+    heads: int
+    """K"""
+    size: int
+    """d"""
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def bytes_per_token(self) -> int:
+        """For one position of one slot."""
+        return 2 * self.num_layers * self.heads * self.size * self.dtype.itemsize
 
 
 class Cache:
     """Memory of ``num_slots`` x ``capacity`` tokens."""
 
-    def __init__(self, shape: Shape, num_slots: int, capacity: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.num_slots, self.capacity = num_slots, capacity
-        self.heads, self.size = shape.num_kv_heads, shape.head_size
+    def __init__(self, layout: Layout, num_slots: int, capacity: int) -> None:
+        self.layout, self.num_slots, self.capacity = layout, num_slots, capacity
+        self.heads, self.size = layout.heads, layout.size
         self.kv = torch.zeros(
-            2, shape.num_layers, num_slots, self.heads, capacity, self.size, dtype=dtype, device=device
+            2, layout.num_layers, num_slots, self.heads, capacity, self.size, dtype=layout.dtype, device=layout.device
         )
         self.rows = [(k.view(-1, self.size), v.view(-1, self.size)) for k, v in zip(*self.kv, strict=True)]
         """For each layer keys and values as rows [S K C, d]."""
         self.blocks = [(k.flatten(0, 1), v.flatten(0, 1)) for k, v in zip(*self.kv, strict=True)]
         """For each layer keys and values by slot and head, [S K, C, d]."""
-        self._shape = shape
 
     def change(self, change: Change) -> None:
         source, target = (self.kv[:, :, slot, :, : change.length] for slot in (change.source, change.target))
@@ -48,16 +64,11 @@ class Cache:
 
     def resized(self, stay: Sequence[int], num_slots: int, capacity: int) -> Cache:
         """A new cache whose first slots hold what the slots ``stay`` of this one do."""
-        new = Cache(self._shape, num_slots, capacity, self.kv.dtype, self.kv.device)
+        new = Cache(self.layout, num_slots, capacity)
         width = min(self.capacity, capacity)
         for index, slot in enumerate(stay):
             new.kv[:, :, index, :, :width].copy_(self.kv[:, :, slot, :, :width])
         return new
-
-
-def bytes_per_token(shape: Shape, dtype: torch.dtype) -> int:
-    """Of the cache, for one position of one slot."""
-    return 2 * shape.num_layers * shape.num_kv_heads * shape.head_size * dtype.itemsize
 
 
 class StepAttention:

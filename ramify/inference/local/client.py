@@ -25,13 +25,11 @@ from torch import Tensor, nn
 
 from ramify.clients.base import Price, Request, Sampling
 from ramify.errors import ConfigError, Refused, ServerFailed
+from ramify.inference.local.choose import runner_of
 from ramify.inference.local.engine import Engine, Room
 from ramify.inference.local.generation import Generation
-from ramify.inference.local.module_runner import ModuleRunner
-from ramify.inference.local.runner import DenseRunner, Runner
 from ramify.inference.local.sampling import Draw
 from ramify.inference.local.thread import EngineThread
-from ramify.policy.dense import Dense
 from ramify.policy.fingerprint import fingerprint
 from ramify.policy.load import Policy
 from ramify.policy.weights import load_weights
@@ -66,7 +64,7 @@ class LocalClient:
             window=self.window,
             reuse=reuse,
         )
-        self.engine = Engine(_runner(policy.model), room, policy.version)
+        self.engine = Engine(runner_of(policy.model), room, policy.version)
         self._thread = EngineThread(self.engine)
 
     @property
@@ -217,10 +215,6 @@ class LocalClient:
         logits_TV = self.engine.runner.all_logits(ids)
         logprobs_TV = logits_TV[:-1].log_softmax(-1)
         return [float(each) for each in logprobs_TV.gather(1, torch.tensor(ids[1:], device=logits_TV.device)[:, None])]
-
-
-def _runner(model: nn.Module) -> Runner:
-    return DenseRunner(model) if isinstance(model, Dense) else ModuleRunner(model)
 
 
 def _gpu_bytes(device: torch.device) -> int:

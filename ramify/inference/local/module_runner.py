@@ -1,13 +1,16 @@
 """Any causal language model of transformers under the engine, with its own cache of one sequence per slot.
 
-Correct for every kind of model, and slow: each sequence goes through the model by itself. ``Dense`` computes the usual
-ones together (``runner.py``). Where a kind of cache cannot be cut back to its first tokens (state-space models), what
-was computed is only used by a sequence that goes on exactly where it ended.
+Correct for every kind of model, and slow: each sequence goes through the model by itself. What a model's cache can do is
+tried, once, when it is loaded, since some take what they cannot do without a word:
+
+    cut       to be cut back to its first tokens, for a sequence that shares only those
+    extend    to be extended by several tokens at once; state-space models go on one by one
 """
 
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,29 +26,32 @@ class ModuleRunner:
     bytes_per_token = 0
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = module
+        self._module: Any = module
         self._device = next(module.parameters()).device
-        self._caches: list[_Remembered] = []
+        takes = inspect.signature(module.forward).parameters
+        self._field = "cache_params" if "cache_params" in takes else "past_key_values"
+        self._memories: list[_Memory] = []
+        self._can_extend = self._can_cut = True
+        self._try_out()
 
     def forward(self, spans: Sequence[Span], wanted: Sequence[bool]) -> Tensor:
-        done = [self._one(span) for span in spans]
+        done = [self._after(self._memories[span.slot], span) for span in spans]
         chosen = [logits_V for logits_V, is_wanted in zip(done, wanted, strict=True) if is_wanted]
         return torch.stack(chosen) if chosen else torch.empty(0)
 
     def change(self, change: Change) -> None:
-        caches = self._caches
+        memories = self._memories
         if change.kind == "swap":
-            caches[change.source], caches[change.target] = caches[change.target], caches[change.source]
-            return
-        source = caches[change.source]
-        caches[change.target] = _Remembered(copy.deepcopy(source.cache), list(source.ids))
+            memories[change.source], memories[change.target] = memories[change.target], memories[change.source]
+        else:
+            memories[change.target] = memories[change.source].copy()
 
     def resize(self, stay: Sequence[int], num_slots: int, capacity: int) -> None:
-        kept = [self._caches[slot] for slot in stay if slot < len(self._caches)]
-        self._caches = kept + [_Remembered(None, []) for _ in range(num_slots - len(kept))]
+        kept = [self._memories[slot] for slot in stay if slot < len(self._memories)]
+        self._memories = kept + [_Memory() for _ in range(num_slots - len(kept))]
 
     def forget(self) -> None:
-        self._caches = [_Remembered(None, []) for _ in self._caches]
+        self._memories = [_Memory() for _ in self._memories]
 
     @torch.inference_mode()
     def all_logits(self, ids: Sequence[int]) -> Tensor:
@@ -53,40 +59,68 @@ class ModuleRunner:
         logits_TV: Tensor = outputs.logits[0].float()
         return logits_TV
 
-    def _one(self, span: Span) -> Tensor:
-        """fp32 logits [V] after one span."""
-        remembered = self._caches[span.slot]
-        remembered.ids = remembered.ids[: span.start]
-        ids = list(span.ids)
-        if remembered.cache is not None and not _cut(remembered.cache, span.start):
-            remembered.cache = None
-        if remembered.cache is None:  # begun anew, from the tokens that were computed before
-            ids = [*remembered.ids, *ids]
-        outputs = self._module(
-            input_ids=torch.tensor([ids], device=self._device), past_key_values=remembered.cache, use_cache=True
-        )
-        remembered.cache = outputs.past_key_values
-        remembered.ids += span.ids
+    def _after(self, memory: _Memory, span: Span) -> Tensor:
+        """fp32 logits [V] after a span, whose beginning is in ``memory``."""
+        new = list(span.ids)
+        if not memory.cut(span.start, self._can_cut):
+            new, memory.ids, memory.cache = [*memory.ids[: span.start], *new], [], None
+        whole = self._can_extend or memory.cache is None
+        for part in [new] if whole else [[token] for token in new]:
+            logits_V = self._pass(memory, part)
+        return logits_V
+
+    def _pass(self, memory: _Memory, ids: list[int]) -> Tensor:
+        known = {} if memory.cache is None else {self._field: memory.cache}
+        outputs = self._module(input_ids=torch.tensor([ids], device=self._device), use_cache=True, **known)
+        memory.cache = getattr(outputs, self._field)
+        memory.ids += ids
         logits_V: Tensor = outputs.logits[0, -1].float()
         return logits_V
 
+    @torch.inference_mode()
+    def _try_out(self) -> None:
+        """Find out what the cache can do, by the logits that it gives."""
+        vocabulary = self._module.config.get_text_config().vocab_size
+        ids = [(1 + 13 * index) % vocabulary for index in range(8)]
+        other = [*ids[:4], *((5 + 7 * index) % vocabulary for index in range(4))]
+        memory = _Memory()
+        self._after(memory, Span(0, 0, ids[:3], 3))
+        self._can_extend = self._gives(memory, Span(0, 3, ids[3:], 8), ids)
+        memory = _Memory()
+        self._after(memory, Span(0, 0, ids, 8))
+        self._can_cut = self._can_extend and self._gives(memory, Span(0, 4, other[4:], 8), other)
 
-class _Remembered:
-    """What a slot holds: a cache of transformers, and the ids that went into it."""
+    def _gives(self, memory: _Memory, span: Span, ids: Sequence[int]) -> bool:
+        try:
+            ours = self._after(memory, span)
+        except (NotImplementedError, ValueError, RuntimeError, AttributeError, IndexError):
+            return False
+        theirs = self.all_logits(ids)[-1]
+        tolerance = 1e-3 if self._module.dtype == torch.float32 else 5e-2
+        return bool(torch.allclose(ours, theirs, rtol=tolerance, atol=tolerance))
 
-    def __init__(self, cache: Any, ids: list[int]) -> None:
-        self.cache, self.ids = cache, ids
 
+class _Memory:
+    """What a slot holds: the ids that went into it, and transformers' cache of them."""
 
-def _cut(cache: Any, length: int) -> bool:
-    """Leave the first ``length`` tokens of a cache; False where it cannot be cut."""
-    have = cache.get_seq_length()
-    if have == length:
-        return True
-    if have < length or not hasattr(cache, "crop") or any(not hasattr(layer, "crop") for layer in cache.layers):
-        return False
-    try:
-        cache.crop(length)
-    except (NotImplementedError, ValueError, RuntimeError):
-        return False
-    return bool(cache.get_seq_length() == length)
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self.cache: Any = None
+
+    def copy(self) -> _Memory:
+        other = _Memory()
+        other.ids, other.cache = list(self.ids), copy.deepcopy(self.cache)
+        return other
+
+    def cut(self, length: int, can_cut: bool) -> bool:
+        """Hold the first ``length`` tokens and no more; False where that is not possible."""
+        if length == len(self.ids):
+            return True
+        if not can_cut or self.cache is None:
+            return False
+        try:
+            self.cache.crop(length)
+        except (NotImplementedError, ValueError, RuntimeError):  # such as a sliding window that has moved on
+            return False
+        del self.ids[length:]
+        return bool(self.cache.get_seq_length() == length)

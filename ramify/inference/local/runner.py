@@ -1,6 +1,7 @@
 """What the engine needs of a model: spans of tokens in, logits after each span out, and a memory of slots.
 
-``DenseRunner`` computes all spans of a step in one pass over one axis of tokens. Other models: ``module_runner.py``.
+``FlatRunner`` computes all spans of a step in one pass over one axis of tokens. Which models it can run is decided in
+``choose.py``; the others run one sequence at a time (``module_runner.py``).
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ramify.inference.local.cache import Cache, StepAttention, bytes_per_token
+from ramify.inference.local.cache import Cache, Layout, StepAttention
 from ramify.inference.local.slots import Change, Span
-from ramify.policy.dense import Dense
+from ramify.policy.dense import Attend, Dense
 
 
 class Runner(Protocol):
@@ -44,24 +45,32 @@ class Runner(Protocol):
         ...
 
 
-class DenseRunner:
-    """Runs ``Dense``."""
+class Decoder(Protocol):
+    """A model over one axis of tokens, as ``policy.dense.Dense``."""
 
-    def __init__(self, model: Dense) -> None:
-        self._model = model
-        parameter = next(model.parameters())
-        self._device = parameter.device
-        self.bytes_per_token = bytes_per_token(model.shape, parameter.dtype)
-        self._cache = Cache(model.shape, 1, 1, parameter.dtype, parameter.device)
+    def hidden(self, ids_T: Tensor, positions_T: Tensor, attend: Attend, rows_N: Tensor | None = None) -> Tensor:
+        """[T, D] after the last norm, or [N, D] of the tokens at ``rows_N``."""
+        ...
+
+    def logits(self, h_ND: Tensor) -> Tensor:
+        """fp32 [N, V]"""
+        ...
+
+
+class FlatRunner:
+    """Computes all spans of a step in one pass."""
+
+    def __init__(self, decoder: Decoder, layout: Layout) -> None:
+        self._decoder, self._layout = decoder, layout
+        self.bytes_per_token = layout.bytes_per_token
+        self._cache = Cache(layout, 1, 1)
 
     def forward(self, spans: Sequence[Span], wanted: Sequence[bool]) -> Tensor:
-        ids_T, positions_T = _flat(spans)
-        attend = StepAttention(self._cache, spans)
-        h_TD = self._model.hidden(ids_T.to(self._device), positions_T.to(self._device), attend)
-        if len(spans) < len(ids_T) or not all(wanted):
-            ends = torch.tensor([len(span.ids) for span in spans]).cumsum(0) - 1
-            h_TD = h_TD[ends[torch.tensor(wanted)].to(self._device)]
-        return self._model.logits(h_TD)
+        rows_N = None
+        if any(span.end - span.start > 1 for span in spans) or not all(wanted):
+            ends = torch.tensor([span.end - span.start for span in spans]).cumsum(0) - 1
+            rows_N = ends[torch.tensor(wanted)].to(self._layout.device)
+        return self._decoder.logits(self._hidden(spans, self._cache, rows_N))
 
     def change(self, change: Change) -> None:
         self._cache.change(change)
@@ -70,15 +79,24 @@ class DenseRunner:
         self._cache = self._cache.resized(stay, num_slots, capacity)
 
     def forget(self) -> None:
-        pass
+        """Slots are written before they are read."""
 
     @torch.inference_mode()
     def all_logits(self, ids: Sequence[int]) -> Tensor:
-        parameter = next(self._model.parameters())
-        alone = Cache(self._model.shape, 1, len(ids), parameter.dtype, parameter.device)
-        span = Span(0, 0, ids, len(ids))
-        ids_T, positions_T = (each.to(self._device) for each in _flat([span]))
-        return self._model.logits(self._model.hidden(ids_T, positions_T, StepAttention(alone, [span])))
+        alone = Cache(self._layout, 1, len(ids))
+        return self._decoder.logits(self._hidden([Span(0, 0, ids, len(ids))], alone, None))
+
+    def _hidden(self, spans: Sequence[Span], cache: Cache, rows_N: Tensor | None) -> Tensor:
+        ids_T, positions_T = (each.to(self._layout.device) for each in _flat(spans))
+        return self._decoder.hidden(ids_T, positions_T, StepAttention(cache, spans), rows_N)
+
+
+def dense_runner(model: Dense) -> FlatRunner:
+    """The runner of ``Dense``."""
+    shape, parameter = model.shape, next(model.parameters())
+    return FlatRunner(
+        model, Layout(shape.num_layers, shape.num_kv_heads, shape.head_size, parameter.dtype, parameter.device)
+    )
 
 
 def _flat(spans: Sequence[Span]) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,108 @@
+"""Models that are transformers' own modules: in one pass where they lend themselves to it, one by one where not; either
+way what ``generate`` and a plain forward pass compute."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MambaConfig,
+    Qwen3MoeConfig,
+)
+
+from ramify.inference.local.choose import runner_of
+from ramify.inference.local.engine import Engine, Room
+from ramify.inference.local.generation import Generation
+from ramify.inference.local.module_runner import ModuleRunner
+from ramify.inference.local.runner import FlatRunner
+from ramify.inference.local.sampling import Draw, draw
+from tests.inference.helpers import drained
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128, "initializer_range": 0.3, "bos_token_id": None,
+    "eos_token_id": None, "pad_token_id": 0,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 32}
+CONFIGS: dict[str, tuple[Any, type]] = {
+    "gpt2": (GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=2, n_positions=128, initializer_range=0.3), FlatRunner),
+    "neox": (GPTNeoXConfig(**{**_SIZES, "num_key_value_heads": None}), FlatRunner),
+    "llama-yarn": (LlamaConfig(**_SIZES, rope_parameters=YARN), FlatRunner),
+    "qwen3-moe": (
+        Qwen3MoeConfig(**_SIZES, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16), FlatRunner,
+    ),
+    "gemma2": (Gemma2Config(**_SIZES, head_dim=8, sliding_window=16), ModuleRunner),
+    "mamba": (
+        MambaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2, state_size=4, initializer_range=0.3), ModuleRunner,
+    ),
+}  # fmt: skip
+
+
+def module(name: str) -> Any:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(CONFIGS[name][0]).eval()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_replies_are_those_of_a_plain_forward_pass(name: str) -> None:
+    """Prompts that share beginnings, chunks, few slots, a next turn; and weights that change."""
+    model = module(name)
+    runner = runner_of(model)
+    assert type(runner) is CONFIGS[name][1]
+    engine = Engine(runner, Room(slots=3, prefill_tokens=9, cache_bytes=1 << 24, window=128))
+    pick = random.Random(0)
+    common = [pick.randrange(97) for _ in range(30)]
+    prompts = [
+        common[: pick.randint(1, 30)] + [pick.randrange(97) for _ in range(pick.randint(1, 9))] for _ in range(6)
+    ]
+    for turn in range(2):
+        asked = [{"prompt_ids": each, "max_tokens": 7, "seed": str(index)} for index, each in enumerate(prompts)]
+        for request in asked:
+            engine.add(Generation(**request))
+        done = {tuple(each.ids[: each.num_prompt]): each for each in drained(engine)}
+        for request in asked:
+            ours, alone = done[tuple(request["prompt_ids"])], expected(model, Generation(**request))
+            assert ours.sampled == alone.sampled
+            torch.testing.assert_close(torch.tensor(ours.logprobs), torch.tensor(alone.logprobs), rtol=0, atol=2e-5)
+        prompts = [[*done[tuple(each)].ids, turn, 5] for each in prompts]
+        with torch.no_grad():
+            model.get_output_embeddings().weight.mul_(0.7)
+        engine.forget(turn + 1)
+
+
+@torch.no_grad()
+def expected(model: Any, like: Generation) -> Generation:
+    while like.end is None:
+        logits = model(input_ids=torch.tensor([like.ids]), use_cache=False).logits[0, -1:].float()
+        like.append(draw(logits, [like.draw], [like.uniform()])[0], 0)
+    return like
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_module_itself_stays_as_it_was(name: str) -> None:
+    model = module(name)
+    ids = torch.tensor([[5, 6, 7, 8]])
+    with torch.no_grad():
+        before = model(input_ids=ids).logits
+        greedy = model.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0)[0, 4:].tolist()
+        engine = Engine(runner_of(model), Room(slots=2, prefill_tokens=9, cache_bytes=1 << 24, window=128))
+        engine.add(Generation([5, 6, 7, 8], max_tokens=6, draw=Draw(0.0)))
+        assert drained(engine)[0].sampled == greedy
+        assert torch.equal(model(input_ids=ids).logits, before)
+
+
+def test_logits_of_given_ids() -> None:
+    for name in ("gpt2", "mamba"):
+        model = module(name)
+        ids = [3, 1, 4, 1, 5]
+        with torch.no_grad():
+            plain = model(input_ids=torch.tensor([ids])).logits[0]
+        torch.testing.assert_close(runner_of(model).all_logits(ids), plain, rtol=1e-5, atol=1e-5)
