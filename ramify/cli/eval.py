@@ -76,7 +76,7 @@ class _Command:
 
     def run(self, words: list[str], resume: str | None, about: dict[str, Any]) -> Exit:
         from ramify.evaluate.record import Records
-        from ramify.evaluate.report import check_k
+        from ramify.evaluate.report import check_k, check_same_items
 
         records = Records(self._store.root) if self._store is not None else None
         other = self._other(records)
@@ -84,6 +84,8 @@ class _Command:
         plan = record.plan if record is not None else self._plan(words, about)
         if self._k is not None:
             check_k(self._k, plan.attempts)
+        if other is not None:
+            check_same_items(plan, other.plan)
         task = _task(plan, bool(about.get("validate", True) is not False and resume is None))
         if record is None and records is not None:
             record = records.create(plan)
@@ -181,7 +183,7 @@ def _task(plan: Plan, validates: bool) -> Task:
     task = task_of(plan.task, **plan.options)
     items_of(task, plan.split)
     if validates:
-        validate(task, [plan.split])
+        validate(task, [plan.split], num=min(4, plan.items))
     return task
 
 

@@ -114,16 +114,22 @@ def check_k(k: int, attempts: int) -> None:
 
 def difference(ours: Evaluation, theirs: Evaluation, *, seed: int = 0) -> tuple[Figure, int]:
     """(mean reward of ``ours`` less that of ``theirs`` over the items that both have, how many those are). Raises
-    ConfigError where they have none in common."""
+    ConfigError for evaluations of different tasks, and where no scored item is in both."""
+    check_same_items(ours.plan, theirs.plan)
     a, b = (_by_item(each.outcomes) for each in (ours, theirs))
     both = [item for item in a if item in b]
     if not both:
-        raise ConfigError(
-            f"the evaluations of '{ours.plan.task}/{ours.plan.split}' and '{theirs.plan.task}/{theirs.plan.split}' have "
-            "no scored item in common"
-        )
+        raise ConfigError("the two evaluations have no scored item in common")
     first, second = ([_mean_reward(side[item]) for item in both] for side in (a, b))
     return paired_difference(first, second, seed), len(both)
+
+
+def check_same_items(ours: Plan, theirs: Plan) -> None:
+    """Raises ConfigError, naming what differs, where the items of one evaluation are not those of the other."""
+    for name in ("task", "options", "split"):
+        mine, other = getattr(ours, name), getattr(theirs, name)
+        if mine != other:
+            raise ConfigError(f"the evaluations cannot be compared: {name} is {mine!r} here and {other!r} there")
 
 
 def _by_item(outcomes: Iterable[Outcome]) -> dict[str, list[Outcome]]:

@@ -17,7 +17,7 @@ from ramify.evaluate.record import Record, Records, read, same_plan, unfinished
 from ramify.evaluate.report import difference, report, table
 from ramify.evaluate.run import Outcome, evaluate
 from ramify.evaluate.statistics import Figure
-from ramify.tasks.base import Start, generated
+from ramify.tasks.base import Start
 from ramify.tasks.simple import SimpleTask
 from ramify.types.message import Message
 from ramify.types.trajectory import Stop, Trajectory
@@ -264,9 +264,10 @@ def test_a_difference_is_taken_over_the_same_items() -> None:
     figure, num = difference(good, bad)
     assert (figure.value, num) == (4 / 6, 6)
     assert 0.2 < figure.low < figure.value < figure.high <= 1.0
-    other = SimpleTask("other", generated("other", lambda rng: ITEMS[0]), TASK.reward)
+    with pytest.raises(ConfigError, match="cannot be compared: options is "):
+        difference(good, evaluated(right, of=plan(items=1, options={"chars": 9})))
     with pytest.raises(ConfigError, match="have no scored item in common"):
-        difference(good, evaluated(right, other, of=plan(task="other", items=2)))
+        difference(good, evaluated(lambda messages: refused(400), of=plan(items=1)))
 
 
 def test_a_report_is_data() -> None:
