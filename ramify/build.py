@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
+import dataclasses
 import importlib.util
 import sys
 import warnings
@@ -44,6 +46,8 @@ from ramify.types.sequence import Sequence as Row
 from ramify.types.trajectory import Group, Trajectory
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from ramify.inference.local.client import LocalClient
     from ramify.policy.load import Policy
     from ramify.train.backends.base import Backend, Optim
@@ -141,6 +145,7 @@ class Made:
         self._check_task()
         demonstrations = list(self._demonstrations()) if run.sft is not None else []
         self.policy = self._policy(demonstrations)
+        self.serving = self._serving()
         self._check_prompts()
         self.rows = self._rows(run.sft, demonstrations) if run.sft is not None else []
         self.client = self._client()
@@ -212,19 +217,41 @@ class Made:
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         return from_config(config, tokenizer, self.run.seed, device=device)
 
+    def _serving(self) -> Policy:
+        """The policy that the engine holds: the trained one itself, or where that is kept in another precision or with
+        adapters, a copy that each publication renews."""
+        from ramify.train.lora import attach
+
+        lora, policy = self.run.policy.lora, self.policy
+        if lora is None and str(policy.dtype) == "torch.float32":
+            return policy
+        serving = dataclasses.replace(policy, model=copy.deepcopy(policy.model))
+        if lora is not None:
+            num = attach(policy.model, lora.rank, lora.alpha, lora.targets, self.run.seed)
+            self._say(f"adapters of rank {lora.rank}: {num:,} of {policy.num_parameters:,} parameters are trained")
+        return serving
+
     def _rows(self, spec: SftSpec, demonstrations: Sequence[Trajectory]) -> list[Row]:
         tokeniser = Tokeniser(self.policy.renderer)
         groups = [Group(each.task, [tokeniser.tokenised(each)]) for each in demonstrations]
         stamping = spec.algorithm.stamp(groups, self.task.weights)
         if stamping.silence:
             raise ConfigError(f"sft has nothing to learn from: {stamping.silence}")
-        return sequences(stamping.rollouts)
+        rows = sequences(stamping.rollouts)
+        fitting = [row for row in rows if len(row) <= self.policy.window]
+        if len(fitting) < len(rows):
+            longest = max(map(len, rows))
+            self._say(
+                f"{len(rows) - len(fitting)} of {len(rows)} sequences to be imitated are left out: the longest has {longest} "
+                f"tokens, the policy's window {self.policy.window}"
+            )
+        return fitting
 
     def _client(self) -> LocalClient:
         from ramify.inference.local.client import LocalClient
 
         spec = self.run.policy
-        return LocalClient(self.policy, name=f"local:{self.run.name}", slots=spec.slots, cache_bytes=spec.cache_bytes)
+        return LocalClient(self.serving, name=f"local:{self.run.name}", slots=spec.slots, cache_bytes=spec.cache_bytes)
 
     def _backend_of(self, out: Path) -> Callable[[Optim], Backend]:
         from ramify.train.backends.single import Single
@@ -263,12 +290,13 @@ class Made:
 
         run = self.run
         prompt = first_prompt(self.scaffold, run, items_of(self.task, "validation")[0])
+        published = Published(self.policy, self.serving, self.client)
         check = SelfCheck(
-            self.seen, lambda weights: fingerprint_of(weights.items()), prompt,
-            _TOLERANCE.get(str(self.policy.dtype), _COARSE),
+            self.seen, lambda: fingerprint_of(published.weights()), prompt,
+            _TOLERANCE.get(str(self.serving.dtype), _COARSE),
         )  # fmt: skip
         loop = Loop(
-            out, self._stages(), self._backend_of(out), Published(self.policy, self.client), self.evaluate,
+            out, self._stages(), self._backend_of(out), published, self.evaluate,
             first=run.evaluate.first, final=run.evaluate.final, cadence=run.cadence, config=plain(run), check=check,
             reference_of=self._reference_of(out), listener=listener, say=self._say,
         )  # fmt: skip
@@ -292,22 +320,35 @@ class Made:
 class Published:
     """The policy as the loop sees it: to be given to the engine, saved, and gone back to."""
 
-    def __init__(self, policy: Policy, client: LocalClient) -> None:
-        self._policy, self._client = policy, client
+    def __init__(self, trained: Policy, serving: Policy, client: LocalClient) -> None:
+        self._trained, self._serving, self._client = trained, serving, client
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The trained weights as the engine should have them."""
+        from ramify.train.lora import merged
+
+        dtype = self._serving.dtype
+        return ((name, weight.to(dtype)) for name, weight in merged(self._trained.model))
 
     async def publish(self) -> None:
-        self._policy.version += 1
-        await self._client.update(self._policy.model, self._policy.version)
+        self._trained.version += 1
+        shares = self._trained is self._serving
+        given = self._trained.model if shares else dict(self.weights())
+        await self._client.update(given, self._trained.version)
 
     def save(self, folder: Path) -> None:
+        """What the engine answers with, in its precision; the trainer's is in the checkpoint."""
         from ramify.policy.load import save
+        from ramify.policy.weights import load_weights
 
-        save(self._policy, folder)
+        if self._trained is not self._serving:
+            load_weights(self._serving.model, dict(self.weights()))
+        save(self._serving, folder)
 
     def load(self, folder: Path) -> None:
         from ramify.policy.load import load_into
 
-        load_into(self._policy, folder)
+        load_into(self._serving, folder)
 
 
 def first_prompt(scaffold: Scaffold, run: Run, item: Item) -> list[Message]:

@@ -35,7 +35,9 @@ class Curves(msgspec.Struct):
     def add(self, measured: Measured) -> None:
         values = measured.values
         self.step, self.seconds = measured.step, measured.at_s
-        if measured.stage in ("last", "best"):
+        if measured.stage in ("first", "last", "best"):
+            if measured.stage == "first" and "validation/reward" in values:
+                self.scores.append((measured.step, values["validation/reward"]))
             rewards = {name: value for name, value in values.items() if name.endswith("/reward")}
             self.final.update({f"{measured.stage} {name}": value for name, value in rewards.items()})
             return

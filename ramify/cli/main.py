@@ -24,6 +24,8 @@ from ramify.errors import RamifyError
 COMMANDS = {
     "ask": ("ramify.cli.ask", "answer a question over files, folders, databases or a pipe"),
     "eval": ("ramify.cli.eval", "evaluate a model on a task"),
+    "train": ("ramify.cli.train", "carry out a recipe: train a policy"),
+    "serve-policy": ("ramify.cli.serve_policy", "serve a policy as an OpenAI-compatible API"),
     "runs": ("ramify.cli.runs", "list stored runs"),
     "runs rm": ("ramify.cli.runs", "delete stored runs"),
     "runs prune": ("ramify.cli.runs", "delete old runs"),

@@ -13,7 +13,7 @@ algorithm says why (``Stamping.silence``).
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -27,11 +27,7 @@ from ramify.types.sequence import Batch
 from ramify.types.sequence import Sequence as Row
 from ramify.types.trajectory import Group, Trajectory
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
 InTorch = Callable[..., Awaitable[Any]]
-Fingerprint = Callable[[Any], str]
 CANARY_TOKENS = 16
 
 
@@ -63,10 +59,11 @@ class SelfCheck:
     """The checks of one run."""
 
     def __init__(
-        self, seen: Seen, fingerprint: Fingerprint, prompt: Sequence[Message], tolerance: float = 1e-5
+        self, seen: Seen, fingerprint: Callable[[], str], prompt: Sequence[Message], tolerance: float = 1e-5
     ) -> None:
-        """``prompt`` is what the canary is asked; ``tolerance`` the most that two log-probabilities may differ by (1e-5 in
-        fp32; bf16 rounds to three digits, so some 0.1 there)."""
+        """``fingerprint`` is of the trained weights as the engine should have them; ``prompt`` is what the canary is asked;
+        ``tolerance`` the most that two log-probabilities may differ by (1e-5 in fp32; bf16 rounds to three digits, so
+        some 0.1 there)."""
         self._seen, self._fingerprint, self._tolerance = seen, fingerprint, tolerance
         self._request = Request(
             tuple(prompt), Sampling(CANARY_TOKENS, temperature=1.0, seed=7, logprobs=True), affinity="canary"
@@ -76,7 +73,7 @@ class SelfCheck:
 
     async def engine(self, backend: Backend, in_torch: InTorch) -> None:
         """Raises TrainError where engine and trainer are not the same policy."""
-        ours = await in_torch(self._of_weights, backend)
+        ours = await in_torch(self._fingerprint)
         theirs = await self._seen.client.fingerprint()
         if ours != theirs:
             raise TrainError(
@@ -119,10 +116,6 @@ class SelfCheck:
             packed = sum(float(np.sum(b.streams[name], dtype=np.float64)) for b in batches if name in b.streams)
             if abs(given - packed) > 1e-5 * max(abs(given), 1.0):
                 raise TrainError(f"the batches of a step weigh {packed:.6g} in '{name}', their sequences {given:.6g}")
-
-    def _of_weights(self, backend: Backend) -> str:
-        weights: dict[str, Tensor] = dict(backend.weights())
-        return self._fingerprint(weights)
 
     def _difference(self, backend: Backend, reply: Reply) -> float:
         """Largest difference between the reply's log-probabilities and the trainer's own."""

@@ -19,7 +19,7 @@ from ramify.types.trajectory import Trajectory
 
 SHAPE = {
     "model_type": "qwen3", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
-    "head_dim": 16, "intermediate_size": 48, "max_position_embeddings": 256, "tie_word_embeddings": True,
+    "head_dim": 16, "intermediate_size": 48, "max_position_embeddings": 512, "tie_word_embeddings": True,
 }  # fmt: skip
 
 

@@ -63,6 +63,14 @@ def test_a_policy_without_its_templates_tokens_is_refused(tmp_path: Path) -> Non
         Made(changed("policy", path=str(tmp_path), shape={}), print)
 
 
+def test_demonstrations_longer_than_the_window_are_left_out_aloud() -> None:
+    said: list[str] = []
+    made = Made(changed("policy", shape={**SHAPE, "max_position_embeddings": 200}), said.append)
+    close(made)
+    assert max(map(len, made.rows)) <= 200
+    assert "sequences to be imitated are left out: the longest has" in said[0]
+
+
 def test_a_group_of_one_is_warned_of() -> None:
     with pytest.warns(UserWarning, match="a group of one has nothing to be compared with"):
         close(Made(changed("rl", rollout=RolloutOptions(group=1)), print))

@@ -15,7 +15,7 @@ from ramify.build import Made, first_prompt
 from ramify.clients.base import Request
 from ramify.errors import TrainError
 from ramify.inference.local.client import LocalClient
-from ramify.policy.fingerprint import fingerprint_of
+from ramify.policy.fingerprint import fingerprint
 from ramify.policy.load import from_config
 from ramify.tasks.base import items_of
 from ramify.train.backends.single import Single
@@ -38,9 +38,9 @@ async def at_once(work: Callable[..., Any], *arguments: Any) -> Any:
     return work(*arguments)
 
 
-def check(made: Made, client: Any = None, tolerance: float = 1e-5) -> SelfCheck:
+def check(made: Made, client: Any = None, model: Any = None) -> SelfCheck:
     prompt = first_prompt(made.scaffold, made.run, items_of(made.task, "validation")[0])
-    return SelfCheck(Seen(client or made.client), lambda weights: fingerprint_of(weights.items()), prompt, tolerance)
+    return SelfCheck(Seen(client or made.client), lambda: fingerprint(model or made.policy.model), prompt)
 
 
 def test_one_policy_on_both_sides_passes(made: Made) -> None:
@@ -64,7 +64,7 @@ def test_a_cache_of_older_weights(made: Made) -> None:
     does not."""
     policy = from_config(made.policy.config, made.policy.tokenizer, seed=6)
     client = LocalClient(policy, name="local:stale")
-    checked = check(made, client)
+    checked = check(made, client, policy.model)
 
     async def run() -> None:
         await checked.engine(Single(policy), at_once)

@@ -132,9 +132,9 @@ def _for_length(rewards: list[float], lengths: Sequence[Length], options: GroupO
 def _is_trained(call: Call, options: GroupOptions, cut_off_root: bool) -> bool:
     if options.overlong == "mask" and (cut_off_root or was_cut_off(call)):
         return False
-    if call.kind == "rlm":
-        return call.depth == 0 or options.children
-    return options.llm_calls
+    if call.parent is None:  # the root, also where it is one plain call
+        return True
+    return options.children if call.kind == "rlm" else options.llm_calls
 
 
 def _counts(rollout: _Rollout, options: GroupOptions) -> dict[str, int]:

@@ -64,7 +64,7 @@ class SFT(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
         }
 
     def _is_learnt(self, trajectory: Trajectory, call: Call, weights: Mapping[str, float]) -> bool:
-        if call.depth == 0:
+        if call.parent is None:
             return True
         if not (self.children if call.kind == "rlm" else self.llm_calls):
             return False

@@ -78,6 +78,11 @@ def test_plain_calls_are_trained_when_asked() -> None:
     assert list(DrGRPO(credit="root", llm_calls=True).stamp(batch, {}).rollouts[0].stamps) == [("0", 0), ("0.0", 0)]
 
 
+def test_a_root_that_is_one_plain_call_is_trained() -> None:
+    batch = [group(tree(call("0", 2, kind="lm"), reward=1), tree(call("0", 4, kind="lm"), reward=0))]
+    assert [list(each.stamps) for each in DrGRPO().stamp(batch, {}).rollouts] == [[("0", 0)], [("0", 0)]]
+
+
 def test_credit_reaches_the_calls_that_earned_it() -> None:
     batch = [
         group(

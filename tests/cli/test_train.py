@@ -1,0 +1,103 @@
+"""``ramify train`` as a process: a whole small run, overrides, resuming, and what it says on the way."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from ramify.cli.curves import Curves, curve, line
+from ramify.train.checkpoint import Checkpoints
+from ramify.train.metrics import Measured, read
+from tests.cli.helpers import Shell
+
+RECIPE = "from tests.train.small import small as run\n"
+SHORT = ("warmup=null", "sft.num=20", "rl.steps=1", "threads=1")
+
+
+def test_a_run_is_carried_out_and_gone_on_with(shell: Shell) -> None:
+    recipe = shell.write("small.py", RECIPE)
+    done = shell.run("train", recipe, "--out", "out", "seed=4", *SHORT)
+    assert (done.code, done.out) == (
+        0,
+        "out/policy holds the trained policy: ramify ask --model local:out/policy …\n",
+    ), done.err
+    out = shell.folder / "out"
+    assert (out / "policy/model.safetensors").is_file()
+    assert "validation/reward" in done.err
+    again = shell.run("train", "--resume", "out", "--quiet")
+    assert (again.code, again.err) == (0, "")
+    other = shell.run("train", recipe, "--resume", "out", *SHORT)
+    assert (other.code, "seed was 4 and is now 0" in other.err) == (1, True)
+
+
+def test_a_run_that_is_interrupted_says_how_to_go_on(shell: Shell) -> None:
+    recipe = shell.write("small.py", RECIPE)
+    running = shell.start("train", recipe, "--out", "out", *SHORT, "rl.steps=100000", "cadence.evaluate=1")
+    assert running.stderr is not None
+    for text in iter(running.stderr.readline, b""):
+        if b"validation/reward" in text and b" rl " in text:
+            break
+    running.send_signal(signal.SIGINT)
+    _, err = running.communicate(timeout=60)
+    assert running.returncode == 130, err.decode()
+    assert err.decode().splitlines()[-1] == "stopped; go on with: ramify train --resume out"
+    out = shell.folder / "out"
+    latest = Checkpoints(out).latest()
+    assert latest is not None
+    assert [row for row in read(out) if row.stage == "rl"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "give one recipe, or --resume DIR"),
+        (("a.py", "b.py"), "give one recipe"),
+        (("missing.py",), "missing.py is no recipe"),
+        (("small.py", "rl.setps=3"), "no field 'setps': did you mean 'steps'?"),
+        (("small.py", "rl.steps=many"), "rl.steps=many: Expected `int`"),
+        (("--resume", "nowhere"), "nothing to resume in nowhere"),
+    ],
+)
+def test_what_is_wrong_is_one_line(shell: Shell, arguments: tuple[str, ...], message: str) -> None:
+    shell.write("small.py", RECIPE)
+    done = shell.run("train", *arguments)
+    assert done.code in (1, 2)
+    assert message in done.err
+    assert done.err.count("\n") == 1
+
+
+def test_help_needs_no_torch(shell: Shell, tmp_path: Path) -> None:
+    done = shell.run("train", "--help", PYTHONPROFILEIMPORTTIME="1")
+    assert done.code == 0
+    assert "FIELD=VALUE" in done.out
+    assert "| torch\n" not in done.err.replace("|   ", "| ")
+
+
+def test_curves() -> None:
+    assert curve([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█"
+    assert curve([0, 0, 7, 7], 2) == "▁█"
+    assert (curve([3, 3], 5), curve([], 5)) == ("▁▁", "")
+    curves = Curves("tiny")
+    for step in range(1, 5):
+        curves.add(Measured(step, "sft", step, {"loss": 1 / step, "lr": 1}))
+    curves.add(Measured(4, "first", 4, {"validation/reward": 0.25, "test/reward": 0.2}))
+    for step in (5, 6):
+        curves.add(Measured(step, "rl", step, {"reward": 0.1 * step}))
+    curves.add(Measured(6, "rl", 7, {"validation/reward": 0.5}))
+    curves.add(Measured(6, "last", 8, {"test/reward": 0.45, "test/count": 1}))
+    assert curves.rows(70) == [
+        "tiny · rl · step 6 · 8 s",
+        "reward        ▁█ 0.6",
+        "validation    ▁█ 0.5   (best 0.5 at step 6)",
+        "first validation/reward: 0.25",
+        "first test/reward: 0.2",
+        "last test/reward: 0.45",
+    ]
+    assert all(len(row) <= 30 for row in curves.rows(30))
+
+
+def test_one_measurement_in_a_line() -> None:
+    row = Measured(5, "rl", 61.25, {"reward": 0.51239, "lr": 1e-3, "validation/reward": 0.75})
+    assert line(row) == "    61.2 s  rl 5  reward 0.5124  validation/reward 0.75"
