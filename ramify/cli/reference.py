@@ -14,7 +14,7 @@ from ramify.cli.exits import MEANINGS
 from ramify.cli.main import command
 from ramify.cli.parser import Option
 
-_PART = re.compile(r"(<!-- begin ([a-z ]+) -->\n).*?(<!-- end \2 -->)", re.DOTALL)
+_PART = re.compile(r"(<!-- begin ([a-z -]+?) -->\n).*?(<!-- end \2 -->)", re.DOTALL)
 
 
 def written(page: str) -> str:

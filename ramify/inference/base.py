@@ -67,10 +67,15 @@ def connect(name: str) -> Client:
             f"the model 'tiny' is not part of this installation ({TINY} has no checkpoint): train one with "
             "`ramify train recipes/tiny.py`, and use it as local:FOLDER"
         )
-    for package in ("torch", "transformers", "safetensors"):
-        if find_spec(package) is None:
-            raise ConfigError(f"model '{name}' runs in this process and needs {package}: pip install 'ramify[train]'")
+    need_train_extra(f"model '{name}'")
     from ramify.inference.local.client import LocalClient
     from ramify.policy.load import load
 
     return LocalClient(load(path), name=name)
+
+
+def need_train_extra(what: str) -> None:
+    """Raises ConfigError where the packages for running a model in this process are not installed."""
+    for package in ("torch", "transformers", "safetensors"):
+        if find_spec(package) is None:
+            raise ConfigError(f"{what} runs a model in this process and needs {package}: pip install 'ramify[train]'")

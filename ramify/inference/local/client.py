@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import TypeVar, cast
@@ -78,7 +78,7 @@ class LocalClient:
         await self._finished(generation)
         return self._reply(generation, time.perf_counter() - started)
 
-    async def stream(self, request: Request) -> AsyncIterator[Message | Reply]:
+    async def stream(self, request: Request) -> AsyncGenerator[Message | Reply, None]:
         """The message as it grows, some twenty times a second, and at last what ``complete`` returns.
 
         Text that may yet turn out to begin a stop text, and half a character, are held back."""

@@ -1,0 +1,81 @@
+"""``ramify serve-policy``: a policy behind an OpenAI-compatible address, until it is stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from typing import TYPE_CHECKING
+
+from ramify.cli.exits import Exit
+from ramify.cli.notes import write
+from ramify.cli.parser import Command, Option, UsageError
+
+if TYPE_CHECKING:
+    from ramify.inference.local.client import LocalClient
+    from ramify.serve.policy import PolicyServer
+
+_KEY = "RAMIFY_SERVE_KEY"
+
+
+def serve_policy(
+    words: list[str], host: str | None = None, port: int | None = None, api_key: str | None = None,
+    name: str | None = None, slots: int | None = None, device: str | None = None, dtype: str | None = None,
+    thinking: bool | None = None,
+) -> int:  # fmt: skip
+    from ramify.inference.base import TINY, need_train_extra
+
+    need_train_extra("serve-policy")
+    if slots is not None and slots < 1:
+        raise UsageError(f"--slots {slots}: give at least 1")
+    folder = str(TINY) if words[0] == "tiny" else words[0].removeprefix("local:")
+
+    import torch
+
+    from ramify.inference.local.client import LocalClient
+    from ramify.policy.load import load
+    from ramify.serve.policy import PolicyServer
+
+    chosen = None if dtype is None else getattr(torch, dtype, None)
+    if dtype is not None and chosen not in (torch.float32, torch.bfloat16, torch.float16):
+        raise UsageError(f"--dtype {dtype}: give float32, bfloat16 or float16")
+    policy = load(folder, chosen, device, thinking=thinking)
+    client = LocalClient(policy, slots=slots)
+    server = PolicyServer(
+        client, name=name or words[0], host=host or "127.0.0.1", port=8000 if port is None else port,
+        key=api_key or os.environ.get(_KEY) or None,
+    )  # fmt: skip
+    asyncio.run(_serve(server, client))
+    return Exit.ANSWERED
+
+
+async def _serve(server: PolicyServer, client: LocalClient) -> None:
+    stopped = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stopped.set)
+    async with server:
+        write(f"{server.name} at {server.url} (Ctrl-C to stop)")
+        await stopped.wait()
+    await client.close()
+
+
+COMMAND = Command(
+    name="serve-policy",
+    about="Serve a policy as an OpenAI-compatible API, with token ids and log-probabilities.",
+    run=serve_policy,
+    words="FOLDER",
+    min_words=1,
+    max_words=1,
+    options=(
+        Option("host", str, "address to listen on (default: 127.0.0.1; others need a key)", "HOST"),
+        Option("port", int, "port to listen on; 0 takes a free one (default: 8000)"),
+        Option("api_key", str, f"key that callers must send (default: ${_KEY})", "KEY"),
+        Option("name", str, "the model's name in requests (default: FOLDER)"),
+        Option("slots", int, "replies at once (default: 128 on a CPU, 256 on a GPU)"),
+        Option("device", str, "cpu, cuda, cuda:1 (default: a GPU where there is one)", "DEVICE"),
+        Option("dtype", str, "float32, bfloat16 or float16 (default: float32 on a CPU, else as stored)", "TYPE"),
+        Option("thinking", bool, "switch a hybrid model's thinking on or off (default: as its template has it)"),
+    ),
+    epilog="FOLDER is a checkpoint in Hugging Face's layout, a model in Hugging Face's cache, or tiny.",
+)

@@ -1,0 +1,217 @@
+"""A policy behind an OpenAI-compatible address: ``ramify serve-policy FOLDER``.
+
+    GET  /health                 {"status": "ok", "version": 0}
+    GET  /v1/models              the one model, with its window
+    POST /v1/chat/completions    also streamed; logprobs, token ids (return_token_ids), tools where the template has them
+
+A conversation that is sent back with one more message goes on by the ids that it had: the server remembers the paths of
+its last replies. Whoever hangs up frees the slot. Without a key it listens on loopback only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import ipaddress
+import uuid
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import msgspec
+from aiohttp import web
+
+from ramify.clients.base import Known, Request
+from ramify.errors import ConfigError, ModelError, RamifyError, Refused
+from ramify.inference.local.client import LocalClient
+from ramify.serve import completions
+from ramify.serve.completions import Asked
+from ramify.types.message import Message, Reply
+
+_MAX_BODY_BYTES = 64 << 20
+_MAX_IN_FLIGHT = 1024
+"""Further requests are told to come back."""
+_MAX_PATHS = 4096
+"""Conversations whose ids are remembered."""
+
+
+class PolicyServer:
+    """The server; ``async with`` starts and stops it."""
+
+    def __init__(
+        self, client: LocalClient, *, name: str, host: str = "127.0.0.1", port: int = 8000, key: str | None = None
+    ) -> None:
+        """``name`` is the model's; ``port`` 0 takes a free one; ``key`` is asked for as a bearer token.
+
+        Raises ConfigError for an address beyond loopback without a key."""
+        if not key and not _is_loopback(host):
+            raise ConfigError(
+                f"{host} can be reached from other machines: give a key (--api-key), or serve on 127.0.0.1"
+            )
+        self.name, self.host, self.port = name, host, port
+        self._client, self._key = client, key
+        self._in_flight = 0
+        self._paths = _Paths()
+        self._runner: web.AppRunner | None = None
+
+    @property
+    def url(self) -> str:
+        """The base URL, ``http://127.0.0.1:PORT/v1``."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}/v1"
+
+    async def __aenter__(self) -> PolicyServer:
+        app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[self._guarded])
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_post("/v1/chat/completions", self._complete)
+        # A request of somebody who hung up is cancelled, and so leaves its slot.
+        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, self.host, self.port)
+        try:
+            await site.start()
+        except OSError as error:
+            await self._runner.cleanup()
+            raise ConfigError(
+                f"cannot listen on {self.host}:{self.port} ({error.strerror}): choose another --port"
+            ) from None
+        self.port = self._runner.addresses[0][1]
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    @web.middleware
+    async def _guarded(self, request: web.Request, handler: web.Handler) -> web.StreamResponse:  # type: ignore[name-defined]
+        """The key, and every error as the API writes it."""
+        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        if self._key and request.path != "/health" and not hmac.compare_digest(given.encode(), self._key.encode()):
+            return _failed(
+                401, "wrong or missing API key: send it as Authorization: Bearer KEY", "authentication_error"
+            )
+        try:
+            response: web.StreamResponse = await handler(request)
+        except web.HTTPException as error:
+            return _failed(error.status, f"{request.method} {request.path}: {error.reason}", "invalid_request_error")
+        return response
+
+    async def _health(self, _: web.Request) -> web.Response:
+        return web.json_response({"status": "ok", "version": self._client.version, "in_flight": self._in_flight})
+
+    async def _models(self, _: web.Request) -> web.Response:
+        model = {"id": self.name, "object": "model", "owned_by": "ramify", "max_model_len": self._client.window}
+        return web.json_response({"object": "list", "data": [model]})
+
+    async def _complete(self, http: web.Request) -> web.StreamResponse:
+        if http.content_type != "application/json":  # a page in a browser may post other types without asking
+            return _failed(415, "send the body as application/json", "invalid_request_error")
+        if self._in_flight >= _MAX_IN_FLIGHT:
+            busy = _failed(429, f"{self._in_flight} requests are being answered: come back", "rate_limit_error")
+            busy.headers["retry-after"] = "1"
+            return busy
+        self._in_flight += 1
+        try:
+            asked = completions.read(await http.read())
+            request = self._paths.continued(completions.request_of(asked, self._client.window))
+            return await (self._streamed(http, asked, request) if asked.stream else self._whole(asked, request))
+        except ModelError as error:
+            return _refused(error) if isinstance(error, Refused) else _failed(503, str(error), "server_error")
+        except RamifyError as error:
+            return _failed(400, str(error), "invalid_request_error")
+        finally:
+            self._in_flight -= 1
+
+    async def _whole(self, asked: Asked, request: Request) -> web.Response:
+        reply = await self._client.complete(request)
+        self._paths.remember(request, reply)
+        body = completions.completion(reply, asked, _new_id(), self.name, self._text)
+        return web.Response(body=completions.encode(body), content_type="application/json")
+
+    async def _streamed(self, http: web.Request, asked: Asked, request: Request) -> web.StreamResponse:
+        """Raises what the engine refuses before the first event; what fails later is the last event."""
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        try:
+            await self._send_events(http, response, asked, request)
+        except RamifyError as error:
+            if not response.prepared:
+                raise
+            await response.write(b"data: " + completions.failure(str(error), "server_error") + b"\n\n")
+        await response.write(b"data: [DONE]\n\n")
+        await response.write_eof()
+        return response
+
+    async def _send_events(
+        self, http: web.Request, response: web.StreamResponse, asked: Asked, request: Request
+    ) -> None:
+        id, before = _new_id(), Message("assistant")
+        async with contextlib.aclosing(self._client.stream(request)) as parts:
+            async for part in parts:
+                if not response.prepared:  # the first part is here, so the request was a good one
+                    await response.prepare(http)
+                    await _send(response, completions.opening(id, self.name))
+                now = part.message if isinstance(part, Reply) else part
+                if event := completions.growth(before, now, id, self.name):
+                    await _send(response, event)
+                    before = now
+                if isinstance(part, Reply):
+                    self._paths.remember(request, part)
+                    for last in completions.ending(part, asked, id, self.name, self._text):
+                        await _send(response, last)
+
+    def _text(self, ids: Sequence[int]) -> str:
+        return str(self._client.policy.tokenizer.decode(list(ids), skip_special_tokens=False))
+
+
+class _Paths:
+    """Conversations up to a reply -> the ids that the model was given and sampled; the last few thousand."""
+
+    def __init__(self) -> None:
+        self._ids: OrderedDict[bytes, tuple[int, ...]] = OrderedDict()
+
+    def continued(self, request: Request) -> Request:
+        """``request`` with the ids of its longest beginning that is known."""
+        for end in range(len(request.messages), 0, -1):
+            if request.messages[end - 1].role != "assistant":
+                continue
+            ids = self._ids.get(_key(request, request.messages[:end]))
+            if ids is not None:
+                return msgspec.structs.replace(request, known=Known(end, ids))
+        return request
+
+    def remember(self, request: Request, reply: Reply) -> None:
+        if reply.prompt_ids is None or reply.token_ids is None:
+            return
+        key = _key(request, (*request.messages, reply.message))
+        self._ids[key] = reply.prompt_ids + reply.token_ids
+        self._ids.move_to_end(key)
+        while len(self._ids) > _MAX_PATHS:
+            self._ids.popitem(last=False)
+
+
+def _key(request: Request, messages: Sequence[Message]) -> bytes:
+    return hashlib.blake2b(msgspec.json.encode([request.tools, messages]), digest_size=16).digest()
+
+
+async def _send(response: web.StreamResponse, event: object) -> None:
+    await response.write(b"data: " + completions.encode(event) + b"\n\n")
+
+
+def _refused(error: Refused) -> web.Response:
+    return _failed(400, str(error), "invalid_request_error", "context_length_exceeded" if error.too_long else None)
+
+
+def _failed(status: int, text: str, kind: str, code: str | None = None) -> web.Response:
+    return web.Response(status=status, body=completions.failure(text, kind, code), content_type="application/json")
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _new_id() -> str:
+    return f"chatcmpl-{uuid.uuid4().hex[:24]}"

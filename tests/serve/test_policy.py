@@ -1,0 +1,279 @@
+"""A policy behind HTTP, asked by our own client for such servers, and by hand where that one would not."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import pytest
+
+from ramify.clients.base import Request, Sampling, Tool
+from ramify.clients.pool import Pool
+from ramify.errors import ConfigError, Refused
+from ramify.inference.local.client import LocalClient
+from ramify.policy.load import Policy, from_config
+from ramify.serve.policy import PolicyServer
+from ramify.types.message import Message, Reply
+from tests.inference.helpers import WINDOW, policy
+from tests.policy.templates import tokenizer_of
+
+USER = Message("user", "count rows of 'red'\nlen 812")
+
+
+@asynccontextmanager
+async def serving(made: Policy | None = None, **options: Any) -> AsyncIterator[tuple[PolicyServer, LocalClient]]:
+    client = LocalClient(made or policy(), slots=4)
+    try:
+        async with PolicyServer(client, name="mine", port=0, **options) as server:
+            yield server, client
+    finally:
+        await client.close()
+
+
+async def ask(server: PolicyServer, *messages: Message, key: str | None = None, **sampling: Any) -> Reply:
+    pool = Pool(keys={"vllm": key} if key else None)
+    try:
+        given = {"max_tokens": 12, "temperature": 1.0, "seed": 7, "logprobs": True, **sampling}
+        client = pool.client(f"vllm:mine@{server.url}")
+        return await client.complete(Request(messages or (USER,), Sampling(**given)))
+    finally:
+        await pool.close()
+
+
+async def post(server: PolicyServer, body: Any, **headers: str) -> tuple[int, dict[str, Any]]:
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    async with (
+        aiohttp.ClientSession() as http,
+        http.post(
+            f"{server.url}/chat/completions", data=data, headers={"Content-Type": "application/json", **headers}
+        ) as answer,
+    ):
+        return answer.status, await answer.json()
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(test())  # type: ignore[arg-type]
+
+
+def test_replies_are_the_engines_own() -> None:
+    async def test() -> None:
+        async with serving() as (server, client):
+            ours = await client.complete(Request((USER,), Sampling(12, 1.0, seed=7)))
+            theirs = await ask(server)
+            assert (theirs.prompt_ids, theirs.token_ids) == (ours.prompt_ids, ours.token_ids)
+            assert theirs.logprobs == pytest.approx(ours.logprobs, abs=1e-5)
+            assert (theirs.message, theirs.finish) == (ours.message, "length")
+            assert (theirs.usage.input_tokens, theirs.usage.output_tokens) == (ours.usage.input_tokens, 12)
+
+    run(test)
+
+
+def test_a_conversation_goes_on_by_the_ids_that_it_had() -> None:
+    """Also where the text that was sampled would get other ids."""
+
+    async def test() -> None:
+        async with serving() as (server, client):
+            for seed in range(4):
+                first = await ask(server, seed=seed)
+                assert first.prompt_ids is not None
+                assert first.token_ids is not None
+                second = await ask(server, USER, first.message, Message("user", "17"), seed=seed)
+                path = first.prompt_ids + first.token_ids
+                assert second.prompt_ids is not None
+                assert second.prompt_ids[: len(path)] == path
+                assert second.usage.cached_tokens == len(path) - 1
+            edited = Message("assistant", first.message.content + "!")
+            afresh = await ask(server, USER, edited, Message("user", "17"))
+            assert afresh.prompt_ids == tuple(client.policy.renderer.prompt([USER, edited, Message("user", "17")]))
+
+    run(test)
+
+
+async def events(server: PolicyServer, body: dict[str, Any]) -> list[dict[str, Any]]:
+    found = []
+    async with aiohttp.ClientSession() as http, http.post(f"{server.url}/chat/completions", json=body) as answer:
+        assert (answer.status, answer.content_type) == (200, "text/event-stream")
+        async for line in answer.content:
+            if line.strip():
+                found.append(line.decode().removeprefix("data: ").strip())
+    assert found.pop() == "[DONE]"
+    return [json.loads(each) for each in found]
+
+
+def test_a_stream_adds_up_to_the_reply() -> None:
+    async def test() -> None:
+        async with serving() as (server, _):
+            body = {
+                "messages": [{"role": "user", "content": USER.content}], "max_tokens": 150, "seed": 7, "temperature": 1,
+                "return_token_ids": True, "logprobs": True,
+            }  # fmt: skip
+            status, whole = await post(server, body)
+            assert status == 200
+            parts = await events(server, {**body, "stream": True, "stream_options": {"include_usage": True}})
+            text = "".join(part["choices"][0]["delta"].get("content", "") for part in parts if part["choices"])
+            assert text == whole["choices"][0]["message"]["content"]
+            assert len(parts) > 4
+            last, usage = parts[-2], parts[-1]
+            assert last["choices"][0]["finish_reason"] == whole["choices"][0]["finish_reason"]
+            assert last["choices"][0]["token_ids"] == whole["choices"][0]["token_ids"]
+            assert usage["usage"]["total_tokens"] == whole["usage"]["total_tokens"]
+            told = whole["choices"][0]["logprobs"]["content"]
+            assert len(told) == whole["usage"]["completion_tokens"]
+            assert all(each["bytes"] is None or bytes(each["bytes"]).decode() == each["token"] for each in told)
+
+    run(test)
+
+
+def test_whoever_hangs_up_frees_the_slot() -> None:
+    async def test() -> None:
+        async with serving() as (server, client):
+            body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 240, "seed": 1, "temperature": 1}
+
+            async def inside() -> int:
+                return len(await client.run(lambda: list(client.engine)))
+
+            for stream in (False, True):
+                request = asyncio.ensure_future(post(server, {**body, "stream": stream}))
+                while not await inside():
+                    await asyncio.sleep(0)
+                request.cancel()
+                while await inside():
+                    await asyncio.sleep(0)
+
+    run(test)
+
+
+def test_a_failure_in_the_middle_is_the_last_event() -> None:
+    async def test() -> None:
+        async with serving() as (server, client):
+            steps = 0
+
+            def fails(*_: object) -> None:
+                nonlocal steps
+                steps += 1
+                if steps == 60:
+                    raise ZeroDivisionError("broken")
+
+            client.policy.model.get_submodule("model.norm").register_forward_hook(fails)
+            body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 200, "seed": 1, "temperature": 1}
+            found = await events(server, {**body, "stream": True})
+            assert "the engine failed: ZeroDivisionError: broken" in found[-1]["error"]["message"]
+            steps = 59
+            status, answer = await post(server, body)
+            assert (status, answer["error"]["type"]) == (503, "server_error")
+
+    run(test)
+
+
+def test_a_key_is_asked_for_where_there_is_one() -> None:
+    async def test() -> None:
+        async with serving(key="secret") as (server, _):
+            assert (await ask(server, key="secret")).usage.output_tokens == 12
+            for key in (None, "wrong"):
+                with pytest.raises(Refused, match="401"):
+                    await ask(server, key=key)
+            async with aiohttp.ClientSession() as http, http.get(f"{server.url.removesuffix('/v1')}/health") as answer:
+                assert (answer.status, await answer.json()) == (200, {"status": "ok", "version": 0, "in_flight": 0})
+
+    run(test)
+
+
+def test_addresses_beyond_loopback_need_a_key() -> None:
+    async def test() -> None:
+        client = LocalClient(policy())
+        for host in ("0.0.0.0", "::", "192.168.0.5", "example.org"):
+            with pytest.raises(ConfigError, match="other machines: give a key"):
+                PolicyServer(client, name="x", host=host)
+        for host in ("127.0.0.1", "::1", "localhost"):
+            PolicyServer(client, name="x", host=host)
+        await client.close()
+
+    run(test)
+
+
+def test_models_and_what_is_not_there() -> None:
+    async def test() -> None:
+        async with serving() as (server, _), aiohttp.ClientSession() as http:
+            async with http.get(f"{server.url}/models") as answer:
+                assert (await answer.json())["data"][0] == {
+                    "id": "mine", "object": "model", "owned_by": "ramify", "max_model_len": WINDOW,
+                }  # fmt: skip
+            async with http.get(f"{server.url}/completions") as answer:
+                assert (answer.status, (await answer.json())["error"]["type"]) == (404, "invalid_request_error")
+
+    run(test)
+
+
+GOOD: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
+
+
+@pytest.mark.parametrize(
+    ("body", "says", "code"),
+    [
+        (b"{", "not a request for a chat completion", None),
+        ({"messages": "x"}, "not a request for a chat completion", None),
+        ({"messages": []}, "messages is empty", None),
+        ({**GOOD, "n": 3}, "n=3 is not supported", None),
+        ({**GOOD, "frequency_penalty": 0.5}, "frequency_penalty=0.5 is not supported", None),
+        ({**GOOD, "response_format": {"type": "json_object"}}, "response_format=", None),
+        ({**GOOD, "max_tokens": 0}, "max_tokens is 0", None),
+        ({**GOOD, "temperature": -1}, "temperature=-1", None),
+        ({**GOOD, "top_p": 0}, "top_p=0", None),
+        ({**GOOD, "messages": [{"role": "system", "content": "x"}]}, "no system message", None),
+        ({**GOOD, "messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "image_url is not supported", None),
+        ({**GOOD, "tools": [{"type": "function", "function": {"name": "f"}}]}, "leave native tools out", None),
+        ({**GOOD, "messages": [{"role": "user", "content": "1234567890" * 40}]}, "the window", "context_length_exceeded"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_said(body: Any, says: str, code: str | None) -> None:
+    async def test() -> None:
+        async with serving() as (server, _):
+            for stream in (False, True):
+                given = {**body, "stream": stream} if isinstance(body, dict) else body
+                status, answer = await post(server, given)
+                assert (status, answer["error"]["code"]) == (400, code)
+                assert says in answer["error"]["message"]
+
+    run(test)
+
+
+def test_what_changes_nothing_is_taken() -> None:
+    async def test() -> None:
+        async with serving() as (server, _):
+            more = {
+                "n": 1,
+                "frequency_penalty": 0,
+                "user": "me",
+                "metadata": {},
+                "top_logprobs": None,
+                "tool_choice": "auto",
+            }
+            parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+            status, answer = await post(server, {**GOOD, **more, "messages": [{"role": "user", "content": parts}]})
+            assert (status, answer["usage"]["completion_tokens"]) == (200, 2)
+            status, answer = await post(server, GOOD, **{"Content-Type": "text/plain"})
+            assert (status, "application/json" in answer["error"]["message"]) == (415, True)
+
+    run(test)
+
+
+def test_tools_where_the_template_has_them() -> None:
+    async def test() -> None:
+        made = policy()
+        chat = from_config(
+            made.config.__class__.from_dict({**made.config.to_dict(), "vocab_size": 310}), tokenizer_of("qwen3"), 0
+        )
+        async with serving(chat) as (server, _):
+            pool = Pool()
+            client = pool.client(f"vllm:mine@{server.url}")
+            tool = Tool("look", "Look.", {"type": "object", "properties": {}})
+            request = Request((USER,), Sampling(5, 1.0, seed=1, logprobs=True), tools=(tool,))
+            reply = await client.complete(request)
+            assert reply.prompt_ids == tuple(chat.renderer.prompt([USER], [tool]))
+            await pool.close()
+
+    run(test)
