@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import atexit
 import contextlib
 import importlib
 import re
+import time
 import types
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -26,6 +28,8 @@ from ramify.sandbox.guest import VALUE_CHARS, CodecError, Encoder, HeadTail, Hos
 from ramify.types.trajectory import Cell
 
 _MAX_WORKERS = 1024
+SETTLE_S = 0.05
+"""Pause at the end of a process that had sessions in Monty."""
 _AGAIN = "_lent_"
 """Under this name a lent function is bound again to its own, which a cell has rebound."""
 _INPUT = re.compile(r"<python-input-(\d+)>")
@@ -54,6 +58,8 @@ class MontySandbox:
             raise ConfigError(
                 f"sandbox 'monty' has no packages, and '{spec.packages[0]}' was asked for: use another sandbox"
             )
+        atexit.unregister(_settle)
+        atexit.register(_settle)
         self._spec = spec
         self._pool: Any = None
         self._is_starting = asyncio.Lock()
@@ -485,6 +491,12 @@ def _as_builtin(error: Exception) -> Exception:
         return error
     name = error.kind if isinstance(error, HostError) else kind.__name__
     return RuntimeError(f"{name}: {error}")
+
+
+def _settle() -> None:
+    """Before Python ends: a thread of Monty's runtime that lets go of a Python object while it does aborts the process
+    (pydantic-monty 1.4.0: one exit in seven on a busy machine), and nobody tells when the last one has."""
+    time.sleep(SETTLE_S)
 
 
 def open_provider(spec: SandboxSpec) -> MontySandbox:
