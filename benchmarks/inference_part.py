@@ -1,0 +1,262 @@
+"""Figures of the embedded engine beside transformers' ``generate``, on the same weights: the part of ``training.py``
+about sampling, which also runs by itself.
+
+    python benchmarks/inference_part.py [--quick] [--json] [--device cuda]
+
+    single turn    64 prompts of 64 tokens, 64 tokens each
+    multi turn     64 conversations of 8 turns: replies of 8 to 48 tokens, observations of 16; ``generate`` is given each
+                   turn's whole batch, padded, and waits for its longest reply; the engine goes on with each by itself
+    siblings       64 replies under one prompt of 384 tokens
+    agreement      largest difference of a log-probability to transformers' own forward pass
+
+Repeats are paired: each times both sides, one after the other, in CPU seconds of one thread (wall seconds on a GPU), and
+the figure is the median of the ratios. Both sample at temperature 1 and return log-probabilities of what they sampled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from ramify.clients.base import Known, Request, Sampling
+from ramify.inference.local.client import LocalClient
+from ramify.policy.load import Policy, from_config, save
+from ramify.policy.tokenizer import train_tokenizer
+
+ROWS, TURNS, OBSERVATION, SHARED = 64, 8, 16, 384
+REPLY = (8, 48)
+
+
+class Figure(NamedTuple):
+    name: str
+    value: float
+    unit: str
+    against: dict[str, float]
+    """What the ratio is made of."""
+    least: float | None = None
+    floor: float | None = None
+
+    @property
+    def holds(self) -> bool | None:
+        if self.least is None and self.floor is None:
+            return None
+        return (self.least is None or self.value >= self.least) and (self.floor is None or self.value <= self.floor)
+
+    def as_json(self) -> dict[str, Any]:
+        return {**self._asdict(), "holds": self.holds}
+
+
+class Sides:
+    """The same weights under the engine and as transformers' module."""
+
+    def __init__(self, device: str, window: int = 512) -> None:
+        self.device = device
+        pick = random.Random(0)
+        texts = ["".join(pick.choice("abcdefghij ") for _ in range(60)) for _ in range(2000)]
+        config = Qwen3Config(
+            vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=32, tie_word_embeddings=True, max_position_embeddings=window,
+            bos_token_id=None, eos_token_id=3, pad_token_id=0,
+        )  # fmt: skip
+        self.policy: Policy = from_config(config, train_tokenizer(texts, 512), 0, device=device)
+        # No token ends a reply: both sides are to sample as many as they are told.
+        self.policy.renderer.stop_ids = ()  # type: ignore[misc]
+        with tempfile.TemporaryDirectory() as folder:
+            save(self.policy, folder)
+            self.module: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device).eval()
+
+    def clock(self) -> float:
+        if self.device == "cpu":
+            return time.process_time()
+        torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def generate(self, ids: torch.Tensor, mask: torch.Tensor, num: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(the new ids, their log-probabilities)"""
+        with torch.inference_mode():
+            out = self.module.generate(
+                ids, attention_mask=mask, max_new_tokens=num, min_new_tokens=num, do_sample=True, top_k=0, top_p=1.0,
+                temperature=1.0, eos_token_id=None, pad_token_id=0, return_dict_in_generate=True, output_logits=True,
+            )  # fmt: skip
+            new = out.sequences[:, ids.shape[1] :]
+            logprobs = torch.stack(out.logits, 1).float().log_softmax(-1).gather(2, new[..., None])[..., 0]
+        return new, logprobs.cpu()
+
+
+def prompts(num: int, length: int, seed: int) -> list[list[int]]:
+    pick = random.Random(seed)
+    return [[pick.randrange(4, 512) for _ in range(length)] for _ in range(num)]
+
+
+def lengths(seed: int) -> list[list[int]]:
+    """[row][turn] tokens of each reply."""
+    pick = random.Random(seed)
+    return [[pick.randint(*REPLY) for _ in range(TURNS)] for _ in range(ROWS)]
+
+
+# --- the engine ------------------------------------------------------------------------------------------------------
+
+
+async def reply(client: LocalClient, ids: list[int], num: int, call: str) -> list[int]:
+    """One reply to a prompt of exact ids, as the engine's caller gives them."""
+    beginning = Known(0, tuple(ids))
+    request = Request((), Sampling(num, 1.0, seed=1, logprobs=True), affinity=call, known=beginning)
+    done = await client.complete(request)
+    assert done.token_ids is not None
+    assert done.logprobs is not None
+    return list(done.prompt_ids or ()) + list(done.token_ids)
+
+
+def engine_once(sides: Sides, given: list[list[int]], num: int) -> None:
+    async def run() -> None:
+        client = LocalClient(sides.policy, slots=ROWS)
+        await asyncio.gather(*(reply(client, ids, num, str(index)) for index, ids in enumerate(given)))
+        await client.close()
+
+    asyncio.run(run())
+
+
+def engine_turns(sides: Sides, given: list[list[int]], replies: list[list[int]]) -> None:
+    async def conversation(client: LocalClient, index: int) -> None:
+        path = given[index]
+        for turn, num in enumerate(replies[index]):
+            path = await reply(client, path, num, str(index))
+            path += prompts(1, OBSERVATION, 1000 * index + turn)[0]
+
+    async def run() -> None:
+        client = LocalClient(sides.policy, slots=ROWS)
+        await asyncio.gather(*(conversation(client, index) for index in range(ROWS)))
+        await client.close()
+
+    asyncio.run(run())
+
+
+# --- transformers ----------------------------------------------------------------------------------------------------
+
+
+def generate_once(sides: Sides, given: list[list[int]], num: int) -> None:
+    ids = torch.tensor(given, device=sides.device)
+    sides.generate(ids, torch.ones_like(ids), num)
+
+
+def generate_turns(sides: Sides, given: list[list[int]], replies: list[list[int]]) -> None:
+    paths = [list(ids) for ids in given]
+    for turn in range(TURNS):
+        width = max(map(len, paths))
+        ids = torch.tensor([[0] * (width - len(path)) + path for path in paths], device=sides.device)
+        mask = torch.tensor([[0] * (width - len(path)) + [1] * len(path) for path in paths], device=sides.device)
+        new, _ = sides.generate(ids, mask, max(row[turn] for row in replies))
+        for index, row in enumerate(new.tolist()):
+            paths[index] += row[: replies[index][turn]] + prompts(1, OBSERVATION, 1000 * index + turn)[0]
+
+
+# --- figures ---------------------------------------------------------------------------------------------------------
+
+
+def paired(
+    sides: Sides,
+    repeats: int,
+    ours: Callable[[int], None],
+    theirs: Callable[[int], None],
+    num_tokens: Callable[[int], int],
+) -> tuple[float, dict[str, float]]:
+    """(median of the ratios of their time to ours, tokens per second of both)"""
+    ratios, speeds = [], []
+    for repeat in range(-1, repeats):  # one to warm up
+        times = []
+        for side in (ours, theirs) if repeat % 2 else (theirs, ours):
+            started = sides.clock()
+            side(repeat)
+            times.append(sides.clock() - started)
+        our_s, their_s = times if repeat % 2 else reversed(times)
+        if repeat >= 0:
+            ratios.append(their_s / our_s)
+            speeds.append((num_tokens(repeat) / our_s, num_tokens(repeat) / their_s))
+    return median(ratios), {
+        "engine tok/s": round(median(each[0] for each in speeds)),
+        "generate tok/s": round(median(each[1] for each in speeds)),
+    }
+
+
+def measure(device: str = "cpu", *, quick: bool = False) -> list[Figure]:
+    """All figures of this part."""
+    sides = Sides(device, window=1024)
+    repeats = 3 if quick else 9
+    single = paired(
+        sides, repeats, lambda seed: engine_once(sides, prompts(ROWS, 64, seed), 64),
+        lambda seed: generate_once(sides, prompts(ROWS, 64, seed), 64), lambda _: ROWS * 64,
+    )  # fmt: skip
+    multi = paired(
+        sides, repeats, lambda seed: engine_turns(sides, prompts(ROWS, 64, seed), lengths(seed)),
+        lambda seed: generate_turns(sides, prompts(ROWS, 64, seed), lengths(seed)), lambda seed: sum(map(sum, lengths(seed))),
+    )  # fmt: skip
+    siblings = paired(
+        sides, repeats, lambda seed: engine_once(sides, prompts(1, SHARED, seed) * ROWS, 32),
+        lambda seed: generate_once(sides, prompts(1, SHARED, seed) * ROWS, 32), lambda _: ROWS * 32,
+    )  # fmt: skip
+    return [
+        Figure("engine / generate, single turn", round(single[0], 2), "x", single[1], least=1.1),
+        Figure("engine / generate, 8 turns", round(multi[0], 2), "x", multi[1], least=2.5),
+        Figure("engine / generate, siblings under 384 tokens", round(siblings[0], 2), "x", siblings[1]),
+        Figure("engine against a plain forward pass, worst logprob", agreement(sides), "nats", {}, floor=1e-5),
+    ]
+
+
+def agreement(sides: Sides) -> float:
+    """Largest difference of a log-probability over conversations of four turns, through reused slots."""
+    worst = 0.0
+
+    async def run() -> None:
+        nonlocal worst
+        client = LocalClient(sides.policy, slots=8)
+        paths = prompts(24, 40, 7)
+        for turn in range(4):
+            requests = [
+                Request((), Sampling(20, 1.0, seed=turn), affinity=str(index), known=Known(0, tuple(path)))
+                for index, path in enumerate(paths)
+            ]
+            done = await asyncio.gather(*map(client.complete, requests))
+            for index, each in enumerate(done):
+                paths[index] = [*(each.prompt_ids or ()), *(each.token_ids or ())]
+                ids = torch.tensor([paths[index]], device=sides.device)
+                with torch.inference_mode():
+                    plain = sides.module(ids).logits[0, :-1].float().log_softmax(-1)
+                exact = plain.gather(1, ids[0, 1:, None])[-20:, 0].cpu()
+                worst = max(worst, float((exact - torch.tensor(each.logprobs)).abs().max()))
+                paths[index] += [5, 6, 7]
+        await client.close()
+
+    asyncio.run(run())
+    return worst
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--device", default="cpu")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    figures = measure(given.device, quick=given.quick)
+    for each in figures:
+        bound = f">= {each.least}" if each.least is not None else f"<= {each.floor}" if each.floor is not None else ""
+        verdict = {True: "holds", False: "MISSED", None: ""}[each.holds]
+        print(f"{each.name:<52} {each.value:>8.3g} {each.unit:<5} {bound:<9} {verdict:<7} {each.against or ''}")
+    if given.json:
+        print(json.dumps({"figures": [each.as_json() for each in figures]}))
+    return 0 if all(each.holds is not False for each in figures) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
