@@ -16,6 +16,7 @@ RECIPE = "from tests.train.small import small as run\n"
 SHORT = ("warmup=null", "sft.num=20", "rl.steps=1", "threads=1")
 
 
+@pytest.mark.slow
 def test_a_run_is_carried_out_and_gone_on_with(shell: Shell) -> None:
     recipe = shell.write("small.py", RECIPE)
     done = shell.run("train", recipe, "--out", "out", "seed=4", *SHORT)
@@ -32,6 +33,7 @@ def test_a_run_is_carried_out_and_gone_on_with(shell: Shell) -> None:
     assert (other.code, "seed was 4 and is now 0" in other.err) == (1, True)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_interrupted_says_how_to_go_on(shell: Shell) -> None:
     recipe = shell.write("small.py", RECIPE)
     running = shell.start("train", recipe, "--out", "out", *SHORT, "rl.steps=100000", "cadence.evaluate=1")
