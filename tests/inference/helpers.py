@@ -66,5 +66,5 @@ def expected(made: Policy, like: Generation) -> Generation:
     """What a fresh generation with the settings of ``like`` samples, by itself and without a cache."""
     while like.end is None:
         drawn = draw(logits(made, like.ids)[-1:], [like.draw], [like.uniform()])
-        like.append(drawn[0], 0)
+        like.append(drawn.ids[0], drawn.logprobs[0], drawn.kept[0], 0)
     return like

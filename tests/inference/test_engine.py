@@ -12,7 +12,7 @@ import torch
 from ramify.errors import Refused
 from ramify.inference.local.engine import Engine
 from ramify.inference.local.generation import Generation
-from ramify.inference.local.sampling import Draw, Drawn
+from ramify.inference.local.sampling import Draw
 from ramify.policy.fingerprint import fingerprint
 from tests.inference.helpers import WINDOW, drained, engine, expected, policy
 
@@ -195,5 +195,5 @@ def test_stop_texts_may_lie_across_tokens() -> None:
     generation = Generation([1], max_tokens=9, stop=("bc", "zz"), decode=lambda ids: decode(letters[id] for id in ids))
     for id in (65, 66, 67):
         assert generation.end is None
-        generation.append(Drawn(id, -1.0, None), 0)
+        generation.append(id, -1.0, None, 0)
     assert (generation.end, generation.stopped_at, generation.sampled) == ("stop", "bc", [65, 66, 67])

@@ -82,7 +82,8 @@ def test_replies_are_those_of_a_plain_forward_pass(name: str) -> None:
 def expected(model: Any, like: Generation) -> Generation:
     while like.end is None:
         logits = model(input_ids=torch.tensor([like.ids]), use_cache=False).logits[0, -1:].float()
-        like.append(draw(logits, [like.draw], [like.uniform()])[0], 0)
+        drawn = draw(logits, [like.draw], [like.uniform()])
+        like.append(drawn.ids[0], drawn.logprobs[0], drawn.kept[0], 0)
     return like
 
 

@@ -17,8 +17,8 @@ ALMOST_ONE = 1 - 2**-53
 
 
 def one(settings: Draw, uniform: float) -> tuple[int, float, tuple[int, ...] | None]:
-    drawn = draw(LOGITS, [settings], [uniform])[0]
-    return drawn.id, round(math.exp(drawn.logprob), 6), drawn.kept
+    drawn = draw(LOGITS, [settings], [uniform])
+    return drawn.ids[0], round(math.exp(drawn.logprobs[0]), 6), drawn.kept[0]
 
 
 @pytest.mark.parametrize(
@@ -50,18 +50,18 @@ def test_equal_numbers_give_the_distribution() -> None:
     num = 1000
     uniforms = [(index + 0.5) / num for index in range(num)]
     drawn = draw(LOGITS.expand(num, -1), [Draw()] * num, uniforms)
-    assert Counter(each.id for each in drawn) == {0: 100, 1: 400, 2: 300, 3: 200}
+    assert Counter(drawn.ids) == {0: 100, 1: 400, 2: 300, 3: 200}
 
 
 def test_a_token_of_no_probability_is_never_drawn() -> None:
     logits = torch.tensor([[-math.inf, 0.0, -math.inf, 0.0, -math.inf]])
-    assert [draw(logits, [Draw()], [u])[0].id for u in (0.0, 0.49, 0.51, ALMOST_ONE)] == [1, 1, 3, 3]
+    assert [draw(logits, [Draw()], [u]).ids[0] for u in (0.0, 0.49, 0.51, ALMOST_ONE)] == [1, 1, 3, 3]
 
 
 def test_of_equal_ones_the_first_is_taken() -> None:
     logits = torch.tensor([[1.0, 2.0, 2.0, 2.0]])
-    assert draw(logits, [Draw(0.0)], [0.5])[0].id == 1
-    assert draw(logits, [Draw(top_k=2)], [0.99])[0].kept == (1, 2)
+    assert draw(logits, [Draw(0.0)], [0.5]).ids == [1]
+    assert draw(logits, [Draw(top_k=2)], [0.99]).kept == [(1, 2)]
 
 
 def test_a_row_does_not_see_the_others() -> None:
@@ -69,6 +69,6 @@ def test_a_row_does_not_see_the_others() -> None:
     logits = torch.randn(len(settings), 40, generator=torch.Generator().manual_seed(0))
     uniforms = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]
     together = draw(logits, settings, uniforms)
-    alone = [draw(logits[i : i + 1], settings[i : i + 1], uniforms[i : i + 1])[0] for i in range(len(settings))]
-    assert [(each.id, each.kept) for each in together] == [(each.id, each.kept) for each in alone]
-    assert [each.logprob for each in together] == pytest.approx([each.logprob for each in alone], abs=1e-6)
+    alone = [draw(logits[i : i + 1], settings[i : i + 1], uniforms[i : i + 1]) for i in range(len(settings))]
+    assert [(each.ids[0], each.kept[0]) for each in alone] == list(zip(together.ids, together.kept, strict=True))
+    assert together.logprobs == pytest.approx([each.logprobs[0] for each in alone], abs=1e-6)

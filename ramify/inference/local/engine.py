@@ -11,6 +11,7 @@ what it samples does not depend on what happened to its cache or on what else wa
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
 
@@ -54,6 +55,7 @@ class Engine:
         self.num_preempted = 0
         self.runner = runner
         self._waiting: deque[Generation] = deque()
+        self._has_cancelled = False
         self._slots = Slots(1, 1, reuse=room.reuse)
         self._resize(self._fitting(_LEAST_CAPACITY), min(_LEAST_CAPACITY, room.window))
 
@@ -76,7 +78,7 @@ class Engine:
 
     def cancel(self, generation: Generation) -> None:
         """The sequence is taken out before the next step; what was computed of it stays for others."""
-        generation.cancelled = True
+        generation.cancelled = self._has_cancelled = True
 
     def forget(self, version: int) -> None:
         """The weights have changed and are now called ``version``: nothing that was computed holds."""
@@ -102,7 +104,7 @@ class Engine:
         self.num_steps += 1
         self.num_computed += sum(span.end - span.start for span in spans)
         slots = [span.slot for span, is_wanted in zip(spans, wanted, strict=True) if is_wanted]
-        return self._append(slots, logits_nV) if slots else []
+        return self._append(slots, list(itertools.compress(owners, wanted)), logits_nV) if slots else []
 
     def drain(self) -> list[Generation]:
         """Take out every sequence, as after a failure; nothing that was computed is used again."""
@@ -114,17 +116,15 @@ class Engine:
         self.runner.forget()
         return taken
 
-    def _append(self, slots: Sequence[int], logits_nV: torch.Tensor) -> list[Generation]:
-        owners = [self._owner(slot) for slot in slots]
+    def _append(self, slots: Sequence[int], owners: Sequence[Generation], logits_nV: torch.Tensor) -> list[Generation]:
         drawn = draw(logits_nV, [owner.draw for owner in owners], [owner.uniform() for owner in owners])
+        self._slots.append(slots, [len(owner.ids) for owner in owners], drawn.ids)
         finished = []
-        for slot, owner, each in zip(slots, owners, drawn, strict=True):
-            owner.append(each, self.version)
+        for index, owner in enumerate(owners):
+            owner.append(drawn.ids[index], drawn.logprobs[index], drawn.kept[index], self.version)
             if owner.end is not None:
-                self._slots.release(slot)
+                self._slots.release(slots[index])
                 finished.append(owner)
-            else:
-                self._slots.append(slot, each.id)
         return finished
 
     def _spans(self) -> list[Span]:
@@ -159,9 +159,9 @@ class Engine:
 
     def _make_room(self) -> None:
         """Slots long enough for what runs and is next; fewer of them where memory is short, more again when it is not."""
-        running = [self._owner(slot) for slot in self._slots.running()]
-        next_up = list(self._waiting)[: max(self._slots.num_slots - len(running), 1)]
-        needed = max((len(each.ids) for each in [*running, *next_up]), default=0)
+        running = [len(owner.ids) for owner in self._slots.owner if owner is not None]
+        next_up = itertools.islice(self._waiting, max(self._slots.num_slots - len(running), 1))
+        needed = max(itertools.chain(running, (len(each.ids) for each in next_up)), default=0)
         capacity = self._slots.capacity
         if needed > capacity:
             capacity = min(max(2 * capacity, 1 << (needed - 1).bit_length()), self._most_tokens())
@@ -189,11 +189,13 @@ class Engine:
         return min(self.room.window, self.room.cache_bytes // self.runner.bytes_per_token)
 
     def _drop_cancelled(self) -> None:
+        if not self._has_cancelled:
+            return
         for slot in self._slots.running():
             if self._owner(slot).cancelled:
                 self._slots.release(slot)
-        if any(each.cancelled for each in self._waiting):
-            self._waiting = deque(each for each in self._waiting if not each.cancelled)
+        self._waiting = deque(each for each in self._waiting if not each.cancelled)
+        self._has_cancelled = False
 
     def _owner(self, slot: int) -> Generation:
         owner = self._slots.owner[slot]

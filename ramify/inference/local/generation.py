@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from ramify.inference.local.sampling import Draw, Drawn
+from ramify.inference.local.sampling import Draw
 from ramify.types.message import VersionSpan
 
 End = Literal["stop", "length"]
@@ -44,6 +44,7 @@ class Generation:
         self.logprobs: list[float] = []
         self._kept: list[tuple[int, ...]] = []
         self._versions: list[tuple[int, int]] = []
+        self._version: int | None = None
         self.end: End | None = None
         """Why it ended; None while it goes on."""
         self.stopped_at: str = ""
@@ -78,15 +79,16 @@ class Generation:
         """The next number in [0, 1) of this generation; one per token."""
         return self._random.random()
 
-    def append(self, drawn: Drawn, version: int) -> None:
-        """Take one more token; ``end`` is set where it is the last."""
-        self.ids.append(drawn.id)
-        if not self._versions or self._versions[-1][1] != version:
+    def append(self, id: int, logprob: float, kept: tuple[int, ...] | None, version: int) -> None:
+        """Take one more token, as it was drawn; ``end`` is set where it is the last."""
+        self.ids.append(id)
+        if version != self._version:
+            self._version = version
             self._versions.append((len(self.logprobs), version))
-        self.logprobs.append(drawn.logprob)
-        if drawn.kept is not None:
-            self._kept.append(drawn.kept)
-        if drawn.id in self._stop_ids:
+        self.logprobs.append(logprob)
+        if kept is not None:
+            self._kept.append(kept)
+        if id in self._stop_ids:
             self.end = "stop"
         elif self._stop and (found := self._stop_text()):
             self.end, self.stopped_at = "stop", found

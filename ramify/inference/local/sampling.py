@@ -38,15 +38,15 @@ class Draw(msgspec.Struct, frozen=True):
 
 
 class Drawn(NamedTuple):
-    """One row's token."""
+    """One token per row."""
 
-    id: int
-    logprob: float
-    kept: tuple[int, ...] | None
-    """The ids that were left to draw from, likeliest first; None for all."""
+    ids: list[int]
+    logprobs: list[float]
+    kept: list[tuple[int, ...] | None]
+    """For each row the ids that were left to draw from, likeliest first; None for all."""
 
 
-def draw(logits_nV: Tensor, settings: Sequence[Draw], uniforms: Sequence[float]) -> list[Drawn]:
+def draw(logits_nV: Tensor, settings: Sequence[Draw], uniforms: Sequence[float]) -> Drawn:
     """One token per row of fp32 logits, from one number in [0, 1) per row."""
     logprobs_nV = _tempered(logits_nV, settings).log_softmax(-1)
     ids_n = pick(logprobs_nV, torch.tensor(uniforms, dtype=torch.float64, device=logits_nV.device))
@@ -54,10 +54,10 @@ def draw(logits_nV: Tensor, settings: Sequence[Draw], uniforms: Sequence[float])
     if greedy:
         ids_n[greedy] = logits_nV[greedy].argmax(-1)
     chosen_n = logprobs_nV.gather(1, ids_n[:, None])[:, 0]
-    drawn = [Drawn(id, logprob, None) for id, logprob in zip(ids_n.tolist(), chosen_n.tolist(), strict=True)]
+    drawn = Drawn(ids_n.tolist(), chosen_n.tolist(), [None] * len(settings))
     for row, each in enumerate(settings):
         if each.truncates:
-            drawn[row] = _draw_kept(logprobs_nV[row], each, uniforms[row])
+            drawn.ids[row], drawn.logprobs[row], drawn.kept[row] = _draw_kept(logprobs_nV[row], each, uniforms[row])
     return drawn
 
 
@@ -89,8 +89,9 @@ def kept_ids(logprobs_V: Tensor, settings: Draw) -> Tensor:
     return order
 
 
-def _draw_kept(logprobs_V: Tensor, settings: Draw, uniform: float) -> Drawn:
+def _draw_kept(logprobs_V: Tensor, settings: Draw, uniform: float) -> tuple[int, float, tuple[int, ...]]:
+    """(id, log-probability among the kept, the kept)"""
     kept = kept_ids(logprobs_V, settings)
     renormalised = logprobs_V[kept].log_softmax(-1)
     index = int(pick(renormalised[None], torch.tensor([uniform], dtype=torch.float64, device=kept.device)))
-    return Drawn(int(kept[index]), float(renormalised[index]), tuple(kept.tolist()))
+    return int(kept[index]), float(renormalised[index]), tuple(kept.tolist())

@@ -15,7 +15,7 @@ It decides; ``Change`` says what the cache must do. Legend: S slots, C tokens th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -93,18 +93,18 @@ class Slots:
         self._use(slot)
         return slot, changes
 
-    def computed(self, spans: Iterable[Span]) -> None:
+    def computed(self, spans: Sequence[Span]) -> None:
         """The keys and values of these tokens are in their slots."""
-        for span in spans:
-            self.length_S[span.slot] = span.end
+        self.length_S[[span.slot for span in spans]] = [span.end for span in spans]
 
-    def append(self, slot: int, token: int) -> None:
-        """The slot's generation got one more token, not yet computed."""
-        owner = self.owner[slot]
+    def append(self, slots: Sequence[int], positions: Sequence[int], tokens: Sequence[int]) -> None:
+        """What runs in ``slots`` gets one more token each, at these positions, not yet computed."""
         if (
-            owner is not None and len(owner.ids) <= self.capacity
-        ):  # otherwise there will be more room before it is computed
-            self._tokens_SC[slot, len(owner.ids) - 1] = token
+            max(positions) >= self.capacity
+        ):  # there will be more room, and the whole of it written, before it is computed
+            fits = [index for index, position in enumerate(positions) if position < self.capacity]
+            slots, positions, tokens = ([each[index] for index in fits] for each in (slots, positions, tokens))
+        self._tokens_SC[slots, positions] = tokens
 
     def release(self, slot: int) -> None:
         """The slot's generation is over; what was computed stays until somebody needs the room."""
