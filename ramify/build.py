@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import copy
 import dataclasses
+import gc
 import importlib.util
 import sys
 import warnings
@@ -56,6 +57,9 @@ NUM_TOKENIZER_TEXTS = 3000
 """Demonstrations that a tokenizer is trained on; more change little."""
 FREE = ("cadence.", "evaluate.", "name")
 """Fields of a run that a resumed one may have otherwise: they change no weight."""
+_SWITCH_S = 5e-4
+"""How long one thread may keep the interpreter from another: the loop's, which speaks to sessions, waits for the engine's
+after each system call. At Python's 5 ms a step of rollouts takes a fifth longer."""
 _TOLERANCE = {"torch.float32": 1e-5}
 _COARSE = 0.1
 """Most that two log-probabilities may differ by in half precision."""
@@ -124,10 +128,16 @@ async def building(
 ) -> AsyncIterator[Loop]:
     """The loop of ``run``, with all that it needs open as long as the block lasts. All checks are done here."""
     made = Made(run, say)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(_SWITCH_S)
+    gc.collect()
+    gc.freeze()  # demonstrations and their rows stay: to look through them again and again would cost a tenth of a step
     try:
         async with made.rlm:
             yield made.loop(out, listener)
     finally:
+        gc.unfreeze()
+        sys.setswitchinterval(interval)
         await made.client.close()
 
 

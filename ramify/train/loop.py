@@ -263,10 +263,9 @@ class Loop:
     def _write(self, stage: str, values: Mapping[str, float]) -> None:
         assert self._metrics is not None
         self.state.seconds = time.monotonic() - self._since
-        self._metrics.write(self.state.step, stage, self.state.seconds, values)
+        self._metrics.write(self.state.step, stage, self.state.seconds, {**values, "cpu_s": time.process_time()})
 
     def _count(self, values: dict[str, float]) -> None:
-        values["cpu_s"] = time.process_time()
         seconds = values.get("work_s", 0.0) + values["learn_s"]
         tokens = values.get("sampled_tokens", 0.0) + values.get("given_tokens", 0.0) or values.get("row_tokens", 0.0)
         values["tokens_per_s"] = tokens / seconds if seconds else 0.0
