@@ -38,14 +38,6 @@ from ramify.types.sequence import Segment
 Kernel = BlockKernel | CudaFlash | PlainVarlen
 
 
-class Own(NamedTuple):
-    """``num`` segments of equal length, one after another: causal blocks."""
-
-    start: int
-    length: int
-    num: int
-
-
 class Below(NamedTuple):
     """The descendants [start, end) of the segment [key_start, start)."""
 
@@ -59,8 +51,8 @@ class Below(NamedTuple):
 class Plan(NamedTuple):
     """The blocks of a forest."""
 
-    own: list[Own]
-    """Together they cover [0, T) in order."""
+    own: list[int]
+    """Lengths of the segments that have tokens, in order: causal blocks, one after another."""
     below: list[Below]
     """A segment's before those of its descendants."""
 
@@ -74,13 +66,7 @@ class Plan(NamedTuple):
         for index in range(len(segments) - 1, -1, -1):
             if (parent := segments[index].parent) >= 0:
                 ends[parent] = max(ends[parent], ends[index])
-        own: list[Own] = []
-        for segment in segments:
-            length = segment.end - segment.start
-            if own and own[-1].length == length:
-                own[-1] = own[-1]._replace(num=own[-1].num + 1)
-            elif length:
-                own.append(Own(segment.start, length, 1))
+        own = [segment.end - segment.start for segment in segments if segment.end > segment.start]
         below = [
             Below(segment.start, segment.end, end, level)
             for segment, end, level in zip(segments, ends, levels, strict=True)
@@ -152,25 +138,27 @@ class _Attend(torch.autograd.Function):
 
 
 class _Blocks:
-    """Block after block, on views: no index, no copy of queries or keys but for repeated heads."""
+    """Block after block, on views: no index, no copy of queries or keys but for repeated heads.
+
+    A block of a few dozen tokens takes some 30 µs, so views are made for all blocks at once where that is possible."""
 
     def __init__(self, plan: Plan, kernel: BlockKernel) -> None:
         self._plan, self._kernel = plan, kernel
 
     def forward(self, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, scale: float) -> tuple[Tensor, Tensor, list[Tensor]]:
-        k_THd, v_THd = _repeated(k_TKd, q_THd), _repeated(v_TKd, q_THd)
         o_THd = torch.empty_like(q_THd)
-        kind = torch.promote_types(q_THd.dtype, torch.float32)
-        lse_HT = q_THd.new_empty(q_THd.shape[1], q_THd.shape[0], dtype=kind)
-        for own in self._plan.own:
-            q, k, v, o = (_blocks(x, own) for x in (q_THd, k_THd, v_THd, o_THd))
-            o_own, lse_own = self._kernel.forward(q, k, v, True, scale)
-            o.copy_(o_own)
-            _lse_blocks(lse_HT, own).copy_(lse_own)
+        lse_HT = q_THd.new_empty(q_THd.shape[1], q_THd.shape[0], dtype=torch.promote_types(q_THd.dtype, torch.float32))
+        q, k, v, o = (_heads_first(x) for x in (q_THd, _repeated(k_TKd, q_THd), _repeated(v_TKd, q_THd), o_THd))
+        lse = lse_HT[None]
+        own = (_split(x, self._plan.own) for x in (q, k, v, o, lse))
+        for q_own, k_own, v_own, o_own, lse_own in zip(*own, strict=True):
+            found, found_lse = self._kernel.forward(q_own, k_own, v_own, True, scale)
+            o_own.copy_(found)
+            lse_own.copy_(found_lse)
         for below in self._plan.below:
-            q, k, v = _rows(q_THd, below.start, below.end), *_seen(below, k_THd, v_THd)
-            o_more, lse_more = self._kernel.forward(q, k, v, False, scale)
-            _join(o_THd[below.start : below.end], lse_HT[:, below.start : below.end], o_more[0], lse_more[0])
+            at, seen = (below.start, below.end), (below.key_start, below.start)
+            more, more_lse = self._kernel.forward(_at(q, *at), _at(k, *seen), _at(v, *seen), False, scale)
+            _join(_at(o, *at), _at(lse, *at), more, more_lse)
         return o_THd, lse_HT, []
 
     def backward(
@@ -178,20 +166,21 @@ class _Blocks:
     ) -> tuple[Tensor, Tensor, Tensor]:
         q_THd, k_TKd, v_TKd, o_THd, lse_HT = saved
         k_THd, v_THd = _repeated(k_TKd, q_THd), _repeated(v_TKd, q_THd)
-        dq_THd, dk_THd, dv_THd = (torch.empty_like(x) for x in (q_THd, k_THd, v_THd))
-        for own in self._plan.own:
-            do, q, k, v, o = (_blocks(x, own) for x in (do_THd, q_THd, k_THd, v_THd, o_THd))
-            parts = self._kernel.backward(do, q, k, v, o, _lse_blocks(lse_HT, own), True, scale)
-            for whole, part in zip((dq_THd, dk_THd, dv_THd), parts, strict=True):
-                _blocks(whole, own).copy_(part)
+        gradients = [torch.empty_like(x) for x in (q_THd, k_THd, v_THd)]
+        do, q, k, v, o, dq, dk, dv = (_heads_first(x) for x in (do_THd, q_THd, k_THd, v_THd, o_THd, *gradients))
+        lse = lse_HT[None]
+        own = (_split(x, self._plan.own) for x in (do, q, k, v, o, lse, dq, dk, dv))
+        for do_own, q_own, k_own, v_own, o_own, lse_own, *wanted in zip(*own, strict=True):
+            found = self._kernel.backward(do_own, q_own, k_own, v_own, o_own, lse_own, True, scale)
+            for whole, part in zip(wanted, found, strict=True):
+                whole.copy_(part)
         for below in self._plan.below:
-            do, q, o = (_rows(x, below.start, below.end) for x in (do_THd, q_THd, o_THd))
-            lse = lse_HT[None, :, below.start : below.end]
-            dq, dk, dv = self._kernel.backward(do, q, *_seen(below, k_THd, v_THd), o, lse, False, scale)
-            _rows(dq_THd, below.start, below.end).add_(dq)
-            for whole, part in zip(_seen(below, dk_THd, dv_THd), (dk, dv), strict=True):
+            at, seen = (below.start, below.end), (below.key_start, below.start)
+            k_seen, v_seen, o_at, lse_at = _at(k, *seen), _at(v, *seen), _at(o, *at), _at(lse, *at)
+            found = self._kernel.backward(_at(do, *at), _at(q, *at), k_seen, v_seen, o_at, lse_at, False, scale)
+            for whole, part in zip((_at(dq, *at), _at(dk, *seen), _at(dv, *seen)), found, strict=True):
                 whole.add_(part)
-        return dq_THd, _summed(dk_THd, k_TKd), _summed(dv_THd, v_TKd)
+        return gradients[0], _summed(gradients[1], k_TKd), _summed(gradients[2], v_TKd)
 
 
 class _Level(NamedTuple):
@@ -210,8 +199,7 @@ class _Levels:
 
     def __init__(self, plan: Plan, kernel: VarlenKernel, device: torch.device) -> None:
         self._kernel = kernel
-        lengths = [own.length for own in plan.own for _ in range(own.num)]
-        self._own = _stretches(lengths, device)
+        self._own = _stretches(plan.own, device)
         levels: dict[int, list[Below]] = {}
         for below in plan.below:
             levels.setdefault(below.level, []).append(below)
@@ -225,7 +213,7 @@ class _Levels:
             q, k, v = q_THd[level.rows], k_TKd[level.key_rows], v_TKd[level.key_rows]
             o_more, lse_more, more = self._kernel.forward(q, k, v, level.queries, level.keys, False, scale)
             o, lse = o_THd[level.rows], lse_HT[:, level.rows]
-            _join(o, lse, o_more.transpose(0, 1), lse_more)
+            _join(_heads_first(o), lse[None], _heads_first(o_more), lse_more[None])
             o_THd[level.rows], lse_HT[:, level.rows] = o, lse
             kept += more
         return o_THd, lse_HT, kept
@@ -264,11 +252,11 @@ def _stretches(lengths: list[int], device: torch.device) -> Stretches:
     return Stretches(bounds, max(lengths, default=0))
 
 
-def _join(o_nHd: Tensor, lse_Hn: Tensor, more_Hnd: Tensor, lse_more_Hn: Tensor) -> None:
-    """Put what queries saw in further keys together with what they saw before, in place."""
-    share_nH1 = torch.sigmoid(lse_more_Hn - lse_Hn).t()[..., None]
-    o_nHd.lerp_(more_Hnd.transpose(0, 1), share_nH1.to(o_nHd.dtype))
-    lse_Hn.copy_(torch.logaddexp(lse_Hn, lse_more_Hn))
+def _join(o: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
+    """Put what queries saw in further keys together with what they saw before, in place. [1, H, n, d] and [1, H, n]"""
+    share = torch.sigmoid(more_lse - lse).to(o.dtype)
+    o.transpose(1, 2).lerp_(more.transpose(1, 2), share.transpose(1, 2)[..., None])
+    lse.copy_(torch.logaddexp(lse, more_lse))
 
 
 def _repeated(x_TKd: Tensor, q_THd: Tensor) -> Tensor:
@@ -283,23 +271,16 @@ def _summed(grad_THd: Tensor, x_TKd: Tensor) -> Tensor:
     return grad_THd if groups == 1 else grad_THd.view(*x_TKd.shape[:2], groups, -1).sum(2)
 
 
-def _blocks(x_THd: Tensor, own: Own) -> Tensor:
-    """[num, H, length, d], a view."""
-    rows = x_THd[own.start : own.start + own.length * own.num]
-    return rows.view(own.num, own.length, *x_THd.shape[1:]).transpose(1, 2)
+def _heads_first(x_THd: Tensor) -> Tensor:
+    """[1, H, T, d], a view."""
+    return x_THd.transpose(0, 1)[None]
 
 
-def _lse_blocks(lse_HT: Tensor, own: Own) -> Tensor:
-    """[num, H, length], a view."""
-    columns = lse_HT[:, own.start : own.start + own.length * own.num]
-    return columns.view(len(lse_HT), own.num, own.length).transpose(0, 1)
+def _split(x: Tensor, lengths: list[int]) -> tuple[Tensor, ...]:
+    """Views of the stretches that make up dimension 2."""
+    return torch.split(x, lengths, 2)
 
 
-def _rows(x_THd: Tensor, start: int, end: int) -> Tensor:
-    """[1, H, end - start, d], a view."""
-    return x_THd[start:end].transpose(0, 1)[None]
-
-
-def _seen(below: Below, k_THd: Tensor, v_THd: Tensor) -> tuple[Tensor, Tensor]:
-    """The keys and values that those below a segment see in it; views as of ``_rows``."""
-    return _rows(k_THd, below.key_start, below.start), _rows(v_THd, below.key_start, below.start)
+def _at(x: Tensor, start: int, end: int) -> Tensor:
+    """Tokens [start, end) of [1, H, T] or [1, H, T, d], a view."""
+    return x.narrow(2, start, end - start)

@@ -29,11 +29,11 @@ from ramify.types.sequence import Batch, Floats, Sequence
 class Cost(msgspec.Struct, frozen=True):
     """What computing takes, in units of one token's work outside attention."""
 
-    pair: float = 1e-3
+    pair: float = 2e-3
     """One token that attends to one other: all layers, forward and backward."""
-    share: float = 8.0
+    share: float = 25.0
     """One stretch that others branch off from: what it costs to start the work of its descendants on it."""
-    join: float = 0.03
+    join: float = 0.08
     """One token below such a stretch: what it costs to join what it saw there with the rest."""
 
     def of(self, begin: int, end: int) -> float:

@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Many
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -59,7 +59,7 @@ class Single:
         if self._device.type == "cpu":
             keep_freed_memory()
         self._trunk = trunk_of(self._model)
-        self._cost = _cost(self._model, policy.config)
+        self._cost = _cost(self._model, policy.config, self._device.type)
         self._uses_bf16 = self._wants_bf16()
         if self._compute.recompute:
             _recompute_layers(self._model)
@@ -254,13 +254,37 @@ def _gain_of_bf16(width: int) -> float:
     return seconds[0] / seconds[1]
 
 
-def _cost(model: nn.Module, config: Any) -> Cost:
-    """One token costs 6 FLOP per weight of the layers, forward and backward; one pair 14 FLOP per layer and width of heads
-    (2 products forward, 5 backward), at somewhat less speed."""
+class _Speed(NamedTuple):
+    """Rough speeds of a device, from which it follows when sharing pays. Measured on one CPU core; a GPU's are data-sheet
+    values, where all stretches of one level are one call."""
+
+    products: float
+    """FLOP per second of matrix products."""
+    attention: float
+    """FLOP per second of attention."""
+    call_s: float
+    """A stretch that is shared: seconds per layer."""
+    join_s: float
+    """A token below it: seconds per layer and element of its heads."""
+
+
+_SPEEDS = {"cpu": _Speed(5e10, 3.5e10, 5e-4, 1.2e-8), "cuda": _Speed(2e14, 1e14, 1e-5, 1e-11)}
+
+
+def _cost(model: nn.Module, config: Any, device: str) -> Cost:
+    """In units of the 6 FLOP per weight of the layers that a token costs forward and backward. A pair costs 14 FLOP per
+    layer and element of the heads: two products forward, five backward."""
+    speed = _SPEEDS.get(device, _SPEEDS["cuda"])
     matrices = sum(p.numel() for name, p in model.named_parameters() if p.dim() >= 2 and "embed" not in name)
+    token_s = 6 * max(1, matrices) / speed.products
     heads = config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return Cost(pair=1.5 * 14 * config.num_hidden_layers * heads * size / (6 * max(1, matrices)))
+    width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+    layers = config.num_hidden_layers
+    return Cost(
+        pair=14 * layers * width / speed.attention / token_s,
+        share=layers * speed.call_s / token_s,
+        join=layers * width * speed.join_s / token_s,
+    )
 
 
 def _recompute_layers(model: nn.Module) -> None:
