@@ -40,6 +40,8 @@ class State(msgspec.Struct, kw_only=True):
     """Of the policy: how often its weights were published."""
     seconds: float = 0.0
     """Of training so far, over all resumptions."""
+    cpu_s: float = 0.0
+    """Processor time of the process, likewise."""
     score: float | None = None
     """Of the last evaluation on the validation stream; what ``best`` goes by."""
     config: dict[str, Any] = {}

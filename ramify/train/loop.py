@@ -100,7 +100,7 @@ class Loop:
         self._backend: Backend | None = None
         self._is_published = False
         self._torch = ThreadPoolExecutor(1, "ramify-train")
-        self._since = time.monotonic()
+        self._since, self._cpu_since = time.monotonic(), 0.0
 
     # --- the run -------------------------------------------------------------------------------------------------
 
@@ -113,6 +113,7 @@ class Loop:
             metric_file.cut(self.out, -1)
         self._metrics = Metrics(self.out, self._listener)
         self._since = time.monotonic() - self.state.seconds
+        self._cpu_since = time.process_time() - self.state.cpu_s if resume is not None else 0.0
         try:
             while self.state.stage < len(self._stages):
                 await self._run_stage(self._stages[self.state.stage])
@@ -262,8 +263,12 @@ class Loop:
 
     def _write(self, stage: str, values: Mapping[str, float]) -> None:
         assert self._metrics is not None
+        self._tick()
+        self._metrics.write(self.state.step, stage, self.state.seconds, {**values, "cpu_s": self.state.cpu_s})
+
+    def _tick(self) -> None:
         self.state.seconds = time.monotonic() - self._since
-        self._metrics.write(self.state.step, stage, self.state.seconds, {**values, "cpu_s": time.process_time()})
+        self.state.cpu_s = time.process_time() - self._cpu_since
 
     def _count(self, values: dict[str, float]) -> None:
         seconds = values.get("work_s", 0.0) + values["learn_s"]
@@ -273,7 +278,7 @@ class Loop:
     def _save(self) -> None:
         backend, state = self._backend, self.state
         assert backend is not None
-        state.seconds = time.monotonic() - self._since
+        self._tick()
         self.checkpoints.save(state, {"backend": backend.save, "policy": self._policy.save})
         state.score = None
 

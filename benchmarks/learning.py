@@ -1,0 +1,258 @@
+"""Does it learn? From nothing to a policy, three times; with children trained, untrained, and under credit of the root.
+
+    python benchmarks/learning.py            trains, and writes docs/learning.md, docs/learning.svg, results/learning.json
+    python benchmarks/learning.py --quick    one seed of the single-document run, cut short; within five minutes
+    python benchmarks/learning.py --json     also prints the figures as JSON, as benchmarks/engine.py does
+
+Each run is a process of its own with one thread of torch; what it used is processor time of that process (its sessions'
+is told apart), so that it does not depend on what else the machine does. Runs that are there already (``--runs``) are not
+made again: after a kill, start it anew. Exits with 1 where a figure misses what is promised.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+from engine import Figure, show
+
+from ramify.train.checkpoint import Checkpoints
+from ramify.train.metrics import Measured, read
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "learning.json"
+PAGE, PICTURE = ROOT / "docs" / "learning.md", ROOT / "docs" / "learning.svg"
+NUM = 256
+"""Held-out tasks of each figure."""
+CREDITS = {
+    "per_role": ("children trained, credit per_role", []),
+    "root": ("children trained, credit of the root", ["rl.algorithm.credit=root"]),
+    "untrained": ("children not trained", ["rl.algorithm.children=false"]),
+}
+"""Variant of the recursive run -> (what it is, overrides)."""
+
+
+class Trained(NamedTuple):
+    """What one run came to."""
+
+    name: str
+    seed: int
+    curve: list[tuple[float, float]]
+    """(seconds of processor time since rollouts began, reward on the validation stream)"""
+    rewards: dict[str, float]
+    """``first test``, ``last test``, ``best test_formats count`` … -> reward."""
+    cpu_s: float
+    """Of the process, from its start to the last step, validation included, the report at the end not."""
+    validation_s: float
+    """The part of it that went into validation."""
+
+
+def ramify(*arguments: str) -> None:
+    """Run the command with one thread. Raises where it fails."""
+    command = [sys.executable, "-m", "ramify", *arguments]
+    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdin=subprocess.DEVNULL)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)} failed with {done.returncode}")
+
+
+def carried_out(folder: Path, recipe: str, *overrides: str) -> Path:
+    """The folder of a run that is over; carried out, or gone on with, where it is not."""
+    if not (folder / "policy" / "config.json").is_file():
+        path = ["--resume", str(folder)] if Checkpoints(folder).all() else [recipe, *overrides, "--out", str(folder)]
+        before = children_s()
+        ramify("train", *path, "--plain")
+        with (folder / "processes.txt").open("a") as file:
+            print(children_s() - before, file=file)
+    return folder
+
+
+def children_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def trained(name: str, seed: int, folder: Path) -> Trained:
+    """What the metrics of ``folder`` say."""
+    rows = list(read(folder))
+    steps = [row for row in rows if row.stage not in ("first", "last", "best")]
+    began = next((row.values["cpu_s"] for row in rows if row.stage == "first"), 0.0)
+    scores = [row for row in rows if "validation/reward" in row.values]
+    curve = [(max(row.values["cpu_s"] - began, 0.0), row.values["validation/reward"]) for row in scores]
+    rewards = {
+        f"{row.stage} {key.replace('/', ' ')}": value for row in rows for key, value in row.values.items() if "/" in key
+    }
+    rewards = {key.removesuffix(" reward"): value for key, value in rewards.items() if not key.endswith(" failed")}
+    return Trained(name, seed, curve, rewards, steps[-1].values["cpu_s"], validation_s(rows))
+
+
+def validation_s(rows: Sequence[Measured]) -> float:
+    return sum(
+        after.values["cpu_s"] - before.values["cpu_s"]
+        for before, after in pairwise(rows)
+        if "validation/reward" in after.values and after.stage not in ("last", "best")
+    )
+
+
+# --- runs ------------------------------------------------------------------------------------------------------------
+
+
+def single(runs: Path, seed: int, quick: bool) -> Trained:
+    short = ["sft.num=5000", "rl.steps=10"] if quick else []
+    splits = 'evaluate.first=["test", "test_formats", "test_names"]'
+    folder = carried_out(runs / f"tiny-{seed}", "recipes/tiny.py", f"seed={seed}", splits, *short)
+    return trained("tiny", seed, folder)
+
+
+def recursive(runs: Path, seed: int) -> Iterator[Trained]:
+    """The recursive run, and its variants from the same demonstrations on."""
+    name, recipe = f"tiny-recursive-{seed}", "recipes/tiny_recursive.py"
+    start = carried_out(runs / f"{name}-sft", recipe, f"seed={seed}", "rl=null", "evaluate.final=[]")
+    sft = list(read(start))
+    for variant, (_, overrides) in CREDITS.items():
+        folder = carried_out(
+            runs / f"{name}-{variant}", recipe, f"seed={seed}", f"policy.path={start}/policy", "policy.shape={}",
+            "warmup=null", "sft=null", "rl.sample.first_item=20000", 'evaluate.first=["test", "test_formats"]', *overrides,
+        )  # fmt: skip
+        found = trained(variant, seed, folder)
+        yield found._replace(cpu_s=found.cpu_s + sft[-1].values["cpu_s"])
+
+
+# --- figures ---------------------------------------------------------------------------------------------------------
+
+
+def of(runs: Sequence[Trained], name: str, key: str) -> float | None:
+    values = [run.rewards[key] for run in runs if run.name == name and key in run.rewards]
+    return median(values) if values else None
+
+
+def wrong(reward: float | None) -> float | None:
+    return None if reward is None else 1 - reward
+
+
+def figures(runs: Sequence[Trained], quick: bool) -> Iterator[Figure]:
+    """Shares of held-out tasks that are answered wrong, so that less is better."""
+
+    def figure(what: str, run: str, split: str, most: float | None, against: dict[str, float | None]) -> Figure:
+        others = {name: value for name, value in against.items() if value is not None}
+        return Figure(what, wrong(of(runs, run, f"last {split}")), "wrong", dict(others), None if quick else most)
+
+    before = {split: wrong(of(runs, "tiny", f"first {split}")) for split in ("test", "test_formats", "test_names")}
+    yield figure("single documents, after RL", "tiny", "test", 0.10, {"after SFT": before["test"]})
+    yield figure("the same, in a held-out format", "tiny", "test_formats", 0.15, {"after SFT": before["test_formats"]})
+    yield figure("the same, about held-out names", "tiny", "test_names", None, {"after SFT": before["test_names"]})
+    seconds = [run.cpu_s for run in runs if run.name == "tiny"]
+    yield Figure("the whole run, one thread", median(seconds) if seconds else None, "CPU s", {}, None if quick else 300)
+    if quick:
+        return
+    for variant, (what, _) in CREDITS.items():
+        most = 0.25 if variant == "per_role" else None
+        against = {"after SFT": wrong(of(runs, variant, "first test"))}
+        yield figure(f"several documents, {what}", variant, "test", most, against)
+    seconds = [run.cpu_s for run in runs if run.name == "per_role"]
+    yield Figure("the whole recursive run, one thread", median(seconds) if seconds else None, "CPU s", {}, 1200)
+
+
+# --- what is written -------------------------------------------------------------------------------------------------
+
+
+def table(runs: Sequence[Trained]) -> str:
+    """Markdown: a row per run."""
+    lines = [
+        "| run | seed | after SFT | after RL | held-out format | held-out names | CPU s | of it validation |",
+        "|" + " --- |" * 8,
+    ]
+    for run in runs:
+        shown = [run.rewards.get(key) for key in ("first test", "last test", "last test_formats", "last test_names")]
+        cells = ["" if value is None else f"{value:.1%}" for value in shown]
+        lines.append(f"| {run.name} | {run.seed} | {' | '.join(cells)} | {run.cpu_s:.0f} | {run.validation_s:.0f} |")
+    return "\n".join(lines) + "\n"
+
+
+def kinds(runs: Sequence[Trained]) -> str:
+    """Markdown: medians by kind of question."""
+    names = list(dict.fromkeys(run.name for run in runs))
+    found = sorted(
+        {key.removeprefix("last test ") for run in runs for key in run.rewards if key.startswith("last test ")}
+    )
+    lines = ["| run | " + " | ".join(found) + " |", "|" + " --- |" * (len(found) + 1)]
+    for name in names:
+        values = [of(runs, name, f"last test {kind}") for kind in found]
+        lines.append(f"| {name} | " + " | ".join("" if value is None else f"{value:.0%}" for value in values) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def picture(runs: Sequence[Trained]) -> str:
+    """All curves as SVG: reward on the validation stream against processor time."""
+    width, height, left, bottom = 760, 340, 50, 300
+    longest = max((seconds for run in runs for seconds, _ in run.curve), default=1.0)
+    colours = {"tiny": "#1f77b4", "per_role": "#2ca02c", "root": "#ff7f0e", "untrained": "#888888"}
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" font-size="11">',
+        f'<rect width="{width}" height="{height}" fill="white"/>',
+    ]
+    for tenth in range(0, 11, 2):
+        y = bottom - tenth / 10 * 270
+        parts.append(
+            f'<path d="M{left} {y:.0f}H{width - 20}" stroke="#ddd"/><text x="18" y="{y + 4:.0f}">{tenth * 10}%</text>'
+        )
+    for run in runs:
+        points = " ".join(f"{left + s / longest * 680:.1f},{bottom - r * 270:.1f}" for s, r in run.curve)
+        parts.append(f'<polyline points="{points}" fill="none" stroke="{colours[run.name]}" stroke-width="1.5"/>')
+    for index, name in enumerate(dict.fromkeys(run.name for run in runs)):
+        parts.append(f'<text x="{left + 110 * index}" y="{height - 6}" fill="{colours[name]}">{name}</text>')
+    parts.append(
+        f'<text x="{width - 250}" y="{height - 22}">CPU seconds of rollouts and learning, 0 to {longest:.0f}</text></svg>'
+    )
+    return "\n".join(parts) + "\n"
+
+
+def write(runs: Sequence[Trained], found: Sequence[Figure]) -> None:
+    RESULTS.parent.mkdir(exist_ok=True)
+    data = {"figures": [figure.as_json() for figure in found], "runs": [run._asdict() for run in runs]}
+    RESULTS.write_text(json.dumps(data, indent=1) + "\n")
+    PICTURE.write_text(picture(runs))
+    page = PAGE.read_text(encoding="utf-8")
+    for name, text in (("runs", table(runs)), ("kinds", kinds(runs))):
+        begin, end = f"<!-- begin {name} -->\n", f"<!-- end {name} -->"
+        head, _, rest = page.partition(begin)
+        page = head + begin + text + end + rest.partition(end)[2]
+    PAGE.write_text(page, encoding="utf-8")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Does it learn?")
+    parser.add_argument("--quick", action="store_true", help="one seed of the single-document run, cut short")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON on the last line")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--only", choices=["single", "recursive"], help="one of the two")
+    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "learning", help="where runs are kept")
+    options = parser.parse_args()
+    folder: Path = options.runs.resolve() / ("quick" if options.quick else "whole")
+    folder.mkdir(parents=True, exist_ok=True)
+    runs: list[Trained] = []
+    for seed in options.seeds[:1] if options.quick else options.seeds:
+        if options.only != "recursive":
+            runs.append(single(folder, seed, options.quick))
+        if options.only != "single" and not options.quick:
+            runs += recursive(folder, seed)
+    runs.sort(key=lambda run: (["tiny", *CREDITS].index(run.name), run.seed))
+    found = list(figures(runs, options.quick))
+    if not options.quick and options.only is None:
+        write(runs, found)
+    show(found)
+    if options.json:
+        print(json.dumps({"figures": [figure.as_json() for figure in found]}))
+    return 1 if any(figure.holds is False for figure in found) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
