@@ -119,7 +119,7 @@ def recursive(runs: Path, seed: int) -> Iterator[Trained]:
     sft = list(read(start))
     for variant, (_, overrides) in CREDITS.items():
         folder = carried_out(
-            runs / f"{name}-{variant}", recipe, f"seed={seed}", f"policy.path={start}/policy", "policy.shape={}",
+            runs / f"{name}-{variant}", recipe, f"seed={seed}", f"policy.path={start}/policy",
             "warmup=null", "sft=null", "rl.sample.first_item=20000", 'evaluate.first=["test", "test_formats"]', *overrides,
         )  # fmt: skip
         found = trained(variant, seed, folder)

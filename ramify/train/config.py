@@ -52,7 +52,8 @@ class PolicySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     path: str = ""
     """A checkpoint's folder or hub name; empty: a model is made from ``shape``, with random weights."""
     shape: dict[str, Any] = {}
-    """Fields of a Hugging Face configuration, ``model_type`` among them, for a model made from nothing."""
+    """Where there is no path: fields of a Hugging Face configuration, ``model_type`` among them, for a model made from
+    nothing."""
     tokenizer: str = ""
     """A folder with the tokenizer of a model made from nothing; empty: one is trained on the demonstrations."""
     vocab_size: int = 512
@@ -68,8 +69,8 @@ class PolicySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     lora: LoraSpec | None = None
 
     def __post_init__(self) -> None:
-        if bool(self.path) == bool(self.shape):
-            raise ConfigError("policy: give either path (a checkpoint) or shape (a model made from nothing)")
+        if not self.path and not self.shape:
+            raise ConfigError("policy: give path (a checkpoint) or shape (a model made from nothing)")
         if self.shape and "model_type" not in self.shape:
             raise ConfigError("policy.shape has no model_type: give one that transformers knows, as 'qwen3'")
 

@@ -82,8 +82,7 @@ def test_a_group_of_one_is_warned_of() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: PolicySpec(), "give either path"),
-        (lambda: PolicySpec(path="x", shape=SHAPE), "give either path"),
+        (lambda: PolicySpec(), "give path"),
         (lambda: PolicySpec(shape={"hidden_size": 3}), "has no model_type"),
         (lambda: SftSpec(), "nothing to learn from"),
         (lambda: SftSpec(demos="ledger", epochs=0), "must be positive"),
