@@ -241,6 +241,14 @@ def test_a_wrong_mount_is_told(mounts: Any, message: str) -> None:
         open_sandbox(SandboxSpec(provider="jail", mounts=mounts))
 
 
+@pytest.mark.parametrize("tier", ["B", "C"])
+def test_without_a_file_system_of_their_own_sessions_see_a_mount_where_it_is_or_not_at_all(
+    tier: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=f"at tier {tier}, .* cannot be shown as '/data'"):
+        open_jail(SandboxSpec(provider="jail", tier=tier, mounts=((str(tmp_path), "/data"),)))
+
+
 def test_more_memory_than_the_machine_has_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"all_memory_bytes is .* more than the .* bytes of this machine"):
         open_sandbox(SandboxSpec(provider="jail", all_memory_bytes=1 << 50))

@@ -17,6 +17,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from collections import deque
 
 from ramify.errors import ConfigError, RamifyError, SandboxError
@@ -33,7 +34,8 @@ from ramify.sandbox.session import GuestSession
 
 _NOT_HERE = (
     "sandbox 'jail' needs Linux and this is {platform}: run inside a container or WSL2, use provider 'docker', a cloud "
-    "one or 'monty', or accept no isolation: SandboxSpec(provider='process', allow_weaker=True)"
+    "one or 'monty' (--sandbox NAME), or accept no isolation: SandboxSpec(provider='process', allow_weaker=True), "
+    "--sandbox process --allow-weaker"
 )
 _LATER_S = 0.002
 """Before the next session is made ready: the one that was taken has a cell to run first."""
@@ -56,9 +58,11 @@ class JailSandbox(ProcessSandbox):
         super().__init__(spec)
         self._deny = deny
         if not deny:
-            _hear(spec)
+            with _lock:
+                _hear(spec)
         self.reached: Reached = probe(deny)
         self.warning = self._settle_tier()
+        check_places(spec.mounts, self.reached)
         self._budget = Budget(spec.all_memory_bytes)
         self._ready: deque[GuestSession] = deque()
         self._filling: asyncio.Task[None] | None = None
@@ -94,10 +98,11 @@ class JailSandbox(ProcessSandbox):
         return RollbackSession(session) if self.spec.rollback else session
 
     def start(self) -> Server:
-        if not self._deny and self.spec in _launched:
-            _hear(self.spec)
-            _heard.discard(self.spec)
-            return _launched.pop(self.spec)
+        with _lock:
+            if not self._deny and self.spec in _launched:
+                _hear(self.spec)
+                _heard.discard(self.spec)
+                return _launched.pop(self.spec)
         return _start(self.spec, self.paths, self._deny, reports=False)
 
     # -- sessions kept ready
@@ -173,6 +178,19 @@ def check_mounts(mounts: tuple[tuple[str, str], ...]) -> None:
             )
 
 
+def check_places(mounts: tuple[tuple[str, str], ...], reached: Reached) -> None:
+    """Without a file system of their own, sessions see a mount where it is, or not at all. Raises ConfigError."""
+    if reached.tier == "A":
+        return
+    for source, place in mounts:
+        if reached.tier == "C" or os.path.realpath(source) != place:
+            where = "" if reached.tier == "C" else f", only where it is: ({source!r}, {os.path.realpath(source)!r})"
+            raise ConfigError(
+                f"sandbox mounts: at tier {reached.tier}, which is what this machine reaches, '{source}' cannot be shown "
+                f"as '{place}'{where}"
+            )
+
+
 def check_memory(spec: SandboxSpec) -> None:
     """Raises ConfigError for what this machine does not have."""
     most, default = machine_bytes(), SandboxSpec().memory_bytes
@@ -191,6 +209,8 @@ def _start(spec: SandboxSpec, paths: list[str], deny: frozenset[int], *, reports
     return start_server(config, MODULES)
 
 
+_lock = threading.Lock()
+"""Of what follows: the first words of a zygote are read once, whichever thread asks."""
 _launched: dict[SandboxSpec, Server] = {}
 _heard: set[SandboxSpec] = set()
 """Those of them whose report was read."""
@@ -200,9 +220,11 @@ def launch(spec: SandboxSpec) -> None:
     """Start the zygote that the next sandbox of ``spec`` will take, while the caller does other things."""
     if sys.platform != "linux" or spec in _launched:
         return
-    if not _launched:
-        atexit.register(_discard)
-    _launched[spec] = _start(spec, locate(spec.packages), frozenset(), reports=True)
+    with _lock:
+        if not _launched:
+            atexit.register(_discard)
+        if spec not in _launched:
+            _launched[spec] = _start(spec, locate(spec.packages), frozenset(), reports=True)
 
 
 def _hear(spec: SandboxSpec) -> None:
