@@ -104,7 +104,8 @@ class SftSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     options: dict[str, Any] = {}
     """What the demonstrations' function takes besides."""
     trajectories: str = ""
-    """A JSONL file of trajectories to learn from, besides or instead; with ``algorithm.min_reward`` the good ones."""
+    """A JSONL file of trajectories, or a folder of such, to learn from, besides or instead; with ``algorithm.min_reward``
+    the good ones alone."""
     epochs: int = 1
     batch_tokens: int = 2048
     optim: Optim = Optim()

@@ -28,7 +28,9 @@ from ramify.train.checkpoint import Checkpoints, State, read_state
 from ramify.train.metrics import Measured, Metrics
 from ramify.train.pack import attach, describe, pack
 from ramify.train.selfcheck import SelfCheck
+from ramify.train.sft import write
 from ramify.train.stages import Part, Stage, Work
+from ramify.types.trajectory import Group
 
 T = TypeVar("T")
 
@@ -40,6 +42,9 @@ class Cadence(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """Steps of a sampling stage between evaluations on the validation stream; 0: only at the stage's end."""
     checkpoint: int = 0
     """Steps between checkpoints, besides those after an evaluation and at the end of each stage; 0: none besides."""
+    rollouts: int = 0
+    """Steps between those whose rollouts are kept, whole, in OUT/rollouts, to be looked at or learnt from
+    (``sft.trajectories``); 0: none."""
     keep_last: int = 2
     keep_best: int = 1
 
@@ -182,6 +187,8 @@ class Loop:
         self._write(stage.name, values)
         if self._check is not None and work.groups:
             self._check.ids(work.groups)
+        if work.groups and self._cadence.rollouts and state.stage_step % self._cadence.rollouts == 0:
+            self._keep(work.groups)
         await self._at_intervals(stage)
 
     async def _at_intervals(self, stage: Stage) -> None:
@@ -274,6 +281,12 @@ class Loop:
         seconds = values.get("work_s", 0.0) + values["learn_s"]
         tokens = values.get("sampled_tokens", 0.0) + values.get("given_tokens", 0.0) or values.get("row_tokens", 0.0)
         values["tokens_per_s"] = tokens / seconds if seconds else 0.0
+
+    def _keep(self, groups: Sequence[Group]) -> None:
+        path = self.out / "rollouts" / f"step-{self.state.step:06d}.jsonl"
+        path.parent.mkdir(exist_ok=True)
+        path.unlink(missing_ok=True)
+        write(path, (trajectory for group in groups for trajectory in group.trajectories))
 
     def _save(self) -> None:
         backend, state = self._backend, self.state

@@ -4,7 +4,7 @@
     trajectories in a file   ┴─ tokenised by the policy's renderer ─ stamped (``algorithms/sft.py``) ─ order ─> steps
 
 What was said by another model, or written by a program, has no ids of this policy: they are made here, once, reply by
-reply, and from then on nothing knows that the policy did not say it itself. Decides the order: shuffled anew each epoch
+reply (the policy's own are kept), and from then on nothing knows that the policy did not say it itself. Decides the order: shuffled anew each epoch
 by the seed, cut into steps of about ``batch_tokens``, so that any step can be found again by its number.
 """
 
@@ -34,6 +34,8 @@ class Renderer(Protocol):
     def prompt(self, messages: Sequence[Message]) -> list[int]: ...
 
     def extend(self, messages: Sequence[Message], *, after: Sequence[int]) -> list[int]: ...
+
+    def parse(self, ids: Sequence[int]) -> Message: ...
 
 
 class Conversation(Protocol):
@@ -95,6 +97,8 @@ class Tokeniser:
         return msgspec.structs.replace(trajectory, calls=calls)
 
     def _turns(self, call: Call) -> list[Turn]:
+        if self._is_own(call):
+            return call.turns
         if call.fork is not None:
             raise ConfigError(f"call {call.id} continues another: branches are not learnt from as text")
         path: list[int] = []
@@ -115,6 +119,19 @@ class Tokeniser:
             num_messages = len(conversation)
         return turns
 
+    def _is_own(self, call: Call) -> bool:
+        """Whether the ids that a call has are of this policy: they say what was given and said. They are kept then, since
+        a policy may cut a text up in another way than its tokenizer does."""
+        if not call.turns or call.turns[0].reused_ids:
+            return False
+        if list(call.turns[0].reply.prompt_ids or ()) != self._renderer.prompt(call.turns[0].prompt):
+            return False
+        replies = [turn.reply for turn in call.turns]
+        return all(
+            reply.token_ids and self._renderer.parse(reply.token_ids).content == reply.message.content
+            for reply in replies
+        )
+
     def _reply(self, message: Message) -> list[int]:
         """What is sampled to say ``message``, its end included."""
         found = self._said.get(message)
@@ -131,7 +148,11 @@ _QUESTION = Message("user", "?")
 
 
 def read(path: Path) -> Iterator[Trajectory]:
-    """The trajectories of a JSONL file. Raises ConfigError that names the line."""
+    """The trajectories of a JSONL file, or of all in a folder. Raises ConfigError that names the line."""
+    if path.is_dir():
+        for each in sorted(path.glob("*.jsonl")):
+            yield from read(each)
+        return
     decoder = msgspec.json.Decoder(Trajectory)
     try:
         with path.open("rb") as file:

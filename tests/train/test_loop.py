@@ -13,11 +13,14 @@ import torch
 
 from ramify.build import train
 from ramify.errors import TrainError
+from ramify.train.algorithms.sft import SFT
 from ramify.train.backends.base import Optim
 from ramify.train.checkpoint import Checkpoints, read_state
+from ramify.train.config import PolicySpec, SftSpec
 from ramify.train.loop import Cadence, Loop
 from ramify.train.loss import Loss
 from ramify.train.metrics import Measured, read
+from ramify.train.sft import read as read_trajectories
 from ramify.train.stages import Work
 from tests.train.small import small, weights_of
 
@@ -100,6 +103,21 @@ def test_what_is_written_down(tmp_path: Path) -> None:
     loaded = Path(tmp_path / "policy")
     assert (loaded / "config.json").is_file()
     assert (loaded / "tokenizer.json").is_file()
+
+
+def test_rollouts_are_kept_and_the_good_ones_learnt_from(tmp_path: Path) -> None:
+    run = small(warmup=None, cadence=Cadence(rollouts=2))
+    train(run, tmp_path / "rl")
+    kept = list(read_trajectories(tmp_path / "rl/rollouts"))
+    assert [len(list(read_trajectories(path))) for path in sorted((tmp_path / "rl/rollouts").iterdir())] == [6, 6]
+    rewards = sorted(trajectory.rewards["correct"] for trajectory in kept)
+    best = SFT(min_reward=rewards[-4])
+    sft = SftSpec(trajectories=str(tmp_path / "rl/rollouts"), algorithm=best, batch_tokens=10_000)
+    policy = PolicySpec(path=str(tmp_path / "rl/policy"))
+    train(small(policy=policy, warmup=None, rl=None, sft=sft), tmp_path / "sft")
+    (row,) = read_rows(tmp_path / "sft", "sft")[:1]
+    said = [call.turns for t in kept if t.rewards["correct"] >= rewards[-4] for call in t.calls]
+    assert row.values["row_tokens"] == sum((turns[-1].num_ids or 0) for turns in said)
 
 
 def test_a_step_without_signal_says_so_and_moves_nothing(tmp_path: Path) -> None:

@@ -1,0 +1,43 @@
+"""Reinforcement learning of any Hugging Face checkpoint, children included; made for a GPU.
+
+    ramify train recipes/hf_grpo.py policy.path=Qwen/Qwen3-0.6B --out runs/qwen
+    ramify train recipes/hf_grpo.py policy.path=Qwen/Qwen3-8B 'policy.lora={"rank": 32, "alpha": 64}'
+    ramify train recipes/hf_grpo.py policy.path=… task.name=my_task.py:task rl.algorithm.credit=root
+
+The checkpoint must be on disk (``hf download NAME``); its own chat template is used. On a GPU the engine answers in the
+checkpoint's precision from a copy of the weights, and the trainer keeps them in fp32 and multiplies in bf16. Sizes to
+look at first: ``policy.cache_bytes`` (keys and values of the engine), ``compute.max_tokens`` (activations of a batch),
+``rl.rollout.concurrency``, ``limits.max_reply_tokens``.
+"""
+
+from __future__ import annotations
+
+from ramify.engine.limits import Limits
+from ramify.train.algorithms.dr_grpo import DrGRPO
+from ramify.train.backends.base import Compute, Optim
+from ramify.train.config import EvaluateSpec, PolicySpec, RlSpec, Run, TaskSpec
+from ramify.train.loop import Cadence
+from ramify.train.rollout import RolloutOptions
+from ramify.train.stages import Sample
+
+
+def run() -> Run:
+    return Run(
+        name="hf-grpo",
+        policy=PolicySpec(path="Qwen/Qwen3-0.6B"),
+        task=TaskSpec(name="ledger", options={"multi": 0.5, "chars": 20_000}),
+        rl=RlSpec(
+            steps=200,
+            sample=Sample(items=16, max_items=48),
+            rollout=RolloutOptions(group=8, concurrency=128),
+            algorithm=DrGRPO(credit="per_role", overlong="mask"),
+            optim=Optim(lr=1e-6, warmup_steps=5, max_grad_norm=1.0),
+        ),
+        scaffold="default",
+        limits=Limits(
+            max_turns=8, max_depth=1, max_children=16, max_reply_tokens=1024, max_seconds=600, max_concurrency=512
+        ),
+        evaluate=EvaluateSpec(num=64, first=("test",), final=("test",)),
+        cadence=Cadence(evaluate=10, keep_last=1),
+        compute=Compute(max_tokens=16_384, recompute=True),
+    )
