@@ -246,7 +246,7 @@ def test_without_a_file_system_of_their_own_sessions_see_a_mount_where_it_is_or_
     tier: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=f"at tier {tier}, .* cannot be shown as '/data'"):
-        open_jail(SandboxSpec(provider="jail", tier=tier, mounts=((str(tmp_path), "/data"),)))
+        tiers.open_jail(SandboxSpec(provider="jail", tier=tier, mounts=((str(tmp_path), "/data"),)))
 
 
 def test_more_memory_than_the_machine_has_is_refused() -> None:
