@@ -4,8 +4,9 @@
     trajectories in a file   ┴─ tokenised by the policy's renderer ─ stamped (``algorithms/sft.py``) ─ order ─> steps
 
 What was said by another model, or written by a program, has no ids of this policy: they are made here, once, reply by
-reply (the policy's own are kept), and from then on nothing knows that the policy did not say it itself. Decides the order: shuffled anew each epoch
-by the seed, cut into steps of about ``batch_tokens``, so that any step can be found again by its number.
+reply (the policy's own are kept), and from then on nothing knows that the policy did not say it itself. Decides the
+order: shuffled anew each epoch by the seed, cut into steps of about ``batch_tokens``, so that any step can be found again
+by its number.
 """
 
 from __future__ import annotations
