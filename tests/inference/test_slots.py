@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from ramify.inference.local.generation import Generation
-from ramify.inference.local.slots import Change, Slots, Span
+from ramify.inference.local.slots import Change, Slots
+from ramify.inference.local.step import Span, Step
 
 
 def generation(text: str, affinity: str = "") -> Generation:
@@ -16,7 +17,7 @@ def admitted(slots: Slots, text: str, affinity: str = "") -> tuple[int, list[Cha
     assert found is not None
     slot, changes = found
     ready = int(slots.length_S[slot])
-    slots.computed([Span(slot, ready, (), len(text))])
+    slots.computed(Step(spans=[Span(slot, ready, text[ready:])]))  # type: ignore[arg-type]
     return slot, changes, ready
 
 
@@ -78,7 +79,7 @@ def test_a_long_common_prompt_is_waited_for() -> None:
     assert first == (0, [])
     assert slots.admit(generation(prompt + "y")) is None  # being computed: it will be there in a step or two
     assert slots.admit(generation("short")) == (1, [])
-    slots.computed([Span(0, 0, (), 41)])
+    slots.computed(Step(spans=[Span(0, 0, range(41))]))
     assert admitted(slots, prompt + "y") == (2, [Change("copy", 0, 2, 40)], 40)
 
 

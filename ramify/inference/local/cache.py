@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ramify.inference.local.slots import Change, Span
+from ramify.inference.local.slots import Change
+from ramify.inference.local.step import Span, Step
 
 
 class Layout(NamedTuple):
@@ -72,16 +73,14 @@ class Cache:
 
 
 class StepAttention:
-    """``Attend`` for one step: first the tokens that decode, one per slot and ascending, then the longer spans."""
+    """``Attend`` for one step: first the tokens that decode, then the longer spans."""
 
-    def __init__(self, cache: Cache, spans: Sequence[Span]) -> None:
-        """``spans`` of one token first, by slot."""
+    def __init__(self, cache: Cache, step: Step) -> None:
         self._cache = cache
-        device = cache.kv.device
-        self._num_decoding = sum(len(span.ids) == 1 for span in spans)
-        self._write_at = self._rows_of(spans).to(device)
-        self._decoding = _Decoding(cache, spans[: self._num_decoding]) if self._num_decoding else None
-        self._chunks = [_Chunk(cache, span) for span in spans[self._num_decoding :]]
+        self._num_decoding = len(step.slots)
+        self._write_at = self._rows_of(step).to(cache.kv.device)
+        self._decoding = _Decoding(cache, step) if step.slots else None
+        self._chunks = [_Chunk(cache, span) for span in step.spans]
 
     def __call__(self, layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, scale: float) -> Tensor:
         for rows, new in zip(self._cache.rows[layer], (k_TKd, v_TKd), strict=True):
@@ -93,12 +92,12 @@ class StepAttention:
             start += chunk.length
         return done[0] if len(done) == 1 else torch.cat(done)
 
-    def _rows_of(self, spans: Sequence[Span]) -> Tensor:
+    def _rows_of(self, step: Step) -> Tensor:
         """[T K] rows of the cache where the step's keys and values go."""
         cache = self._cache
         stride = cache.heads * cache.capacity
-        rows = [span.slot * stride + span.start for span in spans[: self._num_decoding]]
-        for span in spans[self._num_decoding :]:
+        rows = [slot * stride + position for slot, position in zip(step.slots, step.positions, strict=True)]
+        for span in step.spans:
             rows += range(span.slot * stride + span.start, span.slot * stride + span.end)
         return (torch.tensor(rows)[:, None] + torch.arange(cache.heads) * cache.capacity).flatten()
 
@@ -106,23 +105,24 @@ class StepAttention:
 class _Decoding:
     """One token of each of some slots, over the block of slots up to the last of them."""
 
-    def __init__(self, cache: Cache, spans: Sequence[Span]) -> None:
+    def __init__(self, cache: Cache, step: Step) -> None:
         device = cache.kv.device
-        slots = [span.slot for span in spans]
-        self._n = slots[-1] + 1
-        self._length = max(span.end for span in spans)
+        self._n = step.slots[-1] + 1
+        self._length = max(step.positions) + 1
         if device.type != "cpu":  # attention kernels like their memory aligned
             self._length = min(-(-self._length // 16) * 16, cache.capacity)
         self._cache = cache
-        ends = torch.zeros(self._n, dtype=torch.long)
-        ends[slots] = torch.tensor([span.end for span in spans])
+        is_dense = len(step.slots) == self._n
+        last_n = torch.tensor(step.positions)
+        if not is_dense:
+            last_n = torch.zeros(self._n, dtype=torch.long).index_copy_(0, torch.tensor(step.slots), last_n)
         # A slot that does not decode looks at its first position, so that its row, which nobody reads, is a number.
-        hidden_nT = torch.arange(self._length) >= ends.clamp(min=1)[:, None]
+        hidden_nT = torch.arange(self._length) > last_n[:, None]
         bias_nT = torch.zeros(hidden_nT.shape, dtype=cache.kv.dtype).masked_fill_(hidden_nT, float("-inf"))
         self._bias_n1T = bias_nT[:, None].to(device)
         self._two_products = cache.kv.dtype == torch.float32
         self._bias_m1T = self._bias_n1T.repeat_interleave(cache.heads, 0) if self._two_products else self._bias_n1T
-        self._slots = None if len(slots) == self._n else torch.tensor(slots, device=device)
+        self._slots = None if is_dense else torch.tensor(step.slots, device=device)
 
     def __call__(self, layer: int, q_THd: Tensor, scale: float) -> Tensor:
         shape = q_THd.shape

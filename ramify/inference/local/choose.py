@@ -16,7 +16,7 @@ from ramify.errors import ConfigError
 from ramify.inference.local.cache import Layout
 from ramify.inference.local.module_runner import ModuleRunner
 from ramify.inference.local.runner import FlatRunner, Runner, dense_runner
-from ramify.inference.local.slots import Span
+from ramify.inference.local.step import Span, Step
 from ramify.policy.dense import Attend, Dense
 from ramify.policy.trunk import ModuleTrunk
 
@@ -70,14 +70,15 @@ def _agrees(runner: FlatRunner, module: Any) -> bool:
     one, other = ([(start + 13 * index) % vocabulary for index in range(8)] for start in (1, 5))
     runner.resize([], 2, 8)
     steps = [
-        [Span(0, 0, one[:5], 5)],
-        [Span(0, 5, one[5:6], 6), Span(1, 0, other[:6], 6)],
-        [Span(1, 6, other[6:7], 7), Span(0, 6, one[6:], 8)],
+        Step(spans=[Span(0, 0, one[:5])]),
+        Step([0], [5], one[5:6], [Span(1, 0, other[:6])]),
+        Step([0, 1], [6, 6], [one[6], other[6]]),
+        Step(spans=[Span(0, 7, one[7:])]),
     ]
-    ours = torch.cat([runner.forward(spans, [True] * len(spans)) for spans in steps])
+    ours = torch.cat([runner.forward(step, [True] * len(step.spans)) for step in steps])
     inputs = torch.tensor([one, other], device=ours.device)
     theirs = module(input_ids=inputs, use_cache=False).logits.float()
-    expected = theirs[[0, 0, 1, 1, 0], [4, 5, 5, 6, 7]]
+    expected = theirs[[0, 0, 1, 0, 1, 0], [4, 5, 5, 6, 6, 7]]
     tolerance = _TOLERANCE.get(module.dtype, _COARSE)
     return bool(torch.allclose(ours, expected, rtol=tolerance, atol=tolerance))
 

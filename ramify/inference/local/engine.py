@@ -1,6 +1,6 @@
 """The engine: one step after the other, each over everything that can go on.
 
-    waiting ── admit ──▶ slots ── spans: one token of each that decodes, and prompts in chunks ──▶ runner ──▶ logits
+    waiting ── admit ──▶ slots ── step: one token of each that decodes, and prompts in chunks ───▶ runner ──▶ logits
        ▲                                                                                              │
        └── preempted, where memory is short                    finished ◀── stop? ── append ◀── draw ─┘
 
@@ -22,7 +22,8 @@ from ramify.errors import Refused
 from ramify.inference.local.generation import Generation
 from ramify.inference.local.runner import Runner
 from ramify.inference.local.sampling import draw
-from ramify.inference.local.slots import Slots, Span
+from ramify.inference.local.slots import Slots
+from ramify.inference.local.step import Span, Step
 
 _LEAST_CAPACITY = 128
 """Tokens per slot to begin with."""
@@ -94,17 +95,16 @@ class Engine:
         self._admit()
         for change in self._slots.compact():
             self.runner.change(change)
-        spans = self._spans()
-        if not spans:
+        step = self._planned()
+        if not step.slots and not step.spans:
             return []
-        owners = [self._owner(span.slot) for span in spans]
-        wanted = [span.end == len(owner.ids) for span, owner in zip(spans, owners, strict=True)]
-        logits_nV = self.runner.forward(spans, wanted)
-        self._slots.computed(spans)
+        wanted = [span.end == len(self._owner(span.slot).ids) for span in step.spans]
+        logits_nV = self.runner.forward(step, wanted)
+        self._slots.computed(step)
         self.num_steps += 1
-        self.num_computed += sum(span.end - span.start for span in spans)
-        slots = [span.slot for span, is_wanted in zip(spans, wanted, strict=True) if is_wanted]
-        return self._append(slots, list(itertools.compress(owners, wanted)), logits_nV) if slots else []
+        self.num_computed += step.num_tokens
+        slots = [*step.slots, *(span.slot for span in itertools.compress(step.spans, wanted))]
+        return self._append(slots, logits_nV) if slots else []
 
     def drain(self) -> list[Generation]:
         """Take out every sequence, as after a failure; nothing that was computed is used again."""
@@ -116,7 +116,8 @@ class Engine:
         self.runner.forget()
         return taken
 
-    def _append(self, slots: Sequence[int], owners: Sequence[Generation], logits_nV: torch.Tensor) -> list[Generation]:
+    def _append(self, slots: Sequence[int], logits_nV: torch.Tensor) -> list[Generation]:
+        owners = [self._owner(slot) for slot in slots]
         drawn = draw(logits_nV, [owner.draw for owner in owners], [owner.uniform() for owner in owners])
         self._slots.append(slots, [len(owner.ids) for owner in owners], drawn.ids)
         finished = []
@@ -127,22 +128,22 @@ class Engine:
                 finished.append(owner)
         return finished
 
-    def _spans(self) -> list[Span]:
-        """What the next step computes: one token first, longer ones after them, each in the order of slots."""
-        single: list[Span] = []
-        chunks: list[Span] = []
+    def _planned(self) -> Step:
+        """What the next step computes: all that decode, and as much of prompts as there is room for."""
+        step = Step()
         left, computed = self.room.prefill_tokens, self._slots.length_S.tolist()
         for slot, owner in enumerate(self._slots.owner):
             if owner is None:
                 continue
-            start, end = computed[slot], len(owner.ids)
-            if end - start == 1:
-                single.append(Span(slot, start, owner.ids[start:], end))
+            ids, start = owner.ids, computed[slot]
+            if len(ids) == start + 1:
+                step.slots.append(slot)
+                step.positions.append(start)
+                step.ids.append(ids[start])
             elif left > 0:
-                end = min(end, start + left)
-                left -= end - start
-                (single if end - start == 1 else chunks).append(Span(slot, start, owner.ids[start:end], end))
-        return [*single, *chunks]
+                step.spans.append(Span(slot, start, ids[start : start + left]))
+                left -= len(step.spans[-1].ids)
+        return step
 
     def _admit(self) -> None:
         """Waiting sequences in order of arrival; one that waits for a sibling's prompt lets others by."""

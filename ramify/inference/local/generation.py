@@ -55,7 +55,9 @@ class Generation:
         self._stop_ids = frozenset(stop_ids)
         self._stop = tuple(stop)
         self._decode = decode
-        self._random = random.Random(int.from_bytes(hashlib.blake2b(seed.encode(), digest_size=16).digest()))
+        digest = hashlib.blake2b(seed.encode(), digest_size=16).digest()
+        self.uniform = random.Random(int.from_bytes(digest)).random
+        """The next number in [0, 1) of this generation; called once per token."""
         self._tail = max((len(text.encode()) for text in stop), default=0) + _LONGEST_CHARACTER
 
     @property
@@ -74,10 +76,6 @@ class Generation:
         return tuple(
             VersionSpan(start, end, version) for (start, version), end in zip(self._versions, ends, strict=True)
         )
-
-    def uniform(self) -> float:
-        """The next number in [0, 1) of this generation; one per token."""
-        return self._random.random()
 
     def append(self, id: int, logprob: float, kept: tuple[int, ...] | None, version: int) -> None:
         """Take one more token, as it was drawn; ``end`` is set where it is the last."""

@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ramify.inference.local.slots import Change, Span
+from ramify.inference.local.slots import Change
+from ramify.inference.local.step import Span, Step
 
 
 class ModuleRunner:
@@ -34,9 +36,10 @@ class ModuleRunner:
         self._can_extend = self._can_cut = True
         self._try_out()
 
-    def forward(self, spans: Sequence[Span], wanted: Sequence[bool]) -> Tensor:
-        done = [self._after(self._memories[span.slot], span) for span in spans]
-        chosen = [logits_V for logits_V, is_wanted in zip(done, wanted, strict=True) if is_wanted]
+    def forward(self, step: Step, wanted: Sequence[bool]) -> Tensor:
+        single = [Span(*each) for each in zip(step.slots, step.positions, ([id] for id in step.ids), strict=True)]
+        done = [self._after(self._memories[span.slot], span) for span in [*single, *step.spans]]
+        chosen = [*done[: len(single)], *itertools.compress(done[len(single) :], wanted)]
         return torch.stack(chosen) if chosen else torch.empty(0)
 
     def change(self, change: Change) -> None:
@@ -84,11 +87,11 @@ class ModuleRunner:
         ids = [(1 + 13 * index) % vocabulary for index in range(8)]
         other = [*ids[:4], *((5 + 7 * index) % vocabulary for index in range(4))]
         memory = _Memory()
-        self._after(memory, Span(0, 0, ids[:3], 3))
-        self._can_extend = self._gives(memory, Span(0, 3, ids[3:], 8), ids)
+        self._after(memory, Span(0, 0, ids[:3]))
+        self._can_extend = self._gives(memory, Span(0, 3, ids[3:]), ids)
         memory = _Memory()
-        self._after(memory, Span(0, 0, ids, 8))
-        self._can_cut = self._can_extend and self._gives(memory, Span(0, 4, other[4:], 8), other)
+        self._after(memory, Span(0, 0, ids))
+        self._can_cut = self._can_extend and self._gives(memory, Span(0, 4, other[4:]), other)
 
     def _gives(self, memory: _Memory, span: Span, ids: Sequence[int]) -> bool:
         try:

@@ -1,4 +1,4 @@
-"""What the engine needs of a model: spans of tokens in, logits after each span out, and a memory of slots.
+"""What the engine needs of a model: a step of tokens in, logits out, and a memory of slots.
 
 ``FlatRunner`` computes all spans of a step in one pass over one axis of tokens. Which models it can run is decided in
 ``choose.py``; the others run one sequence at a time (``module_runner.py``).
@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from ramify.inference.local.cache import Cache, Layout, StepAttention
-from ramify.inference.local.slots import Change, Span
+from ramify.inference.local.slots import Change
+from ramify.inference.local.step import Span, Step
 from ramify.policy.dense import Attend, Dense
 
 
@@ -23,9 +24,9 @@ class Runner(Protocol):
     bytes_per_token: int
     """Of the cache; 0 where it is not laid out in advance."""
 
-    def forward(self, spans: Sequence[Span], wanted: Sequence[bool]) -> Tensor:
-        """Compute ``spans`` (those of one token first, by slot) into the cache; fp32 logits [n, V] after those spans that
-        are ``wanted``, in order."""
+    def forward(self, step: Step, wanted: Sequence[bool]) -> Tensor:
+        """Compute ``step`` into the cache; fp32 logits [n, V] after each token that decodes, and after those spans that are
+        ``wanted``, in order."""
         ...
 
     def change(self, change: Change) -> None:
@@ -65,12 +66,17 @@ class FlatRunner:
         self.bytes_per_token = layout.bytes_per_token
         self._cache = Cache(layout, 1, 1)
 
-    def forward(self, spans: Sequence[Span], wanted: Sequence[bool]) -> Tensor:
+    def forward(self, step: Step, wanted: Sequence[bool]) -> Tensor:
         rows_N = None
-        if any(span.end - span.start > 1 for span in spans) or not all(wanted):
-            ends = torch.tensor([span.end - span.start for span in spans]).cumsum(0) - 1
-            rows_N = ends[torch.tensor(wanted)].to(self._layout.device)
-        return self._decoder.logits(self._hidden(spans, self._cache, rows_N))
+        if step.spans:
+            rows = list(range(len(step.slots)))
+            end = len(rows) - 1
+            for span, is_wanted in zip(step.spans, wanted, strict=True):
+                end += len(span.ids)
+                if is_wanted:
+                    rows.append(end)
+            rows_N = torch.tensor(rows, dtype=torch.long, device=self._layout.device)
+        return self._decoder.logits(self._hidden(step, self._cache, rows_N))
 
     def change(self, change: Change) -> None:
         self._cache.change(change)
@@ -84,11 +90,15 @@ class FlatRunner:
     @torch.inference_mode()
     def all_logits(self, ids: Sequence[int]) -> Tensor:
         alone = Cache(self._layout, 1, len(ids))
-        return self._decoder.logits(self._hidden([Span(0, 0, ids, len(ids))], alone, None))
+        return self._decoder.logits(self._hidden(Step(spans=[Span(0, 0, ids)]), alone, None))
 
-    def _hidden(self, spans: Sequence[Span], cache: Cache, rows_N: Tensor | None) -> Tensor:
-        ids_T, positions_T = (each.to(self._layout.device) for each in _flat(spans))
-        return self._decoder.hidden(ids_T, positions_T, StepAttention(cache, spans), rows_N)
+    def _hidden(self, step: Step, cache: Cache, rows_N: Tensor | None) -> Tensor:
+        ids, positions = list(step.ids), list(step.positions)
+        for span in step.spans:
+            ids += span.ids
+            positions += range(span.start, span.end)
+        ids_T, positions_T = torch.tensor([ids, positions], device=self._layout.device)
+        return self._decoder.hidden(ids_T, positions_T, StepAttention(cache, step), rows_N)
 
 
 def dense_runner(model: Dense) -> FlatRunner:
@@ -97,13 +107,3 @@ def dense_runner(model: Dense) -> FlatRunner:
     return FlatRunner(
         model, Layout(shape.num_layers, shape.num_kv_heads, shape.head_size, parameter.dtype, parameter.device)
     )
-
-
-def _flat(spans: Sequence[Span]) -> tuple[Tensor, Tensor]:
-    """(ids, positions) of all spans one after the other, each [T]."""
-    ids: list[int] = []
-    positions: list[int] = []
-    for _, start, tokens, end in spans:
-        ids += tokens
-        positions += range(start, end)
-    return torch.tensor(ids), torch.tensor(positions)

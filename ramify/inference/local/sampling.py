@@ -62,10 +62,10 @@ def draw(logits_nV: Tensor, settings: Sequence[Draw], uniforms: Sequence[float])
 
 
 def _tempered(logits_nV: Tensor, settings: Sequence[Draw]) -> Tensor:
-    if all(each.temperature in (0.0, 1.0) for each in settings):
+    temperatures = [each.temperature or 1.0 for each in settings]
+    if min(temperatures) == max(temperatures) == 1.0:
         return logits_nV
-    temperatures = torch.tensor([each.temperature or 1.0 for each in settings], device=logits_nV.device)
-    return logits_nV / temperatures[:, None]
+    return logits_nV / torch.tensor(temperatures, device=logits_nV.device)[:, None]
 
 
 def pick(logprobs_nV: Tensor, uniforms_n: Tensor) -> Tensor:

@@ -16,29 +16,19 @@ It decides; ``Change`` says what the cache must do. Legend: S slots, C tokens th
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from ramify.inference.local.generation import Generation
+from ramify.inference.local.step import Step
 
 _WORTH_WAITING = 32
 """Tokens: a prompt that another one is just computing this much of waits for it and copies."""
 _HOLES = 0.25
 """Share of the running slots that may stand empty between them."""
-
-
-class Span(NamedTuple):
-    """Tokens of one slot in a step."""
-
-    slot: int
-    start: int
-    """Position of the first."""
-    ids: Sequence[int]
-    end: int
-    """Position after the last."""
 
 
 class Change(msgspec.Struct, frozen=True):
@@ -93,9 +83,11 @@ class Slots:
         self._use(slot)
         return slot, changes
 
-    def computed(self, spans: Sequence[Span]) -> None:
+    def computed(self, step: Step) -> None:
         """The keys and values of these tokens are in their slots."""
-        self.length_S[[span.slot for span in spans]] = [span.end for span in spans]
+        self.length_S[list(step.slots)] += 1
+        for span in step.spans:
+            self.length_S[span.slot] = span.end
 
     def append(self, slots: Sequence[int], positions: Sequence[int], tokens: Sequence[int]) -> None:
         """What runs in ``slots`` gets one more token each, at these positions, not yet computed."""
