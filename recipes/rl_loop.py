@@ -1,7 +1,7 @@
 """Reinforcement learning on a tree in one file, with the library's verbs and without its loop.
 
-    python recipes/rl_loop.py CHECKPOINT [STEPS]         a Hugging Face folder; the last of `ramify train recipes/tiny.py
-                                                         rl=null`, say
+    python recipes/rl_loop.py CHECKPOINT [STEPS [ITEMS]]    a Hugging Face folder; the last of `ramify train recipes/tiny.py
+                                                            rl=null`, say
 
 What ``ramify train`` does besides, step for step, is in ``ramify/train/loop.py``: checkpoints and resuming, validation,
 self-checks, work that is begun ahead of its turn.
@@ -26,11 +26,8 @@ from ramify.train.loss import Loss
 from ramify.train.pack import pack
 from ramify.train.rollout import RolloutOptions, Rollouts
 
-ITEMS = 24
-"""Questions per step, each attempted eight times."""
 
-
-async def main(checkpoint: str, num_steps: int = 45) -> None:
+async def main(checkpoint: str, num_steps: int = 45, num_items: int = 24) -> None:
     torch.set_num_threads(1)
     policy = load(checkpoint)  # model, tokenizer, renderer
     client = LocalClient(policy, name="local:policy")  # an engine that shares the policy's weights
@@ -42,8 +39,7 @@ async def main(checkpoint: str, num_steps: int = 45) -> None:
         rollouts = Rollouts(rlm, task, RolloutOptions(group=8))
         for step in range(num_steps):
             # Ask. Each rollout is a tree of calls with every token id that was given and sampled, and its rewards.
-            first = step * ITEMS
-            groups = await rollouts.groups(task.splits["train"][first : first + ITEMS], step)
+            groups = await rollouts.groups(task.splits["train"][step * num_items : (step + 1) * num_items], step)
 
             # Judge. Rewards of a tree become an advantage and a weight for each sampled token.
             stamping = algorithm.stamp(groups, task.weights)
@@ -64,4 +60,4 @@ async def main(checkpoint: str, num_steps: int = 45) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1], *map(int, sys.argv[2:3])))
+    asyncio.run(main(sys.argv[1], *map(int, sys.argv[2:4])))

@@ -1,0 +1,49 @@
+"""The recipes, cut down to seconds, with real jailed sessions and children."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ramify.build import Made, recipe, train
+from ramify.policy.load import load, save
+from ramify.train.metrics import read
+from tests.train.small import SHAPE, small
+
+ROOT = Path(__file__).parents[2]
+SHORT = (
+    "warmup.steps=2", "sft.num=40", "sft.optim.warmup_steps=1", "rl.steps=2", "rl.sample.items=2", "rl.rollout.group=2",
+    "limits.max_turns=2", "limits.max_reply_tokens=16", "evaluate.num=2",
+)  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["tiny", "tiny_recursive"])
+def test_from_nothing_to_a_policy(name: str, tmp_path: Path) -> None:
+    run = recipe(ROOT / f"recipes/{name}.py", SHORT)
+    state = train(run, tmp_path, say=lambda _: None)
+    rows = list(read(tmp_path))
+    assert state.step == rows[-1].step
+    assert {row.stage for row in rows} == {"warmup", "sft", "first", "rl", "last"}
+    assert sum(row.values.get("failed_rollouts", 0) for row in rows) == 0
+    assert load(tmp_path / "policy").num_parameters > 400_000
+    if name == "tiny_recursive":
+        assert run.task.options == {"multi": 1.0}
+
+
+@pytest.mark.slow
+def test_the_loop_in_one_file(tmp_path: Path) -> None:
+    made = Made(small(), print)
+    asyncio.run(made.client.close())
+    save(made.policy, tmp_path / "policy")
+    command = [sys.executable, "recipes/rl_loop.py", str(tmp_path / "policy"), "1", "2"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("step 0: ")
+    assert load(tmp_path / "policy-rl").config.hidden_size == SHAPE["hidden_size"]
