@@ -98,6 +98,14 @@ def test_a_tree_too_large_is_cut_and_its_path_repeated():
     assert sorted(len(batch) for batch in batches) == [4, 6, 6]
 
 
+def test_a_tree_is_not_cut_to_fill_batches_evenly():
+    """Up to four tokens go together, and the tree of eight stays whole."""
+    rows = [*SIBLINGS, sequence("e", [8, 1, 2], {1: 1.0}), sequence("f", [9, 1], {1: 1.0})]
+    batches = pack(rows, Packing(max_tokens=8, cost=FREE, fill_tokens=4))
+    assert sorted(sorted(batch.sequences.values()) for batch in batches) == [["a", "b", "c"], ["e"], ["f"]]
+    assert len(pack(rows, Packing(max_tokens=5, cost=FREE, fill_tokens=4))) > 3
+
+
 def test_batches_are_balanced_by_cost_and_not_by_tokens():
     """Rows of 40, 20, 20 and 20 tokens: with quadratic cost the long one stays alone."""
     rows = [sequence(str(first), [first] * num, {1: 1.0}) for first, num in enumerate((40, 20, 20, 20))]

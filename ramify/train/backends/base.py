@@ -81,7 +81,8 @@ class Compute(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """How the numbers are computed; changes speed and memory, and the loss only by rounding."""
 
     max_tokens: int = 0
-    """Of a batch; 0: 4096 on a CPU, where larger ones leave the cache, and 32768 on a GPU."""
+    """Of a batch; larger trees are cut. 0: as many as fit into 4 GiB of activations on a CPU, two fifths of a GPU's
+    memory. On a CPU trees are put together up to 4096 tokens only: more at once leave the cache."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """Of matrix products; weights, log-probabilities and losses are fp32. auto: bf16 on a GPU, and on a CPU whose bf16
     products are faster at this model's width."""

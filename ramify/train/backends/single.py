@@ -40,6 +40,7 @@ from ramify.train.pack import Cost, Packing
 from ramify.types.sequence import Batch, Floats
 
 _STATE = "backend.pt"
+_FILL_TOKENS = 4096
 _GAIN = 1.2
 """bf16 is taken on a CPU where its products are this many times faster."""
 
@@ -68,8 +69,9 @@ class Single:
 
     @property
     def packing(self) -> Packing:
-        max_tokens = self._compute.max_tokens or (4096 if self._device.type == "cpu" else 32768)
-        return Packing(max_tokens, self._compute.share and self._trunk.shares, self._cost)
+        max_tokens = self._compute.max_tokens or self._most_tokens()
+        fill_tokens = _FILL_TOKENS if self._device.type == "cpu" else 0
+        return Packing(max_tokens, self._compute.share and self._trunk.shares, self._cost, fill_tokens)
 
     @property
     def version(self) -> int:
@@ -207,6 +209,16 @@ class Single:
         if not self._uses_bf16:
             return contextlib.nullcontext()
         return torch.autocast(self._device.type, torch.bfloat16)
+
+    def _most_tokens(self) -> int:
+        """Whose activations fit: about ten vectors of the model's width and four of the MLP's per layer, or one per layer
+        where the rest is computed again."""
+        is_cpu = self._device.type == "cpu"
+        room = 4 << 30 if is_cpu else 2 * torch.cuda.get_device_properties(self._device).total_memory // 5
+        config = self._policy.config
+        mlp = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+        layer = config.hidden_size if self._compute.recompute else 10 * config.hidden_size + 4 * mlp
+        return max(1024, room // (4 * layer * config.num_hidden_layers))
 
     def _wants_bf16(self) -> bool:
         if self._compute.precision != "auto":

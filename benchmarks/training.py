@@ -1,0 +1,320 @@
+"""Figures of the trainer: trees against rows, against TRL, its growth; and of the engine that it samples with.
+
+    python benchmarks/training.py            a table; every figure comes from paired repeats in this run
+    python benchmarks/training.py --quick    fewer repeats, within five minutes on two cores
+    python benchmarks/training.py --json     also prints, as its last line, {"figures": [{"name", "value", "unit", "against",
+                                             "floor", "least", "holds"}, …]}, as benchmarks/engine.py does
+    python benchmarks/training.py --device cuda    a model of half a billion parameters in bf16 on a GPU, alone
+
+    step-wise rows   each turn a row of its own, everything before it given again, nothing shared
+    merged rows      each path a row of its own, nothing shared
+    forest           what the trainer does: shared tokens once, where that pays
+
+All three go through the same trainer on the same model (0.5M parameters), in CPU seconds of one thread. Replies have 16
+tokens, observations 8; prompt : response 16 : 1 means a prompt of 16 times the sampled tokens of one sibling. A step is
+packing, forward and backward. Exits with 1 where a figure misses its bound. TRL lives in an environment of its own
+(requirements-trl.txt); without it its figures stay empty.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator
+from statistics import median
+from typing import Any, NamedTuple
+
+import inference_part
+import msgspec
+import numpy as np
+import torch
+import trees
+from engine import Figure, show
+from transformers import Qwen3Config
+from trl_peer import against_trl
+
+from ramify.policy.load import Policy, from_config
+from ramify.policy.tokenizer import train_tokenizer
+from ramify.train.backends.base import Compute
+from ramify.train.backends.single import Single
+from ramify.train.loss import Loss
+from ramify.train.pack import Packing, pack
+from ramify.train.policy_losses import PpoClip
+from ramify.types.sequence import Batch, Sequence
+
+LOSS = Loss(policy=PpoClip())
+GROUP = 8
+
+
+def small_policy(window: int = 8192) -> Policy:
+    """The model of half a million parameters that the recipes begin with, its weights random."""
+    config = Qwen3Config(
+        vocab_size=trees.VOCAB, hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, tie_word_embeddings=True, max_position_embeddings=window,
+        bos_token_id=None, eos_token_id=3, pad_token_id=0,
+    )  # fmt: skip
+    rng = np.random.default_rng(0)
+    texts = ["".join(rng.choice(list("abcdefghij "), 60)) for _ in range(2000)]
+    return from_config(config, train_tokenizer(texts, trees.VOCAB), 0)
+
+
+class Bench(NamedTuple):
+    """What every figure needs."""
+
+    backend: Single
+    quick: bool
+
+    def learn(self, batches: list[Batch]) -> None:
+        self.backend.forward_backward(batches, LOSS)
+        self.backend._model.zero_grad(set_to_none=True)
+
+    def forest(self, rows: list[Sequence]) -> list[Batch]:
+        return pack(rows, self.backend.packing)
+
+    def merged(self, rows: list[Sequence]) -> list[Batch]:
+        return pack(rows, msgspec.structs.replace(self.backend.packing, share=False))
+
+    def stepwise(self, rows: list[Sequence]) -> list[Batch]:
+        return trees.stepwise_batches(rows, self.backend.packing)
+
+    def ratios(self, rounds: int, ours: Callable[[], Any], *others: Callable[[], Any]) -> list[list[float]]:
+        """For each of ``others`` its time over ours, by round; first and last take turns."""
+        found: list[list[float]] = [[] for _ in others]
+        for round in range(rounds):
+            times = {}
+            sides = [ours, *others]
+            for index in range(len(sides)) if round % 2 else reversed(range(len(sides))):
+                times[index] = cpu_seconds(sides[index])
+            for index in range(len(others)):
+                found[index].append(times[index + 1] / times[0])
+        return found
+
+
+def cpu_seconds(work: Callable[[], Any]) -> float:
+    started = time.process_time()
+    work()
+    return time.process_time() - started
+
+
+# --- trees against rows ----------------------------------------------------------------------------------------------
+
+
+def sixteen_turns(b: Bench) -> Iterator[Figure]:
+    """Siblings under one prompt. The step-wise side is timed on as many siblings as the run has time for, and counted
+    for all; rows fill their batches either way."""
+    for ratio, least, timed, rounds in ((1, 10, 8, 2), (4, 25, 2, 2), (16, 50, 1, 1)):
+        rows = trees.group(16, GROUP, 16 * 16 * ratio)
+        timed = timed if b.quick else GROUP
+        rounds = rounds if b.quick else 3
+        some = rows[:timed]
+        b.learn(b.forest(rows))
+        stepwise, merged = b.ratios(
+            rounds, lambda rows=rows: b.learn(b.forest(rows)), lambda some=some: b.learn(b.stepwise(some)),
+            lambda rows=rows: b.learn(b.merged(rows)),
+        )  # fmt: skip
+        tokens = trees.num_tokens(b.stepwise(rows)) / trees.num_tokens(b.forest(rows))
+        off = max(differences(b, b.forest(rows), b.merged(rows)), differences(b, b.forest(some), b.stepwise(some)))
+        value = median(stepwise) * GROUP / timed
+        against = {"merged rows": median(merged), "fewer tokens": tokens}
+        valid = max(off) <= 1e-5
+        yield Figure(
+            f"16 turns, 8 siblings, {ratio}:1: step-wise rows to forest", value, "×", against, None, valid, least
+        )
+        yield Figure(f"the same, {ratio}:1: logprobs off by", off[0], "", {}, 1e-5)
+        yield Figure(f"the same, {ratio}:1: gradient off by, relative", off[1], "", {}, 1e-5)
+
+
+def differences(b: Bench, left: list[Batch], right: list[Batch]) -> tuple[float, float]:
+    """(largest difference of a log-probability, of a parameter's gradient over that gradient's largest entry)"""
+    logprobs = [_logprobs(b, side) for side in (left, right)]
+    off = max(abs(logprobs[0][key] - logprobs[1][key]) for key in logprobs[0].keys() | logprobs[1].keys())
+    gradients = [_gradient(b, side) for side in (left, right)]
+    return off, max(float((one - other).abs().max() / other.abs().max()) for one, other in zip(*gradients, strict=True))
+
+
+def _logprobs(b: Bench, batches: list[Batch]) -> dict[tuple[str, int], float]:
+    found = {}
+    for batch, column in zip(batches, b.backend.logprobs(batches), strict=True):
+        for (index, token), value in zip(batch.owners.tolist(), column.tolist(), strict=True):
+            found[batch.sequences[index], token] = value
+    return found
+
+
+def _gradient(b: Bench, batches: list[Batch]) -> list[torch.Tensor]:
+    b.backend.forward_backward(batches, LOSS)
+    found = [each.grad.clone() for each in b.backend._model.parameters() if each.grad is not None]
+    b.backend._model.zero_grad(set_to_none=True)
+    return found
+
+
+def anywhere(b: Bench) -> Iterator[Figure]:
+    """Forests where there is little to share, down to nothing: what is decided by cost must never lose much."""
+    shapes = [(8, 2, 1, 12), (16, 4, 1, 12), (16, 8, 1, 6), (48, 2, 2, 6), (48, 8, 2, 2), (200, 2, 4, 2), (4, 1, 3, 32)]
+    shapes += [] if b.quick else [(15, 8, 2, 4), (32, 4, 4, 3), (64, 8, 1, 5), (500, 3, 8, 1), (1000, 8, 1, 1)]
+    worst, against = 0.0, {}
+    for prompt, siblings, turns, groups in shapes:
+        rows = [row for seed in range(groups) for row in trees.group(turns, siblings, prompt, seed)]
+        for row in rows:
+            row.name = f"{prompt}/{id(row)}"
+        b.learn(b.forest(rows))
+        sides = (lambda rows=rows: b.learn(b.merged(rows)), lambda rows=rows: b.learn(b.forest(rows)))
+        (found,) = b.ratios(7 if b.quick else 15, *sides)
+        against[f"prompt {prompt}, {siblings} × {turns} turns"] = median(found)
+        worst = max(worst, median(found))
+    yield Figure("forest to merged rows, at worst", worst, "×", against, 1.1)
+
+
+def two_levels(b: Bench) -> Iterator[Figure]:
+    """Siblings that fork again half way, and a child under each fork, all in one pass."""
+    for prompt in (256,) if b.quick else (256, 1024):
+        rows = trees.two_level(16, 4, prompt)
+        whole = Packing(1 << 20, True, b.backend.packing.cost)
+        assert len(pack(rows, whole)) == 1
+        some = rows if not b.quick else trees.two_level(16, 1, prompt)
+        b.learn(pack(some, whole))
+        stepwise, merged = b.ratios(
+            2 if b.quick else 3, lambda rows=rows, whole=whole: b.learn(pack(rows, whole)), lambda some=some: b.learn(b.stepwise(some)),
+            lambda rows=rows: b.learn(b.merged(rows)),
+        )  # fmt: skip
+        forest = trees.num_tokens(pack(rows, whole))
+        tokens = {
+            "fewer tokens": trees.num_tokens(b.stepwise(rows)) / forest,
+            "merged rows": median(merged), "fewer tokens than merged": trees.num_tokens(b.merged(rows)) / forest,
+        }  # fmt: skip
+        off = differences(b, pack(rows, whole), b.merged(rows))
+        value = median(stepwise) * len(rows) / len(some)
+        name = f"forks at two levels and children, 16 turns, prompt {prompt}: step-wise rows to forest"
+        yield Figure(name, value, "×", tokens, None, max(off) <= 1e-5, 3)
+
+
+def growth(b: Bench) -> Iterator[Figure]:
+    """Exponents of the step's time, fitted over all points: 1 is linear. Attention to a prompt is quadratic in it."""
+    sweeps: dict[str, tuple[list[int], Callable[[int], list[Sequence]], float | None]] = {
+        "siblings": ([4, 8, 16, 32], lambda num: trees.group(4, num, 256), 1.1),
+        "turns": ([4, 8, 16, 32], lambda num: trees.group(num, 8, 256), 1.4),
+        "prompt": ([128, 256, 512, 1024, 2048], lambda num: trees.group(4, 8, num), 1.6),
+    }
+    for name, (values, rows_of, most) in sweeps.items():
+        steps = {value: rows_of(value) for value in values}
+        seconds: dict[int, list[float]] = {value: [] for value in values}
+        for _ in range(3 if b.quick else 7):
+            for value, rows in steps.items():
+                seconds[value].append(cpu_seconds(lambda rows=rows: b.learn(b.forest(rows))))
+        best = {value: min(found) for value, found in seconds.items()}
+        slope = np.polyfit(np.log(values), np.log(list(best.values())), 1)[0]
+        against = {f"{value}": round(each, 3) for value, each in best.items()}
+        yield Figure(f"growth of a step with {name}, exponent (seconds at each)", float(slope), "", against, most)
+
+
+def speed(b: Bench) -> Iterator[Figure]:
+    """Plain rows of 128 tokens, half of which learn: forward, backward and AdamW."""
+    rng = np.random.default_rng(0)
+    rows = []
+    for index in range(32):
+        mask = rng.random(128) < 0.5
+        mask[0] = False
+        zeros = np.zeros(128, np.float32)
+        ids = rng.integers(0, trees.VOCAB, 128)
+        streams = dict.fromkeys(("sampler_logprobs", "advantages", "rl"), zeros)
+        rows.append(Sequence(name=f"{index}", token_ids=ids, mask=mask, ce=mask.astype(np.float32), **streams))
+    seconds = [cpu_seconds(lambda: b.learn(b.forest(rows))) for _ in range(12)]
+    yield Figure("SFT rows of 128 tokens", 32 * 128 / median(seconds), "tok/CPU-s", {"best": 32 * 128 / min(seconds)})
+
+
+# --- others ----------------------------------------------------------------------------------------------------------
+
+
+def trl(b: Bench) -> Iterator[Figure]:
+    yield from against_trl(small_policy, quick=b.quick)
+
+
+def sampling(b: Bench) -> Iterator[Figure]:
+    for each in inference_part.measure(quick=b.quick):
+        yield Figure(each.name, each.value, each.unit, dict(each.against), each.floor, True, each.least)
+
+
+FIGURES = {figure.__name__: figure for figure in (sixteen_turns, anywhere, two_levels, growth, speed, trl, sampling)}
+
+
+# --- on a GPU --------------------------------------------------------------------------------------------------------
+
+
+def on_gpu(quick: bool) -> Iterator[Figure]:
+    """Half a billion parameters in bf16: speed, share of the device's peak, memory, and what the forest gains."""
+    config = Qwen3Config(
+        vocab_size=32768, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
+        num_key_value_heads=8, head_dim=128, tie_word_embeddings=True, max_position_embeddings=40960,
+    )  # fmt: skip
+    policy = small_policy()
+    policy = from_config(config, policy.tokenizer, 0, device="cuda")
+    backend = Single(policy, compute=Compute(precision="bf16"))
+    rows = trees.group(8, GROUP, 2048)
+    sides = {
+        "forest": pack(rows, backend.packing),
+        "merged rows": pack(rows, msgspec.structs.replace(backend.packing, share=False)),
+        "step-wise rows": trees.stepwise_batches(rows, backend.packing),
+    }
+    off = [
+        np.concatenate([np.sort(each) for each in backend.logprobs(sides[name])]) for name in ("forest", "merged rows")
+    ]
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(4 if quick else 10):
+        for name, batches in sides.items():
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            backend.forward_backward(batches, LOSS)
+            backend._model.zero_grad(set_to_none=True)
+            torch.cuda.synchronize()
+            seconds[name].append(time.perf_counter() - started)
+    took = {name: median(each[1:]) for name, each in seconds.items()}
+    tokens = trees.num_tokens(sides["forest"])
+    flops = 6 * policy.num_parameters * tokens + 14 * 28 * 16 * 128 * pairs(sides["forest"])
+    speeds = {name: trees.num_tokens(sides[name]) / each for name, each in took.items()}
+    yield Figure("0.5B, bf16: tokens computed per second", speeds.pop("forest"), "tok/s", speeds)
+    peak = 989e12 if "H100" in torch.cuda.get_device_name() or "H200" in torch.cuda.get_device_name() else math.nan
+    yield Figure("0.5B, bf16: share of the peak (989 TFLOP/s)", flops / took["forest"] / peak, "", {})
+    yield Figure("0.5B, bf16: peak memory", torch.cuda.max_memory_allocated() / 2**30, "GiB", {})
+    gains = {name: took[name] / took["forest"] for name in ("step-wise rows", "merged rows")}
+    yield Figure("0.5B, bf16: step-wise rows to forest", gains.pop("step-wise rows"), "×", gains)
+    yield Figure("0.5B, bf16: logprobs off merged rows by, mean", float(np.abs(off[0] - off[1]).mean()), "", {})
+
+
+def pairs(batches: list[Batch]) -> int:
+    """Tokens that see tokens."""
+    return sum(int((batch.positions + 1).sum()) for batch in batches)
+
+
+# --- the command line ------------------------------------------------------------------------------------------------
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Figures of the trainer beside rows, and beside TRL.")
+    parser.add_argument("--quick", action="store_true", help="fewer repeats; within five minutes on two cores")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON on the last line")
+    parser.add_argument("--only", metavar="NAME", action="append", choices=FIGURES, help=f"of: {', '.join(FIGURES)}")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    figures = []
+    if options.device == "cuda":
+        figures = list(on_gpu(options.quick))
+    else:
+        bench = Bench(Single(small_policy()), options.quick)
+        for name in options.only or FIGURES:
+            started = time.monotonic()
+            for figure in FIGURES[name](bench):
+                print(f"{figure.name}: {figure.value} {figure.unit} {figure.against or ''}", file=sys.stderr)
+                figures.append(figure)
+            print(f"({name} took {time.monotonic() - started:.0f} s)", file=sys.stderr)
+    show(figures)
+    if options.json:
+        print(json.dumps({"figures": [figure.as_json() for figure in figures]}))
+    return 1 if any(figure.holds is False for figure in figures) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
