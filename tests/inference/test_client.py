@@ -241,6 +241,12 @@ async def test_what_it_cannot_do_is_refused(client: LocalClient) -> None:
         await client.complete(asked(Message("system", "Be."), USER))
 
 
+@pytest.mark.parametrize("wrong", [{"temperature": -0.1}, {"temperature": float("nan")}, {"top_p": 0.0}, {"top_k": -1}])
+def test_settings_out_of_range(wrong: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match="must be at least 0"):
+        asyncio.run(LocalClient(policy()).complete(asked(**wrong)))
+
+
 @with_client
 async def test_a_stream_grows_into_the_reply(client: LocalClient) -> None:
     request = asked(max_tokens=200)
@@ -263,6 +269,20 @@ def test_after_closing_it_refuses() -> None:
             await client.complete(asked())
 
     asyncio.run(whole())
+
+
+def test_a_loop_that_is_closed_with_a_request_inside_hurts_nobody() -> None:
+    client = LocalClient(policy())
+    loop = asyncio.new_event_loop()
+    lost = loop.create_task(client.complete(asked(max_tokens=100)))
+    loop.run_until_complete(asyncio.sleep(0))
+    loop.close()
+    reply = asyncio.run(client.complete(asked(max_tokens=150)))
+    assert reply.usage.output_tokens == 150
+    assert not lost.done()
+    lost._log_destroy_pending = False  # type: ignore[attr-defined]  # asyncio would complain, and rightly
+    lost.get_coro().close()  # type: ignore[union-attr]
+    asyncio.run(client.close())
 
 
 def test_one_client_serves_several_loops() -> None:

@@ -14,9 +14,10 @@ from ramify.inference.local.engine import Engine
 from ramify.inference.local.generation import Generation
 from ramify.inference.local.sampling import Draw
 from ramify.policy.fingerprint import fingerprint
-from tests.inference.helpers import WINDOW, drained, engine, expected, policy
+from tests.inference.helpers import WINDOW, drained, engine, expected, logits, policy
 
 MADE = policy()
+CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 SETTINGS = [Draw(), Draw(0.7), Draw(0.0), Draw(top_p=0.8), Draw(1.3, top_k=9)]
 
 
@@ -187,6 +188,30 @@ def test_a_prompt_that_memory_cannot_hold_is_refused() -> None:
         running.add(Generation([5] * 40, max_tokens=3))
     running.add(Generation([5] * 38, max_tokens=30))
     assert [(len(each.ids), each.end) for each in drained(running)] == [(40, "length")]
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "tolerance"),
+    [
+        ("cpu", torch.bfloat16, 0.2),
+        pytest.param("cuda", torch.float32, 1e-4, marks=CUDA),
+        pytest.param("cuda", torch.bfloat16, 0.2, marks=CUDA),
+    ],
+)
+def test_other_precisions_and_devices(device: str, dtype: torch.dtype, tolerance: float) -> None:
+    """Log-probabilities of what was sampled, against one pass over all of it in fp32 on the CPU."""
+    made = policy(sharpness=4.0)
+    made.model.to(device, dtype)
+    running = engine(made, slots=4, prefill_tokens=33)
+    for request in requests(12, shared=40):
+        running.add(Generation(**{**request, "draw": Draw()}))
+    done = drained(running)
+    exact = policy(sharpness=4.0)
+    exact.model.load_state_dict({name: each.float().cpu() for name, each in made.model.state_dict().items()})
+    for each in done:
+        rows = logits(exact, each.ids)[each.num_prompt - 1 : -1].log_softmax(-1)
+        theirs = rows.gather(1, torch.tensor(each.sampled)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(each.logprobs), theirs, rtol=0, atol=tolerance)
 
 
 def test_stop_texts_may_lie_across_tokens() -> None:

@@ -156,9 +156,12 @@ class _Chunk:
             self._bias = bias.to(cache.kv.device)
 
     def __call__(self, layer: int, q_THd: Tensor, scale: float) -> Tensor:
-        k, v = (self._cache.kv[which, layer, self._slot, :, : self._end][None] for which in (0, 1))
+        k, v = (self._cache.kv[which, layer, self._slot, :, : self._end] for which in (0, 1))
+        is_cpu = k.device.type == "cpu"
+        if not is_cpu:  # where masks and heads in groups together leave only the slow kernel
+            k, v = (each.repeat_interleave(q_THd.shape[1] // each.shape[0], 0) for each in (k, v))
         o = F.scaled_dot_product_attention(
-            q_THd.transpose(0, 1)[None], k, v, attn_mask=self._bias, is_causal=self._bias is None, scale=scale,
-            enable_gqa=True,
+            q_THd.transpose(0, 1)[None], k[None], v[None], attn_mask=self._bias, is_causal=self._bias is None, scale=scale,
+            enable_gqa=is_cpu,
         )  # fmt: skip
         return o[0].transpose(0, 1)

@@ -12,6 +12,8 @@ taken together with the call's id and the prompt's length, so that the turns and
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import math
 import os
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -148,14 +150,21 @@ class LocalClient:
         default = self.policy.defaults
         if sampling.temperature is None:
             return Draw(default.temperature, default.top_p, default.top_k)
-        return Draw(sampling.temperature, 1.0 if sampling.top_p is None else sampling.top_p, sampling.top_k or 0)
+        draw = Draw(sampling.temperature, 1.0 if sampling.top_p is None else sampling.top_p, sampling.top_k or 0)
+        if not (0 <= draw.temperature < math.inf and 0 < draw.top_p <= 1 and draw.top_k >= 0):
+            raise ConfigError(
+                f"{self.name}: temperature={draw.temperature} must be at least 0, top_p={draw.top_p} above 0 and at most 1, "
+                f"top_k={draw.top_k} not negative"
+            )
+        return draw
 
     async def _finished(self, generation: Generation) -> None:
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[None] = loop.create_future()
 
         def done(_: Generation, error: BaseException | None) -> None:
-            loop.call_soon_threadsafe(_settle, ended, error)
+            with contextlib.suppress(RuntimeError):  # the caller's loop was closed without a word: nobody waits
+                loop.call_soon_threadsafe(_settle, ended, error)
 
         self._thread.add(generation, done)
         try:
