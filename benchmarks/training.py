@@ -175,10 +175,12 @@ def two_levels(b: Bench) -> Iterator[Figure]:
         assert len(pack(rows, whole)) == 1
         some = rows if not b.quick else trees.two_level(16, 1, prompt)
         b.learn(pack(some, whole))
-        stepwise, merged = b.ratios(
-            2 if b.quick else 3, lambda rows=rows, whole=whole: b.learn(pack(rows, whole)), lambda some=some: b.learn(b.stepwise(some)),
+        sides = (
+            lambda rows=rows, whole=whole: b.learn(pack(rows, whole)),
+            lambda some=some: b.learn(b.stepwise(some)),
             lambda rows=rows: b.learn(b.merged(rows)),
-        )  # fmt: skip
+        )
+        stepwise, merged = b.ratios(2 if b.quick else 3, *sides)
         forest = trees.num_tokens(pack(rows, whole))
         tokens = {
             "fewer tokens": trees.num_tokens(b.stepwise(rows)) / forest,

@@ -19,6 +19,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ramify.errors import ConfigError
+
 _aten = torch.ops.aten
 _MAX_SCORES = 1 << 24
 """Scores that ``Plain`` holds at once."""
@@ -122,12 +124,18 @@ class VarlenKernel(Protocol):
 class CudaFlash:
     """FlashAttention as PyTorch brings it along: fp16 and bf16 on a GPU. Heads of keys are not repeated."""
 
+    @staticmethod
+    def takes(dtype: torch.dtype, head_size: int) -> bool:
+        return dtype in (torch.bfloat16, torch.float16) and head_size % 8 == 0 and head_size <= 256
+
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, queries: Stretches, keys: Stretches, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
         o, lse, state, unused, _ = _aten._flash_attention_forward(
             q, k, v, queries.bounds, keys.bounds, queries.longest, keys.longest, 0.0, causal, False, scale=scale
         )
+        if lse.shape != (q.shape[1], q.shape[0]):
+            raise ConfigError(f"training on a GPU in bf16 needs torch 2.7 or later, and this is {torch.__version__}")
         return o, lse, (state, unused)
 
     def backward(

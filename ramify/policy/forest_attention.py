@@ -82,23 +82,23 @@ class ForestAttention:
         """``kernel``: by default the fastest that the queries' device and type have."""
         self._plan = Plan.of(segments)
         self._kernel = kernel
-        self._walks: dict[tuple[str, torch.dtype], _Walk] = {}
+        self._walks: dict[tuple[str, torch.dtype, int], _Walk] = {}
 
     def __call__(self, layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, scale: float) -> Tensor:
         device = q_THd.device.type
         if torch.is_autocast_enabled(device):
             kind = torch.get_autocast_dtype(device)
             q_THd, k_TKd, v_TKd = q_THd.to(kind), k_TKd.to(kind), v_TKd.to(kind)
-        key = (device, q_THd.dtype)
+        key = (device, q_THd.dtype, q_THd.shape[-1])
         if key not in self._walks:
             self._walks[key] = _walk(self._plan, self._kernel or _fastest(*key), q_THd.device)
         return cast(Tensor, _Attend.apply(q_THd, k_TKd, v_TKd, self._walks[key], scale))  # type: ignore[no-untyped-call]
 
 
-def _fastest(device: str, dtype: torch.dtype) -> Kernel:
+def _fastest(device: str, dtype: torch.dtype, head_size: int) -> Kernel:
     if device == "cpu":
         return CpuFlash()
-    if device == "cuda" and dtype in (torch.bfloat16, torch.float16):
+    if device == "cuda" and CudaFlash.takes(dtype, head_size):
         return CudaFlash()
     return Plain()
 

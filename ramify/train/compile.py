@@ -29,7 +29,8 @@ def sequences(rollouts: Iterable[Stamped], temperature: float = 1.0) -> list[Seq
     """The paths of all calls that carry stamps, in the order of rollouts, calls and turns.
 
     ``temperature`` is the one that the rollouts were sampled at. ValueError where a stamp does not fit its turn: it has
-    another length, the turn has no token ids, or it has policy-gradient weights and no sampler's log-probabilities.
+    another length, the turn has no token ids, or it has policy-gradient weights and no sampler's log-probabilities, or was
+    sampled greedily.
     """
     return [sequence for rollout in rollouts for sequence in _of_rollout(rollout, temperature)]
 
@@ -66,6 +67,8 @@ def _sequence(name: str, path: TokenPath, here: list[tuple[TokenSpan, Stamp]], t
         raise ValueError(
             f"sequence {name} has policy-gradient weights, but not all its tokens have the sampler's log-probabilities"
         )
+    if temperature <= 0 and any(stamp.rl for _, stamp in here):
+        raise ValueError(f"sequence {name} has policy-gradient weights, but was sampled at temperature {temperature:g}")
     columns = {name: _column(length, here, name) for name in ("advantages", *_WEIGHTS)}
     for weight in _WEIGHTS:
         values = columns[weight]

@@ -102,7 +102,9 @@ def test_what_is_refused():
     without = call("0", turn((1,), (7,), logprobs=None))
     with pytest.raises(ValueError, match="sequence t/call=0 has policy-gradient weights, but not all"):
         sequences([rollout({("0", 0): rl(1)}, without)])
-    assert len(sequences([rollout({("0", 0): Stamp(ce=[1.0])}, without)])) == 1
+    assert len(sequences([rollout({("0", 0): Stamp(ce=[1.0])}, without)], temperature=0.0)) == 1
+    with pytest.raises(ValueError, match="t/call=0 has policy-gradient weights, but was sampled at temperature 0"):
+        sequences([rollout({("0", 0): rl(1, 1)}, plain)], temperature=0.0)
     with pytest.raises(ValueError, match="weight 'rl' on its first token, which nothing predicts"):
         sequences([rollout({("0", 0): rl(1)}, call("0", turn((), (7,))))])
 

@@ -218,7 +218,7 @@ class Single:
         config = self._policy.config
         mlp = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
         layer = config.hidden_size if self._compute.recompute else 10 * config.hidden_size + 4 * mlp
-        return max(1024, room // (4 * layer * config.num_hidden_layers))
+        return max(1024, room // int(4 * layer * config.num_hidden_layers))
 
     def _wants_bf16(self) -> bool:
         if self._compute.precision != "auto":
