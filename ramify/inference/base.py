@@ -59,12 +59,13 @@ def made_for(model: object) -> str | None:
     return None
 
 
-def connect(name: str) -> Client:
-    """The engine for ``local:…`` or ``tiny``. Raises ConfigError where the model or what it needs is not there."""
-    path = str(TINY) if name == "tiny" else name.removeprefix("local:")
-    if name == "tiny" and not (TINY / "config.json").is_file():
+def connect(name: str, tiny: Path = TINY) -> Client:
+    """The engine for ``local:…`` or ``tiny``, which lives in the folder ``tiny``. Raises ConfigError where the model or what
+    it needs is not there."""
+    path = str(tiny) if name == "tiny" else name.removeprefix("local:")
+    if name == "tiny" and not (tiny / "config.json").is_file():
         raise ConfigError(
-            f"the model 'tiny' is not part of this installation ({TINY} has no checkpoint): train one with "
+            f"the model 'tiny' is not part of this installation ({tiny} has no checkpoint): train one with "
             "`ramify train recipes/tiny.py`, and use it as local:FOLDER"
         )
     need_train_extra(f"model '{name}'")

@@ -11,10 +11,10 @@ import pytest
 import ramify
 from ramify import Limits, Sampling
 from ramify.errors import ConfigError
-from ramify.inference.base import TINY, connect, made_for
+from ramify.inference.base import connect, made_for
 from ramify.inference.local.client import LocalClient
 from ramify.policy.load import save
-from tests.inference.helpers import policy
+from tests.inference.helpers import WINDOW, policy
 from tests.policy.test_load import GPT2, made
 
 
@@ -61,10 +61,12 @@ def test_names_that_lead_nowhere(tmp_path: Path) -> None:
         ramify.RLM("local:").completion("text", "question")
 
 
-@pytest.mark.skipif((TINY / "config.json").exists(), reason="the packaged policy is there")
-def test_the_packaged_policy_is_not_there_yet() -> None:
+def test_the_packaged_policy(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="'tiny' is not part of this installation"):
-        connect("tiny")
+        connect("tiny", tmp_path)
+    save(policy(), tmp_path)
+    client = connect("tiny", tmp_path)
+    assert (client.name, client.window, made_for(client)) == ("tiny", WINDOW, "tiny")
 
 
 def test_a_name_costs_no_import() -> None:
