@@ -68,7 +68,8 @@ class Scaffold(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     child_system: str | None = None
     """For children; None: the same as ``system``."""
     first: str = ""
-    """The first message of a call; empty: question, size and beginning of the context (``observe.first_message``)."""
+    """The first message of a call; empty: question, size and beginning of the context (``observe.first_message``). Its
+    markers: ``{{question}}``, ``{{chars}}`` of the context, ``{{about}}`` what the user pointed at."""
     direct_system: str = _DIRECT_SYSTEM
     direct_chars: int = 32_000
     """A root context of at most this many characters is answered by one direct call, without a session; 0 is never."""
@@ -113,9 +114,8 @@ class Scaffold(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """What a call is told first. ``context`` is the value that its session gets."""
         if not self.first:
             return observe.first_message(question, description, about)
-        filled = {"{{question}}": question, "{{chars}}": str(observe.chars_of(context))}
-        text = re.sub("|".join(map(re.escape, filled)), lambda found: filled[found[0]], self.first)
-        return f"{text}\n{about}" if about else text
+        filled = {"{{question}}": question, "{{chars}}": str(observe.chars_of(context)), "{{about}}": about}
+        return re.sub("|".join(map(re.escape, filled)), lambda found: filled[found[0]], self.first)
 
     def report(self, cell: Cell) -> str:
         """What is shown of one execution."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+import ramify
 from ramify import Scaffold, Stop
 from ramify.engine.observe import terse
 from ramify.engine.scaffold import SCAFFOLDS
@@ -36,6 +38,19 @@ def test_a_whole_run() -> None:
         ("assistant", "x=len(context)\nx/0"),
         ("user", "ZeroDivisionError: division by zero"),
     ]
+
+
+def test_what_the_user_pointed_at_is_only_said_where_a_scaffold_asks_for_it(tmp_path: Path) -> None:
+    (tmp_path / "rows.txt").write_text("alpha")
+    loaded = ramify.load(tmp_path / "rows.txt")
+    told = []
+    for first in (TINY.first, "{{question}} ({{about}})"):
+        model = client(["FINAL(1)"])
+        with rlm(model, scaffold=msgspec.structs.replace(TINY, first=first)) as r:
+            r.completion(loaded, "how long?")
+        told.append(model.requests[0].messages[0].content)
+    assert told[0] == "how long?\nlen 5"
+    assert told[1].startswith("how long? (the text of")
 
 
 def test_children_are_told_as_little() -> None:
