@@ -87,7 +87,7 @@ def load(
     ``thinking`` switches a hybrid model's thinking where its template can. Raises ConfigError for a folder that is not
     there, weights that are not those of its configuration, a tokenizer that does not fit its template."""
     folder = _folder(path_or_name)
-    config = AutoConfig.from_pretrained(folder)
+    config = _config(folder)
     tokenizer = load_tokenizer(folder)
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtype = dtype or (torch.float32 if device.type == "cpu" else _stored_dtype(config))
@@ -152,7 +152,7 @@ def load_into(policy: Policy, folder: str | Path) -> None:
 
     Raises ConfigError, naming the first difference, where the checkpoint is of another configuration."""
     folder = Path(folder)
-    if difference := config_difference(policy.config, AutoConfig.from_pretrained(folder)):
+    if difference := config_difference(policy.config, _config(folder)):
         raise ConfigError(f"{folder} is a checkpoint of another configuration: {difference}")
     if isinstance(policy.model, Dense):
         load_weights(policy.model, read_weights(folder), str(folder))
@@ -193,6 +193,13 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
+def _config(folder: Path) -> Any:
+    try:
+        return AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"{folder}/config.json is not understood: {str(error).splitlines()[0]}") from None
+
+
 def _model(folder: Path, config: Any, dtype: torch.dtype, device: torch.device) -> nn.Module:
     if unsupported(config) is not None:
         return _module(folder, dtype).to(device).eval()
@@ -208,10 +215,17 @@ def _model(folder: Path, config: Any, dtype: torch.dtype, device: torch.device) 
 
 def _module(folder: Path, dtype: torch.dtype) -> nn.Module:
     """transformers' own module, for what is not ``Dense``."""
+    from transformers.utils import logging
+
+    shows_progress = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
     try:
         module: nn.Module = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     except (OSError, ValueError) as error:
         raise StoreError(f"{folder}: {str(error).splitlines()[0]}") from None
+    finally:
+        if shows_progress:
+            logging.enable_progress_bar()
     return module
 
 

@@ -181,6 +181,9 @@ def _spoil(folder: Path, how: str) -> None:
         case "config":
             (folder / "config.json").unlink()
             return
+        case "architecture":
+            (folder / "config.json").write_text('{"model_type": "nonsense"}')
+            return
         case "generation":
             (folder / "generation_config.json").write_text("{")
             return
@@ -197,6 +200,7 @@ def _spoil(folder: Path, how: str) -> None:
         ("none", StoreError, r"neither model\.safetensors nor"),
         ("config", ConfigError, r"no model: it has no config\.json"),
         ("tokenizer", ConfigError, "its tokenizer cannot be loaded"),
+        ("architecture", ConfigError, r"config\.json is not understood: .*nonsense"),
         ("generation", ConfigError, "is no JSON"),
     ],
 )
