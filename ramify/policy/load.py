@@ -218,14 +218,14 @@ def _module(folder: Path, dtype: torch.dtype) -> nn.Module:
     from transformers.utils import logging
 
     shows_progress = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         module: nn.Module = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     except (OSError, ValueError) as error:
         raise StoreError(f"{folder}: {str(error).splitlines()[0]}") from None
     finally:
         if shows_progress:
-            logging.enable_progress_bar()
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
     return module
 
 
