@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Many
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -62,8 +62,7 @@ class Single:
         self._trunk = trunk_of(self._model)
         self._cost = _cost(self._model, policy.config, self._device.type)
         self._uses_bf16 = self._wants_bf16()
-        if self._compute.recompute:
-            _recompute_layers(self._model)
+        _recompute_layers(self._model, self._compute.recompute)
         self._optimizers = Optimizers(self._model, self._optim)
         self._num_steps = 0
 
@@ -299,21 +298,25 @@ def _cost(model: nn.Module, config: Any, device: str) -> Cost:
     )
 
 
-def _recompute_layers(model: nn.Module) -> None:
-    """Let each layer keep its input alone."""
+def _recompute_layers(model: nn.Module, wanted: bool) -> None:
+    """Let each layer keep its input alone, or no longer, where an earlier backend of the model did so."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    if not lists:
+    if wanted and not lists:
         raise ConfigError("compute.recompute needs a model whose layers stand in a ModuleList")
-    for layer in max(lists, key=len):
-        layer.forward = _again(layer.forward)
+    for layer in max(lists, key=len, default=nn.ModuleList()):
+        if isinstance(vars(layer).get("forward"), _Again):
+            del layer.forward
+        if wanted:
+            layer.forward = _Again(layer.forward)
 
 
-def _again(forward: Any) -> Any:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return (
-            checkpoint(forward, *args, use_reentrant=False, **kwargs)
-            if torch.is_grad_enabled()
-            else forward(*args, **kwargs)
-        )
+class _Again:
+    """A layer's forward pass that is done again in the backward pass."""
 
-    return run
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self._forward = forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self._forward(*args, **kwargs)
+        return checkpoint(self._forward, *args, use_reentrant=False, **kwargs)

@@ -31,6 +31,12 @@ def policy(config: Any = CONFIG, seed: int = 0) -> Policy:
     return Policy(model, None, None, config, 0, "small")  # type: ignore[arg-type]
 
 
+def as_module(config: Any) -> Policy:
+    """As transformers' own module, also where ``Dense`` could compute it."""
+    torch.manual_seed(0)
+    return Policy(AutoModelForCausalLM.from_config(config).eval(), None, None, config, 0, "small")  # type: ignore[arg-type]
+
+
 def row(name: str, prompt: list[int], num_sampled: int, rng: np.random.Generator, **more: Any) -> Sequence:
     """``prompt``, then random tokens of which each third is given and the others carry loss."""
     ids = np.concatenate([prompt, rng.integers(0, VOCAB, num_sampled)]).astype(np.int64)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import GPT2Config
+from transformers import GPT2Config, MistralConfig
 
 from ramify.errors import ConfigError, TrainError
 from ramify.train.backends.base import Compute, Optim
@@ -21,7 +21,7 @@ from ramify.train.loss import Loss
 from ramify.train.pack import Cost, Packing, attach, pack
 from ramify.train.policy_losses import DppoTv, PpoClip
 from ramify.types.sequence import Batch, Kept, Sequence
-from tests.train.backends.small import CONFIG, VOCAB, policy, row, tree
+from tests.train.backends.small import CONFIG, VOCAB, as_module, policy, row, tree
 
 LOSS = Loss(policy=DppoTv(pull=0.1), entropy=0.01)
 FREE = Cost(pair=0.0, share=0.0, join=0.0)
@@ -75,10 +75,45 @@ def test_loss_and_gradient_do_not_depend_on_how_a_step_is_cut():
         check_same(learn(batches), wanted)
 
 
-def test_computing_again_changes_nothing():
-    wanted = learn(pack(tree()))
-    for compute in (Compute(recompute=True), Compute(max_logits=VOCAB * 5)):
-        check_same(learn(pack(tree()), Single(policy(), compute=compute)), wanted)
+GPT2 = GPT2Config(
+    vocab_size=VOCAB,
+    n_embd=32,
+    n_layer=2,
+    n_head=4,
+    n_positions=128,
+    initializer_range=0.2,
+    bos_token_id=1,
+    eos_token_id=2,
+)
+CONFIGS = pytest.mark.parametrize("config", [CONFIG, GPT2], ids=["Dense", "a module of transformers"])
+
+
+@CONFIGS
+def test_computing_again_changes_nothing(config: Any):
+    """Nor does a backend that no longer does, on the same model."""
+    wanted = learn(pack(tree()), Single(policy(config)))
+    model = policy(config)
+    for compute in (Compute(recompute=True), Compute(recompute=True), Compute(max_logits=VOCAB * 5)):
+        backend = Single(model, compute=compute)
+        check_same(learn(pack(tree()), backend), wanted)
+        backend._model.zero_grad()
+
+
+def test_a_module_on_a_forest_learns_as_on_rows():
+    wanted = learn(pack(tree(), Packing(share=False)), Single(policy(GPT2)))
+    check_same(learn(pack(tree(), Packing(cost=FREE)), Single(policy(GPT2))), wanted)
+
+
+def test_a_model_that_cannot_share_is_given_rows():
+    config = MistralConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=128, sliding_window=8, attention_dropout=0.0,
+    )  # fmt: skip
+    backend = Single(as_module(config))
+    assert not backend.packing.share
+    loss, gradient = learn(pack(tree(), backend.packing), backend)
+    one_by_one = Single(as_module(config), compute=Compute(max_tokens=1))
+    check_same(learn(pack(tree(), one_by_one.packing), one_by_one), (loss, gradient))
 
 
 def test_in_bf16_it_is_nearly_the_same():
@@ -89,10 +124,7 @@ def test_in_bf16_it_is_nearly_the_same():
     assert float((whole - whole_rough).norm() / whole.norm()) < 0.1
 
 
-GPT2 = GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=128, initializer_range=0.2)
-
-
-@pytest.mark.parametrize("config", [CONFIG, GPT2], ids=["Dense", "a module of transformers"])
+@CONFIGS
 def test_logprobs_are_those_of_a_plain_softmax(config: Any):
     rows = tree()
     backend = Single(policy(config))
