@@ -4,6 +4,7 @@
     python benchmarks/training.py --quick    fewer repeats, within five minutes on two cores
     python benchmarks/training.py --json     also prints, as its last line, {"figures": [{"name", "value", "unit", "against",
                                              "floor", "least", "holds"}, …]}, as benchmarks/engine.py does
+    python benchmarks/training.py --write    also puts them into docs/training.md and docs/training.svg
     python benchmarks/training.py --device cuda    a model of half a billion parameters in bf16 on a GPU, alone
 
     step-wise rows   each turn a row of its own, everything before it given again, nothing shared
@@ -31,6 +32,7 @@ import inference_part
 import msgspec
 import numpy as np
 import torch
+import training_page
 import trees
 from engine import Figure, show
 from transformers import Qwen3Config
@@ -128,7 +130,7 @@ def sixteen_turns(b: Bench) -> Iterator[Figure]:
 
 
 def differences(b: Bench, left: list[Batch], right: list[Batch]) -> tuple[float, float]:
-    """(largest difference of a log-probability, of a parameter's gradient over that gradient's largest entry)"""
+    """(largest difference of a log-probability; of a parameter's gradient, by norms: |one - other| / |other|)"""
     logprobs = [_logprobs(b, side) for side in (left, right)]
     off = max(abs(logprobs[0][key] - logprobs[1][key]) for key in logprobs[0].keys() | logprobs[1].keys())
     gradients = [_gradient(b, side) for side in (left, right)]
@@ -207,8 +209,8 @@ def growth(b: Bench) -> Iterator[Figure]:
                 seconds[value].append(cpu_seconds(lambda rows=rows: b.learn(b.forest(rows))))
         best = {value: min(found) for value, found in seconds.items()}
         slope = np.polyfit(np.log(values), np.log(list(best.values())), 1)[0]
-        against = {f"{value}": round(each, 3) for value, each in best.items()}
-        yield Figure(f"growth of a step with {name}, exponent (seconds at each)", float(slope), "", against, most)
+        against = {f"{value}": f"{each:.3g} s" for value, each in best.items()}
+        yield Figure(f"growth of a step with {name}, exponent", float(slope), "", against, most)
 
 
 def speed(b: Bench) -> Iterator[Figure]:
@@ -298,12 +300,13 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="fewer repeats; within five minutes on two cores")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON on the last line")
     parser.add_argument("--only", metavar="NAME", action="append", choices=FIGURES, help=f"of: {', '.join(FIGURES)}")
+    parser.add_argument("--write", action="store_true", help="put the figures into docs/training.md")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    figures = []
+    figures: list[Figure] = []
     if options.device == "cuda":
-        figures = list(on_gpu(options.quick))
+        figures += on_gpu(options.quick)
     else:
         bench = Bench(Single(small_policy()), options.quick)
         for name in options.only or FIGURES:
@@ -313,6 +316,8 @@ def main() -> int:
                 figures.append(figure)
             print(f"({name} took {time.monotonic() - started:.0f} s)", file=sys.stderr)
     show(figures)
+    if options.write:
+        training_page.write(figures)
     if options.json:
         print(json.dumps({"figures": [figure.as_json() for figure in figures]}))
     return 1 if any(figure.holds is False for figure in figures) else 0
