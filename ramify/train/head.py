@@ -46,7 +46,9 @@ def entry_logprobs(
     parts = []
     for start in range(0, num, size):
         part = _part(asked, start, min(start + size, num))
-        parts.append(checkpoint(_chunk, h_ED[start : start + size], logits, part, use_reentrant=False))
+        parts.append(
+            checkpoint(_chunk, h_ED[start : start + size], logits, part, use_reentrant=False, preserve_rng_state=False)
+        )
     logprobs, entropies = zip(*cast("list[tuple[Tensor, Tensor]]", parts), strict=True)
     return torch.cat(logprobs), torch.cat(entropies)
 

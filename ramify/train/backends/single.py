@@ -212,8 +212,8 @@ class Single:
     def _most_tokens(self) -> int:
         """Whose activations fit: about ten vectors of the model's width and four of the MLP's per layer, or one per layer
         where the rest is computed again."""
-        is_cpu = self._device.type == "cpu"
-        room = 4 << 30 if is_cpu else 2 * torch.cuda.get_device_properties(self._device).total_memory // 5
+        is_cuda = self._device.type == "cuda"
+        room = 2 * torch.cuda.get_device_properties(self._device).total_memory // 5 if is_cuda else 4 << 30
         config = self._policy.config
         mlp = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
         layer = config.hidden_size if self._compute.recompute else 10 * config.hidden_size + 4 * mlp
