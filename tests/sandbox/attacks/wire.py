@@ -166,7 +166,7 @@ def answered(id):
     os.read(sock_fd(), 65536)
 for id in range(1, 100): shelved(id, 4 << 20); answered(id)
 """,
-    **LIE,
+    **{**LIE, "host_mb": 128},
 )
 attack(
     "the shelf announced again and again",
