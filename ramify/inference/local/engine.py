@@ -159,17 +159,26 @@ class Engine:
         self._waiting.extendleft(reversed(passed))
 
     def _make_room(self) -> None:
-        """Slots long enough for what runs and is next; fewer of them where memory is short, more again when it is not."""
-        running = [len(owner.ids) for owner in self._slots.owner if owner is not None]
-        next_up = itertools.islice(self._waiting, max(self._slots.num_slots - len(running), 1))
-        needed = max(itertools.chain(running, (len(each.ids) for each in next_up)), default=0)
+        """Slots long enough for what runs and is next, to its end where memory allows that for all slots; fewer of them where
+        memory is short, more again when it is not."""
+        num_running = sum(owner is not None for owner in self._slots.owner)
+        next_up = itertools.islice(self._waiting, max(self._slots.num_slots - num_running, 1))
+        inside = [*(owner for owner in self._slots.owner if owner is not None), *next_up]
+        needed = max((len(each.ids) for each in inside), default=0)
+        in_the_end = self._rounded(max((each.num_prompt + each.max_tokens for each in inside), default=0))
+        if self._fitting(in_the_end) == self.room.slots:
+            needed = max(needed, in_the_end)
         capacity = self._slots.capacity
         if needed > capacity:
-            capacity = min(max(2 * capacity, 1 << (needed - 1).bit_length()), self._most_tokens())
+            capacity = min(max(2 * capacity, self._rounded(needed)), self._most_tokens())
             self._resize(self._fitting(capacity), capacity)
-        elif self._waiting and len(running) == self._slots.num_slots < self.room.slots and 4 * needed <= capacity:
+        elif self._waiting and num_running == self._slots.num_slots < self.room.slots and 4 * needed <= capacity:
             capacity = max(_LEAST_CAPACITY, 2 * needed)
             self._resize(self._fitting(capacity), capacity)
+
+    def _rounded(self, num_tokens: int) -> int:
+        """The next power of two, within what a sequence may have."""
+        return min(1 << max(num_tokens - 1, 1).bit_length(), self._most_tokens())
 
     def _resize(self, num_slots: int, capacity: int) -> None:
         stay, lost = self._slots.resize(num_slots, capacity)
