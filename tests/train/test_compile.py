@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -111,3 +112,23 @@ def test_what_is_refused():
 
 def test_nothing_stamped_is_nothing_to_learn():
     assert sequences([rollout({}, call("0", turn((1,), (7,)))), rollout({("0", 0): Stamp()}, call("0"))]) == []
+
+
+def test_growth_is_near_linear():
+    """Four times the calls, of three turns each: four times the time, within a factor of two."""
+
+    def seconds(num: int) -> float:
+        calls = [
+            call(f"0.{index}", *(turn((1,) * 20, (7,) * 20, 40 * at) for at in range(3)), parent=Parent("0", 0, 0))
+            for index in range(num)
+        ]
+        stamps = {(each.id, at): rl(*[1.0] * 20) for each in calls for at in range(3)}
+        many = rollout(stamps, *calls)
+        best = float("inf")
+        for _ in range(3):
+            start = time.process_time()
+            assert len(sequences([many])) == num
+            best = min(best, time.process_time() - start)
+        return best
+
+    assert seconds(400) < 8 * seconds(100)
