@@ -25,7 +25,7 @@ SPEC = SandboxSpec(provider="process", allow_weaker=True)
 def rlm(script: Any, **options: Any) -> RLM:
     limits = Limits(**{"max_seconds": 20.0, **options.pop("limits", {})})
     client = script if isinstance(script, ScriptedClient) else ScriptedClient(script, price=Price(1.0, 2.0))
-    return RLM(client, scaffold="tiny", sandbox=SPEC, limits=limits, **options)
+    return RLM(client, sandbox=SPEC, limits=limits, **{"scaffold": "tiny", **options})
 
 
 def number(messages: tuple[Message, ...]) -> int:

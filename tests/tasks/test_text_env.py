@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib.util
 from typing import Any
 
+import msgspec
 import pytest
 
+from ramify.engine.scaffold import TINY
 from ramify.errors import ConfigError
 from ramify.tasks.base import Item, scored
 from ramify.tasks.text_env import ENDED, Episode, env_task
@@ -83,7 +85,7 @@ def test_a_model_acts_by_a_function_of_its_session(kind: type[Any]) -> None:
     seen: list[Any] = []
     found = evaluated(
         lambda messages: HALVE if len(messages) == 1 else "FINAL('7')", task(kind), of=plan(items=3, task="guess"),
-        concurrency=1,
+        concurrency=1, scaffold=msgspec.structs.replace(TINY, first="{{question}} {{about}}"),
         on_outcome=lambda outcome, trajectory: seen.append(trajectory.root.turns[0]),
     )  # fmt: skip
     assert [each.rewards for each in found.outcomes] == [{"return": 1.0}, {"return": 1.0}, {"return": 0.0}]

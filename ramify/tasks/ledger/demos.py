@@ -1,7 +1,7 @@
 """A demonstrator: how somebody who knows the ledger, more or less, goes about a question, one reply of code after another.
 
     print(context[:70])                                                     look, so that the format is known
-    R=[l.split(',') for l in context.split('\\n')[1:]]                       one document: parse, ask, show
+    R=[l.split(',') for l in context.splitlines()[1:]]                      one document: parse, ask, show
     r=sum(int(x[2]) for x in R if x[1]=='red')
     print(r)
     FINAL(r)
@@ -155,7 +155,7 @@ class Course:
 
     def _parse(self, skips: bool, mistaken: bool) -> str:
         rest = "[1:]" if skips else ""
-        rows = f"R=[l.split('{self._format.separator}') for l in context.split('\\n'){rest}]"
+        rows = f"R=[l.split('{self._format.separator}') for l in context.splitlines(){rest}]"
         return f"{rows}\nr={_asking(self._scene.asked, self._format, mistaken)}\nprint(r)"
 
     def _ask_children(self) -> Iterator[str]:
