@@ -31,6 +31,8 @@ ORDERS = ((0, 1, 2), (2, 0, 1), (1, 2, 0))
 """Column of the user, of the label, of the quantity."""
 HELD_OUT_FORMAT = (";", (2, 0, 1))
 """Separator and order that no training item has."""
+SCALES = (1, 1, 10, 100, 1000)
+"""How large quantities are, so that a policy has seen short rows and long ones."""
 NUM_NAMES, NUM_HELD_OUT_NAMES = 400, 80
 LOWEST = 5
 _SHARE_LOOKALIKE = 0.15
@@ -101,13 +103,14 @@ def solve(rows: list[Row], kind: Kind, about: str) -> int | str:
     return max(found) if kind == "max" else found[-1]
 
 
-def make_rows(rng: random.Random, kind: Kind, about: str, header: bool, num: int) -> list[Row]:
+def make_rows(rng: random.Random, kind: Kind, about: str, header: bool, num: int, scale: int = 1) -> list[Row]:
     """``num`` rows over which the question can be answered and the usual mistakes show: a label occurs in names, the
-    greatest text is not the greatest number, the first row matters where a header is expected and not there."""
+    greatest text is not the greatest number, the first row matters where a header is expected and not there. Quantities
+    are below ``scale`` times ``highest_quantity``."""
     if num < 4:
         raise ValueError(f"a ledger of {num} rows: give at least 4")
     while True:
-        rows = _plain_rows(rng, about, num)
+        rows = _plain_rows(rng, about, num, highest_quantity(num) * scale)
         _plant(rng, rows, kind, about, header)
         if _shows_mistakes(rows, kind, about):
             return rows
@@ -123,9 +126,9 @@ def mean_digits(high: int) -> float:
     return sum(1 - 10.0**digit / high for digit in range(len(str(high))))
 
 
-def _plain_rows(rng: random.Random, about: str, num: int) -> list[Row]:
+def _plain_rows(rng: random.Random, about: str, num: int, highest: int) -> list[Row]:
     lookalikes = LOOKALIKES.get(about) or tuple(itertools.chain(*LOOKALIKES.values()))
-    quantities = rng.sample(range(LOWEST, highest_quantity(num)), num)
+    quantities = rng.sample(range(LOWEST, highest), num)
     users = rng.choices(NAMES, k=num)
     for index in rng.sample(range(num), round(_SHARE_LOOKALIKE * num)):
         users[index] = rng.choice(lookalikes)

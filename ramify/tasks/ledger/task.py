@@ -38,6 +38,7 @@ from ramify.tasks.ledger.rows import (
     KNOWN_FORMATS,
     KNOWN_NAMES,
     LABELS,
+    SCALES,
     Format,
     Kind,
     Row,
@@ -115,7 +116,7 @@ class _Recipe(msgspec.Struct, frozen=True):
         kind = rng.choice(self.kinds)
         asked = Asked(kind, self._about(rng, kind))
         form = rng.choice(self.formats)
-        rows = make_rows(rng, kind, asked.about, form.header, self._num_rows(rng, self.rows, 1))
+        rows = make_rows(rng, kind, asked.about, form.header, self._num_rows(rng, self.rows, 1), self._scale(rng))
         text = form.write(rows)
         return _item(asked, text, rows, [Document(0, len(text), form)], kind)
 
@@ -127,7 +128,9 @@ class _Recipe(msgspec.Struct, frozen=True):
         parts = [mark]
         for _ in range(num):
             form = rng.choice(self.formats)
-            own = make_rows(rng, kind, asked.about, form.header, self._num_rows(rng, self.doc_rows, num))
+            own = make_rows(
+                rng, kind, asked.about, form.header, self._num_rows(rng, self.doc_rows, num), self._scale(rng)
+            )
             start = sum(map(len, parts)) + len(parts)
             parts.append(form.write(own))
             documents.append(Document(start, start + len(parts[-1]), form))
@@ -138,6 +141,10 @@ class _Recipe(msgspec.Struct, frozen=True):
 
     def _about(self, rng: random.Random, kind: Kind) -> str:
         return "" if kind == "top" else rng.choice(self.names if kind == "latest" else LABELS)
+
+    def _scale(self, rng: random.Random) -> int:
+        """Of the quantities; 1 where the length is given, since it follows from theirs."""
+        return 1 if self.chars is not None else rng.choice(SCALES)
 
     def _num_rows(self, rng: random.Random, usual: tuple[int, int], num_docs: int) -> int:
         if self.chars is None:
