@@ -17,7 +17,7 @@ import os
 import resource
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -51,7 +51,7 @@ class Trained(NamedTuple):
     rewards: dict[str, float]
     """``first test``, ``last test``, ``best test_formats count`` … -> reward."""
     cpu_s: float
-    """Of the process, from its start to the last step, validation included, the report at the end not."""
+    """Of the process, from its start to the last step, validation included, reports of other splits not."""
     validation_s: float
     """The part of it that went into validation."""
 
@@ -91,15 +91,14 @@ def trained(name: str, seed: int, folder: Path) -> Trained:
         f"{row.stage} {key.replace('/', ' ')}": value for row in rows for key, value in row.values.items() if "/" in key
     }
     rewards = {key.removesuffix(" reward"): value for key, value in rewards.items() if not key.endswith(" failed")}
-    return Trained(name, seed, curve, rewards, steps[-1].values["cpu_s"], validation_s(rows))
+    validated = spent(rows, lambda row: "validation/reward" in row.values and row.stage not in ("last", "best"))
+    reported = spent(rows, lambda row: row.stage == "first" and "validation/reward" not in row.values)
+    return Trained(name, seed, curve, rewards, steps[-1].values["cpu_s"] - reported, validated)
 
 
-def validation_s(rows: Sequence[Measured]) -> float:
-    return sum(
-        after.values["cpu_s"] - before.values["cpu_s"]
-        for before, after in pairwise(rows)
-        if "validation/reward" in after.values and after.stage not in ("last", "best")
-    )
+def spent(rows: Sequence[Measured], on: Callable[[Measured], bool]) -> float:
+    """Seconds of processor time between the measurements that ``on`` names and those before them."""
+    return sum(after.values["cpu_s"] - before.values["cpu_s"] for before, after in pairwise(rows) if on(after))
 
 
 # --- runs ------------------------------------------------------------------------------------------------------------

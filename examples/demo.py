@@ -1,120 +1,93 @@
-"""Ask a recursive language model about Python's own standard library: tens of megabytes, no key, no network.
+"""Train a recursive language model from nothing, then ask it about ten million characters: no key, no network, no GPU.
 
-The model is a script behind a real HTTP server on this machine that speaks the OpenAI API, so everything else is what
-a real model would meet: the folder is read, sessions run its code, sub-calls and children go over the wire, and the
-run is recorded. Only the thinking is canned; the numbers are computed by the code that it writes.
+    python examples/demo.py                   trains into runs/demo, which takes minutes; goes on there after Ctrl-C
+    python examples/demo.py rl.steps=20       the same, with fields of the recipe overridden
+    python examples/demo.py --model tiny      trains nothing: asks the policy that comes with the package
 
-    python examples/demo.py
+The ledger is several documents in one file, each in a format of its own, far longer than the policy's window of 512 tokens:
+it looks, splits them, and hands each to a child. What is right is known from the rows that the ledger was made of.
 """
 
 from __future__ import annotations
 
-import asyncio
-import functools
+import argparse
 import os
 import shlex
-import shutil
+import subprocess
 import sys
-import sysconfig
 import tempfile
 from pathlib import Path
 
-from ramify.clients.scripted_server import ScriptedServer
-from ramify.types.message import Message
+from ramify.tasks.base import Item
+from ramify.tasks.ledger.task import ledger
 
-QUESTION = "How many public functions in asyncio lack a docstring, and in which module are most of them?"
-
-LOOK = """\
-The context is a dict of files. First, how large it is and what of it is asyncio.
-```repl
-names = sorted(name for name in context if name.startswith("asyncio/") and name.endswith(".py"))
-print(f"{len(context):,} files, {sum(map(len, context.values())):,} characters; {len(names)} of them in asyncio")
-print(context[names[1]][:200])
-```"""
-
-COUNT = """\
-Counting is work for code; what the worst modules are for is work for a reader. I ask a child for each of the three worst.
-```repl
-import ast
-def undocumented(source):
-    tree = ast.parse(source)
-    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
-    public = [n for n in ast.walk(tree) if isinstance(n, kinds) and not n.name.startswith("_")]
-    return [n.name for n in public if not ast.get_docstring(n)]
-missing = {name: undocumented(context[name]) for name in names}
-total = sum(map(len, missing.values()))
-worst = sorted(missing, key=lambda name: -len(missing[name]))[:3]
-about = rlm_query_batched([f"What is this module for? ({name})" for name in worst], [context[name] for name in worst])
-for name, line in zip(worst, about):
-    print(f"{len(missing[name]):3} of them in {name}: {line}")
-total
-```"""
-
-CHILD = """\
-```repl
-import ast
-doc = ast.get_docstring(ast.parse(context)) or context[:400]
-FINAL(llm_query("Say in one line what this module is for:\\n" + doc))
-```"""
-
-ANSWER = """\
-```repl
-FINAL(f"{total} public functions in asyncio have no docstring; most of them, {len(missing[worst[0]])}, in {worst[0]}.")
-```"""
+ROOT = Path(__file__).parents[1]
+RECIPE = "recipes/tiny_recursive.py"
+OUT = Path("runs", "demo")
+CHARS = 10_000_000
 
 
-GOODBYE = """
-The model was a script; the files, the code, its results and the counts were real. With a model of your own:
-  export OPENAI_API_KEY=…
-  ramify ask "Which host failed first, and why?" logs/ --model openai:gpt-5-mini"""
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Train from nothing, ask over ten million characters, show the tree.")
+    parser.add_argument("overrides", nargs="*", metavar="FIELD=VALUE", help=f"of {RECIPE}")
+    parser.add_argument("--model", help="ask this one, and train nothing")
+    options = parser.parse_args()
+    try:
+        model = options.model or trained(options.overrides)
+        return asked(model)
+    except subprocess.CalledProcessError as error:  # it has said what is wrong
+        return error.returncode
 
 
-def model(messages: tuple[Message, ...]) -> str:
-    """The canned thinking: what to do depends on where in the conversation the request is."""
-    if messages[0].role != "system":  # a plain call: the first line of what it was given
-        return messages[-1].content.partition("\n")[2].strip().split("\n")[0]
-    if "What is this module for?" in messages[1].content:
-        return CHILD
-    return {2: LOOK, 4: COUNT}.get(len(messages), ANSWER)
+def trained(overrides: list[str]) -> str:
+    """The policy that the recipe leaves; one that is there already is taken, one that was cut off is gone on with."""
+    os.chdir(ROOT)
+    policy = OUT / "policy"
+    if (policy / "config.json").is_file():
+        print(f"{policy} was trained before; remove {OUT} to train anew\n", flush=True)
+    elif any(OUT.glob("checkpoints/step-*")):
+        ramify("train", "--resume", str(OUT))
+    else:
+        print("A transformer of half a million parameters, its weights random: it imitates demonstrations of which few are")
+        print("right, then finds out by itself, in sessions of its own and of its children, what works.\n", flush=True)
+        ramify("train", RECIPE, *overrides, "--out", str(OUT))
+    return f"local:{policy.resolve()}"
 
 
-NOT_SOURCE = shutil.ignore_patterns(
-    "site-packages", "dist-packages", "__pycache__", "lib-dynload", "config-*", "_bundled", "*.so"
-)
-
-
-async def main() -> int:
-    stdlib = Path(sysconfig.get_path("stdlib"))
+def asked(model: str) -> int:
+    """Ask ``model`` over a ledger, show the tree, say what would have been right."""
     with tempfile.TemporaryDirectory() as folder:
-        # A copy, without the packages that are installed beside it: the figures are then those of Python alone.
-        shutil.copytree(stdlib, Path(folder, stdlib.name), ignore=NOT_SOURCE, ignore_dangling_symlinks=True)
-        # A reply takes a moment, as a model's would, so that there is something to watch.
-        async with ScriptedServer(model, latency_s=0.3) as server:
-            shell = functools.partial(ramify, folder=folder, environment=environment(folder, server.url))
-            status = await shell("ask", QUESTION, f"{stdlib.name}/", "--model", "openai:demo")
-            if status == 0:
-                print(flush=True)
-                status = await shell("show", "last")
-    if status == 0:
-        print(GOODBYE)
-    return status
+        item = written(Path(folder, "ledger.txt"))
+        place = {"cwd": folder, "env": environment(folder)}
+        ramify("ask", item.question, "ledger.txt", "--model", model, **place)
+        print(flush=True)
+        ramify("show", "last", **place)
+    print(f"\nThe rows that the ledger was made of say: {item.gold}")
+    print("Everything above was real: the weights, the sessions and what they computed. A model that you know better:")
+    print('  export OPENAI_API_KEY=…\n  .venv/bin/ramify ask "Which host failed first, and why?" logs/ --model openai:gpt-5-mini')
+    return 0
 
 
-async def ramify(*words: str, folder: str, environment: dict[str, str]) -> int:
-    """Run the command as a user would, after showing it."""
+def written(path: Path) -> Item:
+    """A question; its ledger is in the file ``path``."""
+    item = ledger(multi=1.0, docs=(3, 3), chars=CHARS).splits["test"][0]
+    path.write_text(item.context, encoding="utf-8")
+    return item
+
+
+def ramify(*words: str, **place: object) -> None:
+    """Run the command as a user would, after showing it. Raises CalledProcessError where it fails."""
     print(f"$ ramify {shlex.join(words)}", flush=True)
-    process = await asyncio.create_subprocess_exec(sys.executable, "-m", "ramify", *words, cwd=folder, env=environment)
-    return await process.wait()
+    subprocess.run([sys.executable, "-m", "ramify", *words], check=True, **place)  # type: ignore[call-overload]
 
 
-def environment(folder: str, url: str) -> dict[str, str]:
-    """This process's, but for a user's settings, proxies and runs: a demonstration neither depends on them nor adds any."""
+def environment(folder: str) -> dict[str, str]:
+    """This process's, but for a user's settings and runs: a demonstration neither depends on them nor adds any."""
     settings = Path(folder, "config.toml")
     settings.touch()
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("RAMIFY_", "OPENAI_"))}
-    own = {"RAMIFY_HOME": f"{folder}/runs", "RAMIFY_CONFIG": str(settings)}
-    return kept | own | {"OPENAI_BASE_URL": url, "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAMIFY_")}
+    return {**kept, "RAMIFY_HOME": f"{folder}/runs", "RAMIFY_CONFIG": str(settings)}
 
 
 if __name__ == "__main__":
-    sys.exit(asyncio.run(main()))
+    sys.exit(main())

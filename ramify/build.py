@@ -323,7 +323,8 @@ class Made:
         )  # fmt: skip
         rollouts = Rollouts(self.rlm, self.task, options, seed=self.run.seed, on_stall=self._say)
         found = items_of(self.task, split)
-        items = [found[index] for index in range(min(spec.num, len(found)))]
+        num = spec.num if split != "validation" or spec.validation is None else spec.validation
+        items = [found[index] for index in range(min(num, len(found)))]
         return report(split, items, await rollouts.groups(items, -1), self.task.weights)
 
 

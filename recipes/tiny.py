@@ -12,6 +12,7 @@ from __future__ import annotations
 from ramify.engine.limits import Limits
 from ramify.train.backends.base import Compute, Optim
 from ramify.train.config import EvaluateSpec, PolicySpec, RlSpec, Run, SftSpec, TaskSpec, WarmUpSpec
+from ramify.train.loop import Cadence
 from ramify.train.rollout import RolloutOptions
 from ramify.train.stages import Sample
 
@@ -30,16 +31,17 @@ def run() -> Run:
         policy=PolicySpec(shape=SHAPE),
         task=TaskSpec(name="ledger"),
         warmup=WarmUpSpec(steps=150, optim=Optim(kind="muon", lr=6e-3, weight_decay=0.01, warmup_steps=30)),
-        sft=SftSpec(demos="ledger", num=10_000, optim=IMITATE),
+        sft=SftSpec(demos="ledger", num=9_000, optim=IMITATE),
         rl=RlSpec(
-            steps=45,
-            sample=Sample(items=24, minibatches=2),
+            steps=30,
+            sample=Sample(items=12, max_items=36, minibatches=2),
             rollout=RolloutOptions(group=8, concurrency=128),
             optim=Optim(lr=1e-3, warmup_steps=3, schedule="linear", max_grad_norm=0.5),
         ),
         scaffold="tiny",
-        limits=Limits(max_turns=6, max_depth=1, max_reply_tokens=100, max_seconds=120, max_concurrency=512),
-        evaluate=EvaluateSpec(num=256, final=("test", "test_formats", "test_names")),
+        limits=Limits(max_turns=5, max_depth=1, max_reply_tokens=100, max_seconds=120, max_concurrency=512),
+        evaluate=EvaluateSpec(num=256, validation=128, final=("test", "test_formats", "test_names")),
+        cadence=Cadence(evaluate=10),
         compute=Compute(precision="fp32"),
         threads=1,
     )

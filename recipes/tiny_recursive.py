@@ -35,5 +35,5 @@ def run() -> Run:
             algorithm=DrGRPO(credit="per_role"),
             optim=Optim(lr=1e-3, warmup_steps=3, schedule="linear", max_grad_norm=0.5),
         ),
-        evaluate=EvaluateSpec(num=256, final=("test", "test_formats")),
+        evaluate=EvaluateSpec(num=256, validation=128, final=("test", "test_formats")),
     )

@@ -136,7 +136,9 @@ class EvaluateSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """What is measured."""
 
     num: int = 256
-    """Items of each split, its first."""
+    """Items of each split that is reported, its first."""
+    validation: int | None = None
+    """Items of the validation stream, which is asked again and again during training; None: as many."""
     attempts: int = 1
     """At each item."""
     temperature: float = 1.0

@@ -1,0 +1,120 @@
+"""Ask a recursive language model about Python's own standard library: tens of megabytes, no key, no network.
+
+The model is a script behind a real HTTP server on this machine that speaks the OpenAI API, so everything else is what
+a real model would meet: the folder is read, sessions run its code, sub-calls and children go over the wire, and the
+run is recorded. Only the thinking is canned; the numbers are computed by the code that it writes.
+
+    python examples/scripted.py
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+import shlex
+import shutil
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+
+from ramify.clients.scripted_server import ScriptedServer
+from ramify.types.message import Message
+
+QUESTION = "How many public functions in asyncio lack a docstring, and in which module are most of them?"
+
+LOOK = """\
+The context is a dict of files. First, how large it is and what of it is asyncio.
+```repl
+names = sorted(name for name in context if name.startswith("asyncio/") and name.endswith(".py"))
+print(f"{len(context):,} files, {sum(map(len, context.values())):,} characters; {len(names)} of them in asyncio")
+print(context[names[1]][:200])
+```"""
+
+COUNT = """\
+Counting is work for code; what the worst modules are for is work for a reader. I ask a child for each of the three worst.
+```repl
+import ast
+def undocumented(source):
+    tree = ast.parse(source)
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+    public = [n for n in ast.walk(tree) if isinstance(n, kinds) and not n.name.startswith("_")]
+    return [n.name for n in public if not ast.get_docstring(n)]
+missing = {name: undocumented(context[name]) for name in names}
+total = sum(map(len, missing.values()))
+worst = sorted(missing, key=lambda name: -len(missing[name]))[:3]
+about = rlm_query_batched([f"What is this module for? ({name})" for name in worst], [context[name] for name in worst])
+for name, line in zip(worst, about):
+    print(f"{len(missing[name]):3} of them in {name}: {line}")
+total
+```"""
+
+CHILD = """\
+```repl
+import ast
+doc = ast.get_docstring(ast.parse(context)) or context[:400]
+FINAL(llm_query("Say in one line what this module is for:\\n" + doc))
+```"""
+
+ANSWER = """\
+```repl
+FINAL(f"{total} public functions in asyncio have no docstring; most of them, {len(missing[worst[0]])}, in {worst[0]}.")
+```"""
+
+
+GOODBYE = """
+The model was a script; the files, the code, its results and the counts were real. With a model of your own:
+  export OPENAI_API_KEY=…
+  ramify ask "Which host failed first, and why?" logs/ --model openai:gpt-5-mini"""
+
+
+def model(messages: tuple[Message, ...]) -> str:
+    """The canned thinking: what to do depends on where in the conversation the request is."""
+    if messages[0].role != "system":  # a plain call: the first line of what it was given
+        return messages[-1].content.partition("\n")[2].strip().split("\n")[0]
+    if "What is this module for?" in messages[1].content:
+        return CHILD
+    return {2: LOOK, 4: COUNT}.get(len(messages), ANSWER)
+
+
+NOT_SOURCE = shutil.ignore_patterns(
+    "site-packages", "dist-packages", "__pycache__", "lib-dynload", "config-*", "_bundled", "*.so"
+)
+
+
+async def main() -> int:
+    stdlib = Path(sysconfig.get_path("stdlib"))
+    with tempfile.TemporaryDirectory() as folder:
+        # A copy, without the packages that are installed beside it: the figures are then those of Python alone.
+        shutil.copytree(stdlib, Path(folder, stdlib.name), ignore=NOT_SOURCE, ignore_dangling_symlinks=True)
+        # A reply takes a moment, as a model's would, so that there is something to watch.
+        async with ScriptedServer(model, latency_s=0.3) as server:
+            shell = functools.partial(ramify, folder=folder, environment=environment(folder, server.url))
+            status = await shell("ask", QUESTION, f"{stdlib.name}/", "--model", "openai:demo")
+            if status == 0:
+                print(flush=True)
+                status = await shell("show", "last")
+    if status == 0:
+        print(GOODBYE)
+    return status
+
+
+async def ramify(*words: str, folder: str, environment: dict[str, str]) -> int:
+    """Run the command as a user would, after showing it."""
+    print(f"$ ramify {shlex.join(words)}", flush=True)
+    process = await asyncio.create_subprocess_exec(sys.executable, "-m", "ramify", *words, cwd=folder, env=environment)
+    return await process.wait()
+
+
+def environment(folder: str, url: str) -> dict[str, str]:
+    """This process's, but for a user's settings, proxies and runs: a demonstration neither depends on them nor adds any."""
+    settings = Path(folder, "config.toml")
+    settings.touch()
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("RAMIFY_", "OPENAI_"))}
+    own = {"RAMIFY_HOME": f"{folder}/runs", "RAMIFY_CONFIG": str(settings)}
+    return kept | own | {"OPENAI_BASE_URL": url, "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
+
+
+if __name__ == "__main__":
+    sys.exit(asyncio.run(main()))
