@@ -48,7 +48,9 @@ def trained(overrides: list[str]) -> str:
     elif any(OUT.glob("checkpoints/step-*")):
         ramify("train", "--resume", str(OUT))
     else:
-        print("A transformer of half a million parameters, its weights random: it imitates demonstrations of which few are")
+        print(
+            "A transformer of half a million parameters, its weights random: it imitates demonstrations of which few are"
+        )
         print("right, then finds out by itself, in sessions of its own and of its children, what works.\n", flush=True)
         ramify("train", RECIPE, *overrides, "--out", str(OUT))
     return f"local:{policy.resolve()}"
@@ -64,7 +66,9 @@ def asked(model: str) -> int:
         ramify("show", "last", **place)
     print(f"\nThe rows that the ledger was made of say: {item.gold}")
     print("Everything above was real: the weights, the sessions and what they computed. A model that you know better:")
-    print('  export OPENAI_API_KEY=…\n  .venv/bin/ramify ask "Which host failed first, and why?" logs/ --model openai:gpt-5-mini')
+    print(
+        '  export OPENAI_API_KEY=…\n  .venv/bin/ramify ask "Which host failed first, and why?" logs/ --model openai:gpt-5-mini'
+    )
     return 0
 
 

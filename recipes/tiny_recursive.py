@@ -29,7 +29,7 @@ def run() -> Run:
         task=TaskSpec(name="ledger", options={"multi": 1.0}),
         sft=msgspec.structs.replace(single.sft, num=12_000, task=TaskSpec(name="ledger", options={"multi": 0.5})),
         rl=RlSpec(
-            steps=60,
+            steps=25,
             sample=Sample(items=20, minibatches=2),
             rollout=RolloutOptions(group=8, concurrency=96),
             algorithm=DrGRPO(credit="per_role"),

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 NO_MODEL = """\
 ramify: no model is set. With a provider's key: export OPENAI_API_KEY=…; ramify ask --model openai:gpt-5-mini …
   With a local server: --model ollama:llama3.2, vllm:NAME, or any other by its address: openai:NAME@http://host:port/v1
-  Without either: scripts/demo shows a run with a scripted model, which you can also name: --model scripted:FILE"""
+  Without either: --model tiny, a small policy of the package, answers about ledgers alone (scripts/demo trains such a one)"""
 
 _SMALL_BYTES = 32_000
 """Of a file that is likely to be answered by one direct call."""

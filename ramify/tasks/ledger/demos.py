@@ -174,7 +174,7 @@ def _asking(asked: Asked, form: Format, mistaken: bool) -> str:
     number, where = f"int({quantity})", f"if {label}=='{asked.about}'"
     match asked.kind:
         case "count":
-            return f"context.count('{asked.about}')" if mistaken else f"sum({label}=='{asked.about}' for x in R)"
+            return f"context.count('{asked.about}')" if mistaken else f"sum(1 for x in R {where})"
         case "sum":
             return f"sum({number} for x in R)" if mistaken else f"sum({number} for x in R {where})"
         case "max":

@@ -26,7 +26,7 @@ LOOKALIKES = {
     "pink": ("pinkie", "pinky"), "gray": ("grayson", "mcgray"),
 }  # fmt: skip
 """Users whose name holds a label, so that counting a label in the text counts too many."""
-SEPARATORS = (",", ";", "|")
+SEPARATORS = (",", ";", "|", ":", "/", "~", "&", "^")
 ORDERS = ((0, 1, 2), (2, 0, 1), (1, 2, 0))
 """Column of the user, of the label, of the quantity."""
 HELD_OUT_FORMAT = (";", (2, 0, 1))
