@@ -2,7 +2,7 @@
 
     print(context[:70])                                                     look, so that the format is known
     R=[l.split(',') for l in context.splitlines()[1:]]                      one document: parse, ask, show
-    r=sum(int(x[2]) for x in R if x[1]=='red')
+    r=sum(int(q) for u,l,q in R if l=='red')
     print(r)
     FINAL(r)
 
@@ -33,6 +33,8 @@ from ramify.types.message import Message, Reply, Usage
 
 LOOK = "print(context[:70])"
 GIVE_UP, ANSWER = "FINAL('none')", "FINAL(r)"
+NAMES_OF = ("u", "l", "q")
+"""What a demonstration calls the fields."""
 _RAISED = re.compile(r"^[A-Za-z]*(?:Error|Exception|Interrupt)\b", re.MULTILINE)
 
 
@@ -169,20 +171,22 @@ class Course:
 
 
 def _asking(asked: Asked, form: Format, mistaken: bool) -> str:
-    """The expression for the answer over the rows ``R``."""
-    user, label, quantity = (f"x[{column}]" for column in form.order)
-    number, where = f"int({quantity})", f"if {label}=='{asked.about}'"
+    """The expression for the answer over the rows ``R``. Columns are named in the one place that all kinds share, so
+    that there is one skill of reading a format, and not one for each kind."""
+    rows = f"for {','.join(NAMES_OF[field] for field in form.columns)} in R"
+    label, user = f"if l=='{asked.about}'", f"if u=='{asked.about}'"
+    number = "q" if mistaken else "int(q)"
     match asked.kind:
         case "count":
-            return f"context.count('{asked.about}')" if mistaken else f"sum(1 for x in R {where})"
+            return f"context.count('{asked.about}')" if mistaken else f"sum(1 {rows} {label})"
         case "sum":
-            return f"sum({number} for x in R)" if mistaken else f"sum({number} for x in R {where})"
+            return f"sum(int(q) {rows})" if mistaken else f"sum(int(q) {rows} {label})"
         case "max":
-            return f"max({quantity if mistaken else number} for x in R {where})"
+            return f"max({number} {rows} {label})"
         case "top":
-            return f"max(R,key=lambda x:{quantity if mistaken else number}){user.removeprefix('x')}"
+            return f"max(({number},u) {rows})[1]"
         case "latest":
-            return f"[{quantity} for x in R if {user}=='{asked.about}'][{'0' if mistaken else '-1'}]"
+            return f"[q {rows} {user}][{'0' if mistaken else '-1'}]"
 
 
 # --- through the engine ----------------------------------------------------------------------------------------------

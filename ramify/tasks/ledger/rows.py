@@ -62,7 +62,8 @@ class Format(msgspec.Struct, frozen=True):
     """Column of the user, of the label, of the quantity."""
     header: bool
 
-    def _columns(self) -> list[int]:
+    @property
+    def columns(self) -> list[int]:
         """The field in each column."""
         return [self.order.index(column) for column in range(len(FIELDS))]
 
@@ -70,9 +71,9 @@ class Format(msgspec.Struct, frozen=True):
         """Lines joined by newlines, none at the end."""
         users, labels, quantities = zip(*rows, strict=True)
         fields = (users, labels, map(str, quantities))
-        columns = [fields[field] for field in self._columns()]
+        columns = [fields[field] for field in self.columns]
         lines = map(self.separator.join, zip(*columns, strict=True))
-        first = [self.separator.join(FIELDS[field] for field in self._columns())] if self.header else []
+        first = [self.separator.join(FIELDS[field] for field in self.columns)] if self.header else []
         return "\n".join([*first, *lines])
 
     def read(self, text: str) -> list[Row]:
