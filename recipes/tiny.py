@@ -33,15 +33,15 @@ def run() -> Run:
         warmup=WarmUpSpec(steps=150, optim=Optim(kind="muon", lr=6e-3, weight_decay=0.01, warmup_steps=30)),
         sft=SftSpec(demos="ledger", num=9_000, optim=IMITATE),
         rl=RlSpec(
-            steps=30,
+            steps=24,
             sample=Sample(items=12, max_items=36, minibatches=2),
             rollout=RolloutOptions(group=8, concurrency=128),
-            optim=Optim(lr=1e-3, warmup_steps=3, schedule="linear", max_grad_norm=0.5),
+            optim=Optim(lr=5e-4, warmup_steps=3, schedule="linear", max_grad_norm=0.5),
         ),
         scaffold="tiny",
         limits=Limits(max_turns=5, max_depth=1, max_reply_tokens=100, max_seconds=120, max_concurrency=512),
         evaluate=EvaluateSpec(num=256, validation=128, final=("test", "test_formats", "test_names")),
-        cadence=Cadence(evaluate=10),
+        cadence=Cadence(evaluate=8),
         compute=Compute(precision="fp32"),
         threads=1,
     )

@@ -16,6 +16,7 @@ from tiny import run as tiny
 from ramify.train.algorithms.dr_grpo import DrGRPO
 from ramify.train.backends.base import Optim
 from ramify.train.config import EvaluateSpec, RlSpec, Run, TaskSpec
+from ramify.train.loop import Cadence
 from ramify.train.rollout import RolloutOptions
 from ramify.train.stages import Sample
 
@@ -27,13 +28,14 @@ def run() -> Run:
         single,
         name="tiny-recursive",
         task=TaskSpec(name="ledger", options={"multi": 1.0}),
-        sft=msgspec.structs.replace(single.sft, num=12_000, task=TaskSpec(name="ledger", options={"multi": 0.5})),
+        sft=msgspec.structs.replace(single.sft, task=TaskSpec(name="ledger", options={"multi": 0.5})),
         rl=RlSpec(
             steps=25,
             sample=Sample(items=20, minibatches=2),
             rollout=RolloutOptions(group=8, concurrency=96),
             algorithm=DrGRPO(credit="per_role"),
-            optim=Optim(lr=1e-3, warmup_steps=3, schedule="linear", max_grad_norm=0.5),
+            optim=Optim(lr=7e-4, warmup_steps=3, schedule="linear", max_grad_norm=0.5),
         ),
         evaluate=EvaluateSpec(num=256, validation=128, final=("test", "test_formats")),
+        cadence=Cadence(evaluate=5),
     )

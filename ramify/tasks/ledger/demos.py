@@ -27,7 +27,7 @@ import msgspec
 from ramify.clients.base import Price, Request
 from ramify.errors import Refused
 from ramify.tasks.base import Item
-from ramify.tasks.ledger.rows import COMBINED, KNOWN_FORMATS, Format, Kind
+from ramify.tasks.ledger.rows import COMBINED, KINDS, KNOWN_FORMATS, Format, Kind
 from ramify.tasks.ledger.task import MARKS, Asked, documents_of
 from ramify.types.message import Message, Reply, Usage
 
@@ -47,8 +47,7 @@ class Habits(msgspec.Struct, frozen=True):
     """Skips the first line exactly where it is a header; otherwise by a coin."""
     mistakes: Mapping[Kind, float] = {}
     """Asks in the wrong way: counts the label in the whole text, forgets the filter, compares numbers as text, takes the
-    first for the latest. Less often for ``count``: this mistake names no column, and half of the demonstrations making
-    it left too few from which to learn which column a label is in."""
+    first for the latest."""
     repairs: float = 1.0
     """Looks again, or tries the other way with the header, after an error; otherwise it gives up."""
     recurses: float = 1.0
@@ -63,7 +62,7 @@ class Habits(msgspec.Struct, frozen=True):
 
 EXPERT = Habits()
 NOISY = Habits(
-    looks=0.6, knows_header=0.0, mistakes={"count": 0.25, "sum": 0.5, "max": 0.5, "top": 0.5, "latest": 0.5}, repairs=0.5,
+    looks=0.6, knows_header=0.0, mistakes=dict.fromkeys(KINDS, 0.5), repairs=0.5,
     recurses=0.6, delegates_whole=0.1, asks_children_wrong=0.2, combines_wrong=0.25,
 )  # fmt: skip
 
