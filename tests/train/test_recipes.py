@@ -18,12 +18,12 @@ from tests.train.small import SHAPE, small
 ROOT = Path(__file__).parents[2]
 SHORT = (
     "warmup.steps=2", "sft.num=40", "sft.optim.warmup_steps=1", "rl.steps=2", "rl.sample.items=2", "rl.rollout.group=2",
-    "limits.max_turns=2", "limits.max_reply_tokens=16", "evaluate.num=2",
+    "limits.max_turns=2", "limits.max_reply_tokens=16", "evaluate.num=2", "evaluate.validation=2", "rl.sample.max_items=0",
 )  # fmt: skip
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["tiny", "tiny_recursive"])
+@pytest.mark.parametrize("name", ["tiny", "tiny_recursive", "tiny_packaged"])
 def test_from_nothing_to_a_policy(name: str, tmp_path: Path) -> None:
     run = recipe(ROOT / f"recipes/{name}.py", SHORT)
     state = train(run, tmp_path, say=lambda _: None)
