@@ -5,8 +5,9 @@
     python benchmarks/learning.py --json     also prints the figures as JSON, as benchmarks/engine.py does
 
 Each run is a process of its own with one thread of torch; what it used is processor time of that process (its sessions'
-is told apart), so that it does not depend on what else the machine does. Runs that are there already (``--runs``) are not
-made again: after a kill, start it anew. Exits with 1 where a figure misses what is promised.
+is told apart), so that it depends less on what else the machine does. Runs that are there already (``--runs``) are not
+made again: after a kill, start it anew; ``--report`` makes none, and tells of those that are over. Exits with 1 where a
+figure misses what is promised.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -31,8 +31,8 @@ from ramify.train.metrics import Measured, read
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "learning.json"
 PAGE, PICTURE = ROOT / "docs" / "learning.md", ROOT / "docs" / "learning.svg"
-NUM = 256
-"""Held-out tasks of each figure."""
+FIRST_ITEM = 20_000
+"""Of the rollouts that begin from demonstrations made before: far behind those."""
 CREDITS = {
     "per_role": ("children trained, credit per_role", []),
     "root": ("children trained, credit of the root", ["rl.algorithm.credit=root"]),
@@ -64,20 +64,16 @@ def ramify(*arguments: str) -> None:
         raise SystemExit(f"{' '.join(command)} failed with {done.returncode}")
 
 
+def is_over(folder: Path) -> bool:
+    return (folder / "policy" / "config.json").is_file()
+
+
 def carried_out(folder: Path, recipe: str, *overrides: str) -> Path:
     """The folder of a run that is over; carried out, or gone on with, where it is not."""
-    if not (folder / "policy" / "config.json").is_file():
+    if not is_over(folder):
         path = ["--resume", str(folder)] if Checkpoints(folder).all() else [recipe, *overrides, "--out", str(folder)]
-        before = children_s()
         ramify("train", *path, "--plain")
-        with (folder / "processes.txt").open("a") as file:
-            print(children_s() - before, file=file)
     return folder
-
-
-def children_s() -> float:
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
 
 
 def trained(name: str, seed: int, folder: Path) -> Trained:
@@ -104,25 +100,39 @@ def spent(rows: Sequence[Measured], on: Callable[[Measured], bool]) -> float:
 # --- runs ------------------------------------------------------------------------------------------------------------
 
 
-def single(runs: Path, seed: int, quick: bool) -> Trained:
-    short = ["sft.num=5000", "rl.steps=10"] if quick else []
+def single(runs: Path, seed: int, quick: bool) -> Iterator[Trained]:
+    short = ["sft.num=4000", "rl.steps=8"] if quick else []
     splits = 'evaluate.first=["test", "test_formats", "test_names"]'
     folder = carried_out(runs / f"tiny-{seed}", "recipes/tiny.py", f"seed={seed}", splits, *short)
-    return trained("tiny", seed, folder)
+    yield trained("tiny", seed, folder)
 
 
-def recursive(runs: Path, seed: int) -> Iterator[Trained]:
+def recursive(runs: Path, seed: int, variants: Sequence[str]) -> Iterator[Trained]:
     """The recursive run, and its variants from the same demonstrations on."""
     name, recipe = f"tiny-recursive-{seed}", "recipes/tiny_recursive.py"
     start = carried_out(runs / f"{name}-sft", recipe, f"seed={seed}", "rl=null", "evaluate.final=[]")
-    sft = list(read(start))
-    for variant, (_, overrides) in CREDITS.items():
+    for variant in variants:
         folder = carried_out(
             runs / f"{name}-{variant}", recipe, f"seed={seed}", f"policy.path={start}/policy",
-            "warmup=null", "sft=null", "rl.sample.first_item=20000", 'evaluate.first=["test", "test_formats"]', *overrides,
+            "warmup=null", "sft=null", f"rl.sample.first_item={FIRST_ITEM}", 'evaluate.first=["test", "test_formats"]',
+            *CREDITS[variant][1],
         )  # fmt: skip
-        found = trained(variant, seed, folder)
-        yield found._replace(cpu_s=found.cpu_s + sft[-1].values["cpu_s"])
+        yield trained_recursively(folder, start, variant, seed)
+
+
+def trained_recursively(folder: Path, start: Path, variant: str, seed: int) -> Trained:
+    found = trained(variant, seed, folder)
+    return found._replace(cpu_s=found.cpu_s + list(read(start))[-1].values["cpu_s"])
+
+
+def there(runs: Path, seed: int) -> Iterator[Trained]:
+    """Runs of ``seed`` that are over."""
+    if is_over(runs / f"tiny-{seed}"):
+        yield trained("tiny", seed, runs / f"tiny-{seed}")
+    for variant in CREDITS:
+        folder, start = (runs / f"tiny-recursive-{seed}-{name}" for name in (variant, "sft"))
+        if is_over(folder):
+            yield trained_recursively(folder, start, variant, seed)
 
 
 # --- figures ---------------------------------------------------------------------------------------------------------
@@ -233,16 +243,21 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print the figures as JSON on the last line")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--only", choices=["single", "recursive"], help="one of the two")
+    parser.add_argument("--variants", nargs="+", choices=CREDITS, default=list(CREDITS), help="of the recursive run")
+    parser.add_argument("--report", action="store_true", help="make no runs: write what those say that are over")
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "learning", help="where runs are kept")
     options = parser.parse_args()
     folder: Path = options.runs.resolve() / ("quick" if options.quick else "whole")
     folder.mkdir(parents=True, exist_ok=True)
     runs: list[Trained] = []
     for seed in options.seeds[:1] if options.quick else options.seeds:
+        if options.report:
+            runs += there(folder, seed)
+            continue
         if options.only != "recursive":
-            runs.append(single(folder, seed, options.quick))
+            runs += single(folder, seed, options.quick)
         if options.only != "single" and not options.quick:
-            runs += recursive(folder, seed)
+            runs += recursive(folder, seed, options.variants)
     runs.sort(key=lambda run: (["tiny", *CREDITS].index(run.name), run.seed))
     found = list(figures(runs, options.quick))
     if not options.quick and options.only is None:
