@@ -1,0 +1,316 @@
+"""Whole recursive runs behind an OpenAI-compatible address: ``ramify serve``.
+
+    GET  /v1/models, /v1/models/NAME     the one model
+    POST /v1/chat/completions            also streamed: progress as reasoning, then the answer as content
+    POST /v1/responses                   the same
+    GET  /metrics                        for Prometheus; with a key where there are keys
+    GET  /healthz                        {"status": "ok", …}; 503 while it ends
+
+    request ──> key ──> read ──> budget held ──> run ──> answer or stream ──> budget settled
+Any model name is taken, and the answer says which model it was. Whoever hangs up cancels the tree. Bodies are bounded, waits
+are bounded, and without a key only this machine may ask. What an API looks like is ``chat.py``'s and ``responses.py``'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+from aiohttp import web
+
+from ramify.clients.base import Sampling
+from ramify.engine.limits import DEFAULT_MAX_COST
+from ramify.engine.rlm import RLM
+from ramify.engine.typed import answer_type
+from ramify.errors import ConfigError, RamifyError
+from ramify.serve import chat, responses
+from ramify.serve.answer import Answer, answer_of, failure_of, length_note
+from ramify.serve.completions import encode
+from ramify.serve.keys import Caller, Held, Keys
+from ramify.serve.metrics import TYPE, Metrics
+from ramify.serve.prompt import Prompt, prompt_of
+from ramify.serve.wanted import Wanted
+from ramify.serve.watch import Watch
+from ramify.serve.web import Listener, Rejected, bearer, is_loopback, refuse_open
+
+API = Any
+"""``chat`` or ``responses``: a module with PATH, FIELD, read, new_id, whole and Stream."""
+PING = b": waiting\n\n"
+"""A comment, which clients pass over and proxies take for life."""
+_PATIENCE_S = 15.0
+"""Between a stream's pings."""
+_UPLOAD_S = 300.0
+"""For a request's body to arrive."""
+_LARGE_BYTES = 1 << 18
+"""A larger body is read in a thread."""
+_UNPACKED = 8
+"""What attached files may unpack to, in largest bodies."""
+
+
+class RunServer:
+    """The server; ``async with`` starts it and, at its end, closes it at once. ``drain`` first lets runs end."""
+
+    def __init__(
+        self, rlm: RLM, *, name: str, host: str = "127.0.0.1", port: int = 8000, keys: Keys | None = None,
+        max_body_bytes: int = 64 << 20, max_runs: int = 256, sampling: Sampling | None = None,
+    ) -> None:  # fmt: skip
+        """``name`` is the model's; ``max_runs`` go on at once, and who comes then is told to come back; ``sampling`` is
+        what a request may change temperature, top_p and seed of. Raises ConfigError for an address beyond loopback
+        without a key."""
+        self._keys = keys or Keys({})
+        refuse_open(host, not self._keys.is_open)
+        self.name, self.metrics = name, Metrics()
+        self._rlm, self._sampling = rlm, sampling or Sampling()
+        self._max_body_bytes, self._max_runs = max_body_bytes, max_runs
+        self._listener = Listener(host, port)
+        self._watches: set[Watch] = set()
+        self._idle = asyncio.Event()
+        self._is_ending = False
+        self._created = int(time.time())
+        self._most_cost: float | None = None
+
+    @property
+    def url(self) -> str:
+        """The base URL, ``http://127.0.0.1:PORT/v1``."""
+        return self._listener.url
+
+    @property
+    def num_runs(self) -> int:
+        """Questions that are being answered."""
+        return len(self._watches)
+
+    # --- beginning and end -------------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> RunServer:
+        await self._rlm.__aenter__()
+        try:
+            await self._prepare()
+            app = web.Application(client_max_size=self._max_body_bytes, middlewares=[self._guarded])
+            for path, get in (
+                ("/healthz", self._health), ("/metrics", self._metrics), ("/v1/models", self._models),
+                ("/v1/models/{name:.+}", self._model),
+            ):  # fmt: skip
+                app.router.add_get(path, get)
+            for api in (chat, responses):
+                app.router.add_post(api.PATH, self._asked_over(api))
+            await self._listener.start(app)
+        except BaseException:
+            await self._rlm.__aexit__(None, None, None)
+            raise
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self._is_ending = True
+        for watch in tuple(self._watches):
+            await watch.stop()
+        await self._listener.close()
+        await self._rlm.__aexit__(None, None, None)
+
+    async def drain(self, grace_s: float, last_s: float = 30.0) -> None:
+        """Take no more requests; let runs end for ``grace_s``, then ask them for their last word, and wait ``last_s``."""
+        self._is_ending = True
+        if not await self._is_idle_within(grace_s):
+            for watch in self._watches:
+                if watch.running is not None:
+                    watch.running.wrap_up()
+            await self._is_idle_within(last_s)
+
+    async def _prepare(self) -> None:
+        """Models and sandbox, before anybody asks. Raises ConfigError where a budget cannot be kept."""
+        clients = await self._rlm.prepare()
+        unpriced = [client.name for client in clients if client.price is None]
+        if not unpriced:
+            limit = self._rlm.limits.max_cost
+            self._most_cost = DEFAULT_MAX_COST if limit is None else limit
+        for caller in self._keys.callers.values():
+            if unpriced and caller.key.max_cost is not None:
+                raise ConfigError(
+                    f"key '{caller.name}': max-cost cannot be kept, since {', '.join(unpriced)} has no known price: use "
+                    "max-tokens, or add it to a price file (RAMIFY_PRICES)"
+                )
+
+    async def _is_idle_within(self, seconds: float) -> bool:
+        try:
+            async with asyncio.timeout(seconds):
+                while self._watches:
+                    self._idle.clear()
+                    await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    # --- every request -----------------------------------------------------------------------------------------
+
+    @web.middleware
+    async def _guarded(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        """The key, every error as the API writes it, and the count."""
+        status = 499
+        try:
+            response = await self._handled(request, handler)
+            status = response.status
+        finally:
+            resource = request.match_info.route.resource
+            self.metrics.request(resource.canonical if resource else "other", status)
+        return response
+
+    async def _handled(self, http: web.Request, handler: Any) -> web.StreamResponse:
+        try:
+            if http.path != "/healthz":
+                self._check_host(http)
+                http["caller"] = self._keys.caller(bearer(http))
+            response: web.StreamResponse = await handler(http)
+        except Rejected as error:
+            return error.response()
+        except web.HTTPException as error:
+            why = error.text if error.status == 413 else error.reason  # which has the sizes
+            return Rejected(f"{http.method} {http.path}: {why}", status=error.status).response()
+        except RamifyError as error:
+            return Rejected(str(error), status=500).response()
+        return response
+
+    def _check_host(self, http: web.Request) -> None:
+        """A page in a browser can have its own name point here; without a key, only this machine's names are taken."""
+        host = http.url.host or ""
+        if self._keys.is_open and not is_loopback(host):
+            raise Rejected(f"the host {host!r} is not this machine: ask {self.url}", status=403)
+
+    async def _health(self, _: web.Request) -> web.Response:
+        state = {"status": "ending" if self._is_ending else "ok", "runs": len(self._watches)}
+        return web.json_response(state, status=503 if self._is_ending else 200)
+
+    async def _metrics(self, _: web.Request) -> web.Response:
+        self.metrics.in_flight = len(self._watches)
+        return web.Response(body=self.metrics.text().encode(), headers={"Content-Type": TYPE})
+
+    async def _models(self, _: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [self._described()]})
+
+    async def _model(self, http: web.Request) -> web.Response:
+        if http.match_info["name"] != self.name:
+            raise Rejected(
+                f"there is no model {http.match_info['name']!r:.80}: this server has {self.name}", status=404,
+                code="model_not_found", param="model",
+            )  # fmt: skip
+        return web.json_response(self._described())
+
+    def _described(self) -> dict[str, Any]:
+        return {"id": self.name, "object": "model", "created": self._created, "owned_by": "ramify"}
+
+    # --- one question ------------------------------------------------------------------------------------------
+
+    def _asked_over(self, api: API) -> Any:
+        async def asked(http: web.Request) -> web.StreamResponse:
+            wanted, prompt = await self._read(http, api)
+            async with self._run(http["caller"], wanted, prompt) as watch:
+                if wanted.stream:
+                    return await self._streamed(http, api, wanted, watch)
+                answer = await self._answer(watch, wanted)
+                body = api.whole(answer, wanted, api.new_id(), self.name)
+                return web.Response(body=encode(body), content_type="application/json")
+
+        return asked
+
+    async def _read(self, http: web.Request, api: API) -> tuple[Wanted, Prompt]:
+        if http.content_type != "application/json":  # a page in a browser may post other types without asking
+            raise Rejected("send the body as application/json", status=415)
+        try:
+            async with asyncio.timeout(_UPLOAD_S):
+                body = await http.read()
+        except TimeoutError:
+            raise Rejected(f"the body did not arrive within {_UPLOAD_S:g} s", status=408) from None
+
+        def read() -> tuple[Wanted, Prompt]:
+            wanted = api.read(body)
+            return wanted, prompt_of(wanted.said, api.FIELD, _UNPACKED * self._max_body_bytes)
+
+        return await asyncio.to_thread(read) if len(body) > _LARGE_BYTES else read()
+
+    @contextlib.asynccontextmanager
+    async def _run(self, caller: Caller, wanted: Wanted, prompt: Prompt) -> AsyncIterator[Watch]:
+        """The run of one question, within its key's budget; cancelled where it is left early."""
+        if self._is_ending:
+            raise Rejected("the server is ending: ask again soon", status=503, retry_after_s=5)
+        if len(self._watches) >= self._max_runs:
+            raise Rejected(
+                f"{len(self._watches)} requests are being answered: come back", status=429, code="rate_limit_exceeded",
+                retry_after_s=1,
+            )  # fmt: skip
+        held = self._held(caller, wanted)
+        watch = Watch()
+        self._watches.add(watch)
+        try:
+            self._keys.save()
+            self._start(watch, caller, held, wanted, prompt)
+            yield watch
+        finally:
+            await watch.stop()
+            self._watches.discard(watch)
+            self._idle.set()
+            self._settle(watch, caller, held)
+
+    def _held(self, caller: Caller, wanted: Wanted) -> Held:
+        tighter = wanted.own.tighter()
+        if tighter.max_cost is not None and self._most_cost is None:
+            raise Rejected("the server's model has no known price", param="ramify.limits.max_cost")
+        return caller.hold(tighter.within(self._rlm.limits, self._most_cost))
+
+    def _start(self, watch: Watch, caller: Caller, held: Held, wanted: Wanted, prompt: Prompt) -> None:
+        question = prompt.question + length_note(wanted.max_tokens)
+        given = (question, None) if prompt.context is None else (prompt.context, question)
+        try:
+            kind = answer_type(wanted.schema)
+        except ConfigError as error:
+            raise Rejected(str(error), param=wanted.schema_field) from None
+        try:
+            running = self._rlm.start(
+                *given, answer_type=kind, cite=wanted.own.cite, limits=held.limits, on_event=watch.apply,
+                sampling=wanted.sampling(self._sampling), metadata={"served": {"key": caller.name}},
+            )  # fmt: skip
+        except ConfigError as error:
+            raise Rejected(str(error), param="ramify.cite" if wanted.own.cite else None) from None
+        watch.begin(running)
+
+    def _settle(self, watch: Watch, caller: Caller, held: Held) -> None:
+        if watch.running is None:
+            caller.release(held)
+        else:
+            run = watch.running.recorder.trajectory
+            caller.settle(held, run.usage, run.cost)
+            self.metrics.run(str(run.stop or "error"), run.usage, run.cost, run.seconds)
+        self._keys.save()
+
+    async def _answer(self, watch: Watch, wanted: Wanted) -> Answer:
+        """Raises Rejected where the run failed."""
+        assert watch.running is not None
+        try:
+            result = await watch.result()
+        except Exception as error:
+            raise failure_of(error, str(error) or type(error).__name__, watch.running.id) from error
+        return answer_of(result, wanted)
+
+    async def _streamed(self, http: web.Request, api: API, wanted: Wanted, watch: Watch) -> web.StreamResponse:
+        """What fails before a model has answered is an error with its status; what fails later is the last event."""
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        stream = api.Stream(wanted, api.new_id(), self.name)
+
+        async def send(data: bytes) -> None:
+            if not response.prepared:
+                await response.prepare(http)
+                data = stream.begin() + data
+            self.metrics.events(data.count(b"data: "))
+            await response.write(data)
+
+        try:
+            async with contextlib.aclosing(watch.texts(_PATIENCE_S)) as texts:
+                async for text in texts:
+                    await send(stream.progress(text) if text else PING)
+            await send(b"".join(stream.end(await self._answer(watch, wanted))))
+        except Rejected as error:
+            if not response.prepared:
+                raise
+            await send(b"".join(stream.fail(error)))
+        await response.write_eof()
+        return response
