@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -35,6 +36,8 @@ from ramify.serve.prompt import Prompt, prompt_of
 from ramify.serve.wanted import Wanted
 from ramify.serve.watch import Watch
 from ramify.serve.web import Listener, Rejected, bearer, is_loopback, refuse_open
+
+_log = logging.getLogger(__name__)
 
 API = Any
 """``chat`` or ``responses``: a module with PATH, FIELD, read, new_id, whole and Stream."""
@@ -160,7 +163,7 @@ class RunServer:
         try:
             if http.path != "/healthz":
                 self._check_host(http)
-                http["caller"] = self._keys.caller(bearer(http))
+                self._keys.caller(bearer(http))
             response: web.StreamResponse = await handler(http)
         except Rejected as error:
             return error.response()
@@ -169,6 +172,9 @@ class RunServer:
             return Rejected(f"{http.method} {http.path}: {why}", status=error.status).response()
         except RamifyError as error:
             return Rejected(str(error), status=500).response()
+        except Exception as error:
+            _log.exception("%s %s", http.method, http.path)
+            return Rejected(f"internal error: {type(error).__name__}", status=500).response()
         return response
 
     def _check_host(self, http: web.Request) -> None:
@@ -204,7 +210,7 @@ class RunServer:
     def _asked_over(self, api: API) -> Any:
         async def asked(http: web.Request) -> web.StreamResponse:
             wanted, prompt = await self._read(http, api)
-            async with self._run(http["caller"], wanted, prompt) as watch:
+            async with self._run(self._keys.caller(bearer(http)), wanted, prompt) as watch:
                 if wanted.stream:
                     return await self._streamed(http, api, wanted, watch)
                 answer = await self._answer(watch, wanted)
