@@ -74,6 +74,8 @@ class Held(msgspec.Struct, frozen=True):
     tokens: int
     limits: Limits
     """Of the run: what was asked for, and no more than is left."""
+    is_short: bool = False
+    """Whether less is left than was asked for."""
 
 
 class Caller:
@@ -93,13 +95,16 @@ class Caller:
             )  # fmt: skip
         cost = self._left("dollars", key.max_cost, spent.cost, spent.held_cost)
         tokens = self._left("tokens", key.max_tokens, spent.tokens, spent.held_tokens)
+        asked_cost = DEFAULT_MAX_COST if limits.max_cost is None else limits.max_cost
+        is_short = cost < asked_cost or tokens < limits.max_tokens
+        cost, tokens = min(cost, asked_cost), min(tokens, limits.max_tokens)
         if key.max_cost is not None:
-            cost = min(cost, DEFAULT_MAX_COST if limits.max_cost is None else limits.max_cost)
             limits = msgspec.structs.replace(limits, max_cost=cost)
         if key.max_tokens is not None:
-            tokens = min(tokens, limits.max_tokens)
             limits = msgspec.structs.replace(limits, max_tokens=int(tokens))
-        held = Held(0.0 if key.max_cost is None else cost, 0 if key.max_tokens is None else int(tokens), limits)
+        held = Held(
+            0.0 if key.max_cost is None else cost, 0 if key.max_tokens is None else int(tokens), limits, is_short
+        )
         spent.held_cost += held.cost
         spent.held_tokens += held.tokens
         self.num_runs += 1

@@ -17,7 +17,8 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -172,7 +173,7 @@ class RunServer:
             return Rejected(f"{http.method} {http.path}: {why}", status=error.status).response()
         except RamifyError as error:
             return Rejected(str(error), status=500).response()
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 -- a bug; whoever runs the server is told all of it
             _log.exception("%s %s", http.method, http.path)
             return Rejected(f"internal error: {type(error).__name__}", status=500).response()
         return response
@@ -245,17 +246,17 @@ class RunServer:
                 retry_after_s=1,
             )  # fmt: skip
         held = self._held(caller, wanted)
-        watch = Watch()
+        watch = Watch(held)
         self._watches.add(watch)
         try:
             self._keys.save()
-            self._start(watch, caller, held, wanted, prompt)
+            self._start(watch, caller, wanted, prompt)
             yield watch
         finally:
             await watch.stop()
             self._watches.discard(watch)
             self._idle.set()
-            self._settle(watch, caller, held)
+            self._settle(watch, caller)
 
     def _held(self, caller: Caller, wanted: Wanted) -> Held:
         tighter = wanted.own.tighter()
@@ -263,7 +264,7 @@ class RunServer:
             raise Rejected("the server's model has no known price", param="ramify.limits.max_cost")
         return caller.hold(tighter.within(self._rlm.limits, self._most_cost))
 
-    def _start(self, watch: Watch, caller: Caller, held: Held, wanted: Wanted, prompt: Prompt) -> None:
+    def _start(self, watch: Watch, caller: Caller, wanted: Wanted, prompt: Prompt) -> None:
         question = prompt.question + length_note(wanted.max_tokens)
         given = (question, None) if prompt.context is None else (prompt.context, question)
         try:
@@ -272,19 +273,19 @@ class RunServer:
             raise Rejected(str(error), param=wanted.schema_field) from None
         try:
             running = self._rlm.start(
-                *given, answer_type=kind, cite=wanted.own.cite, limits=held.limits, on_event=watch.apply,
+                *given, answer_type=kind, cite=wanted.own.cite, limits=watch.held.limits, on_event=watch.apply,
                 sampling=wanted.sampling(self._sampling), metadata={"served": {"key": caller.name}},
             )  # fmt: skip
         except ConfigError as error:
             raise Rejected(str(error), param="ramify.cite" if wanted.own.cite else None) from None
         watch.begin(running)
 
-    def _settle(self, watch: Watch, caller: Caller, held: Held) -> None:
+    def _settle(self, watch: Watch, caller: Caller) -> None:
         if watch.running is None:
-            caller.release(held)
+            caller.release(watch.held)
         else:
             run = watch.running.recorder.trajectory
-            caller.settle(held, run.usage, run.cost)
+            caller.settle(watch.held, run.usage, run.cost)
             self.metrics.run(str(run.stop or "error"), run.usage, run.cost, run.seconds)
         self._keys.save()
 
@@ -295,6 +296,11 @@ class RunServer:
             result = await watch.result()
         except Exception as error:
             raise failure_of(error, str(error) or type(error).__name__, watch.running.id) from error
+        if watch.held.is_short and result.answer is None and not result.usage.calls and result.stop.is_truncated():
+            raise Rejected(
+                "what is left of this key's budget is too little for a request: ask whoever runs the server for more",
+                status=429, code="insufficient_quota", kind="insufficient_quota", run=watch.running.id,
+            )  # fmt: skip
         return answer_of(result, wanted)
 
     async def _streamed(self, http: web.Request, api: API, wanted: Wanted, watch: Watch) -> web.StreamResponse:
@@ -302,21 +308,25 @@ class RunServer:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         stream = api.Stream(wanted, api.new_id(), self.name)
 
-        async def send(data: bytes) -> None:
+        async def send(part: Callable[[], bytes]) -> None:
+            data = b""
             if not response.prepared:
                 await response.prepare(http)
-                data = stream.begin() + data
+                data = stream.begin()
+            data += part()
             self.metrics.events(data.count(b"data: "))
             await response.write(data)
 
         try:
             async with contextlib.aclosing(watch.texts(_PATIENCE_S)) as texts:
                 async for text in texts:
-                    await send(stream.progress(text) if text else PING)
-            await send(b"".join(stream.end(await self._answer(watch, wanted))))
+                    await send(partial(stream.progress, text) if text else lambda: PING)
+            answer = await self._answer(watch, wanted)
+            await send(lambda: b"".join(stream.end(answer)))
         except Rejected as error:
             if not response.prepared:
                 raise
-            await send(b"".join(stream.fail(error)))
+            last = b"".join(stream.fail(error))
+            await send(lambda: last)
         await response.write_eof()
         return response

@@ -53,7 +53,10 @@ def test_a_long_message_is_the_context_and_usage_is_that_of_the_tree() -> None:
             assert reply.choices[0].message.content == f"7 {len(LONG)}"
             assert reply.usage is not None
             served = model.served
-            assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (served.input_tokens, served.output_tokens)
+            assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (
+                served.input_tokens,
+                served.output_tokens,
+            )
             assert reply.usage.total_tokens == served.total_tokens
             about = reply.model_extra["ramify"]
             assert (about["stop"], about["calls"], about["depth"]) == ("final", 3, 1)
@@ -109,9 +112,7 @@ def test_a_typed_answer() -> None:
         schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
         format = {"type": "json_schema", "json_schema": {"name": "count", "schema": schema, "strict": True}}
         async with serving(wrong_then_right) as server, asking(server) as client:
-            reply = await client.chat.completions.create(
-                model="m", messages=[user(LONG, "n?")], response_format=format
-            )
+            reply = await client.chat.completions.create(model="m", messages=[user(LONG, "n?")], response_format=format)
             assert json.loads(reply.choices[0].message.content) == {"n": 4}
 
     run(test)
@@ -207,9 +208,12 @@ def test_only_this_machine_is_served_without_a_key() -> None:
         RunServer(None, name="m", host="0.0.0.0")  # type: ignore[arg-type]
 
     async def test() -> None:
-        async with serving(session()) as server, aiohttp.ClientSession() as http:
-            async with http.get(f"{server.url}/models", headers={"Host": "evil.example"}) as answer:
-                assert answer.status == 403
+        async with (
+            serving(session()) as server,
+            aiohttp.ClientSession() as http,
+            http.get(f"{server.url}/models", headers={"Host": "evil.example"}) as answer,
+        ):
+            assert answer.status == 403
         async with serving(session(), keys={"a": Key(key="right")}) as server:
             async with asking(server, "wrong") as client:
                 with pytest.raises(openai.AuthenticationError, match="wrong or missing API key"):

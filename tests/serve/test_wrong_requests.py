@@ -72,7 +72,9 @@ def test_the_field_is_named(path: str, wrong: list[tuple[dict[str, Any], str, st
             for body, param, says in wrong:
                 async with http.post(f"{server.url}{path}", json={"model": "m", **body}) as answer:
                     error = (await answer.json())["error"]
-                    assert (answer.status, error["type"], error["param"]) == (400, "invalid_request_error", param), error
+                    assert (answer.status, error["type"], error["param"]) == (400, "invalid_request_error", param), (
+                        error
+                    )
                     assert says in error["message"]
                     assert set(error) == {"message", "type", "code", "param"}
             assert server.num_runs == 0
