@@ -112,7 +112,7 @@ def test_runs_at_once_share_what_is_left() -> None:
 
 def test_what_is_spent_outlives_the_server(tmp_path: Path) -> None:
     path = tmp_path / "served.json"
-    keys = {"a": Key(key="k", max_tokens=1000)}
+    keys = {"a": Key(key="k", max_tokens=100_000)}
     (caller,) = Keys(keys, path).callers.values()
 
     async def test() -> int:
@@ -127,7 +127,7 @@ def test_what_is_spent_outlives_the_server(tmp_path: Path) -> None:
     again.callers["a"].hold(Limits())
     again.save()  # and now the server is killed: what it held may have been spent
     assert Keys({}, path).callers == {}
-    assert Keys(keys, path).callers["a"].spent.tokens == 1000
+    assert Keys(keys, path).callers["a"].spent.tokens == 100_000
     assert path.stat().st_mode & 0o777 == 0o600
     assert b'"k"' not in path.read_bytes()
     assert caller.spent.tokens == 0
