@@ -10,7 +10,7 @@ import os
 import signal
 from typing import TYPE_CHECKING, Any
 
-from ramify.cli.ask import KINDS, NO_MODEL, SETTINGS, make_rlm, open_store, sandbox_spec
+from ramify.cli.ask import KINDS, NO_MODEL, SETTINGS, make_rlm, mcp_tools, open_store, sandbox_spec
 from ramify.cli.exits import Exit
 from ramify.cli.measures import parse_size
 from ramify.cli.notes import Notes, write
@@ -21,6 +21,7 @@ from ramify.errors import ConfigError
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from ramify.engine.mcp import McpTools
     from ramify.serve.keys import Keys
     from ramify.serve.runs import RunServer
     from ramify.store.store import Store
@@ -53,16 +54,17 @@ def serve(words: list[str], **given: Any) -> int:
     for name in ("max_runs", "grace"):
         if own[name] is not None and not own[name] >= 1 * (name == "max_runs"):
             raise UsageError(f"--{name.replace('_', '-')} {own[name]}: give at least {1 if name == 'max_runs' else 0}")
-    store = open_store(settings)
-    asyncio.run(_serve(_server(settings, own, store), 30.0 if own["grace"] is None else own["grace"], notes))
+    with mcp_tools(settings) as tools:
+        server = _server(settings, own, open_store(settings), tools)
+        asyncio.run(_serve(server, 30.0 if own["grace"] is None else own["grace"], notes))
     return Exit.ANSWERED
 
 
-def _server(settings: dict[str, Any], own: dict[str, Any], store: Store | None) -> RunServer:
+def _server(settings: dict[str, Any], own: dict[str, Any], store: Store | None, tools: McpTools | None) -> RunServer:
     from ramify.clients.base import Sampling
     from ramify.serve.runs import RunServer
 
-    rlm = make_rlm(settings, sandbox_spec(settings), store)
+    rlm = make_rlm(settings, sandbox_spec(settings), store, tools)
     return RunServer(
         rlm, name=own["name"] or settings["model"], host=own["host"] or "127.0.0.1",
         port=8000 if own["port"] is None else own["port"], keys=_keys(own, store.root if store is not None else None),

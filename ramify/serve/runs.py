@@ -8,7 +8,8 @@
 
     request ──> key ──> read ──> budget held ──> run ──> answer or stream ──> budget settled
 Any model name is taken, and the answer says which model it was. Whoever hangs up cancels the tree. Bodies are bounded, waits
-are bounded, and without a key only this machine may ask. What an API looks like is ``chat.py``'s and ``responses.py``'s.
+are bounded, and without a key only this machine may ask. What an API looks like is ``chat.py``'s and ``responses.py``'s;
+who may ask, and for how much, is ``questions.py``'s.
 """
 
 from __future__ import annotations
@@ -17,31 +18,30 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from aiohttp import web
 
 from ramify.clients.base import Sampling
-from ramify.engine.limits import DEFAULT_MAX_COST
 from ramify.engine.rlm import RLM
-from ramify.engine.typed import answer_type
-from ramify.errors import ConfigError, RamifyError
+from ramify.errors import RamifyError
 from ramify.serve import chat, responses
-from ramify.serve.answer import Answer, answer_of, failure_of, length_note
 from ramify.serve.completions import encode
-from ramify.serve.keys import Caller, Held, Keys
+from ramify.serve.keys import Keys
 from ramify.serve.metrics import TYPE, Metrics
 from ramify.serve.prompt import Prompt, prompt_of
+from ramify.serve.questions import One, Questions
 from ramify.serve.wanted import Wanted
-from ramify.serve.watch import Watch
 from ramify.serve.web import Listener, Rejected, bearer, is_loopback, refuse_open
 
 _log = logging.getLogger(__name__)
 
 API = Any
 """``chat`` or ``responses``: a module with PATH, FIELD, read, new_id, whole and Stream."""
+_GONE = 499
+"""How a caller who hung up is counted."""
 PING = b": waiting\n\n"
 """A comment, which clients pass over and proxies take for life."""
 _PATIENCE_S = 15.0
@@ -67,14 +67,10 @@ class RunServer:
         self._keys = keys or Keys({})
         refuse_open(host, not self._keys.is_open)
         self.name, self.metrics = name, Metrics()
-        self._rlm, self._sampling = rlm, sampling or Sampling()
-        self._max_body_bytes, self._max_runs = max_body_bytes, max_runs
+        self._rlm, self._max_body_bytes = rlm, max_body_bytes
+        self._questions = Questions(rlm, self._keys, self.metrics, max_runs, sampling or Sampling())
         self._listener = Listener(host, port)
-        self._watches: set[Watch] = set()
-        self._idle = asyncio.Event()
-        self._is_ending = False
         self._created = int(time.time())
-        self._most_cost: float | None = None
 
     @property
     def url(self) -> str:
@@ -84,14 +80,14 @@ class RunServer:
     @property
     def num_runs(self) -> int:
         """Questions that are being answered."""
-        return len(self._watches)
+        return self._questions.num_present
 
     # --- beginning and end -------------------------------------------------------------------------------------
 
     async def __aenter__(self) -> RunServer:
         await self._rlm.__aenter__()
         try:
-            await self._prepare()
+            await self._questions.prepare()
             app = web.Application(client_max_size=self._max_body_bytes, middlewares=[self._guarded])
             for path, get in (
                 ("/healthz", self._health), ("/metrics", self._metrics), ("/v1/models", self._models),
@@ -107,51 +103,20 @@ class RunServer:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        self._is_ending = True
-        for watch in tuple(self._watches):
-            await watch.stop()
+        await self._questions.close()
         await self._listener.close()
         await self._rlm.__aexit__(None, None, None)
 
     async def drain(self, grace_s: float, last_s: float = 30.0) -> None:
         """Take no more requests; let runs end for ``grace_s``, then ask them for their last word, and wait ``last_s``."""
-        self._is_ending = True
-        if not await self._is_idle_within(grace_s):
-            for watch in self._watches:
-                if watch.running is not None:
-                    watch.running.wrap_up()
-            await self._is_idle_within(last_s)
-
-    async def _prepare(self) -> None:
-        """Models and sandbox, before anybody asks. Raises ConfigError where a budget cannot be kept."""
-        clients = await self._rlm.prepare()
-        unpriced = [client.name for client in clients if client.price is None]
-        if not unpriced:
-            limit = self._rlm.limits.max_cost
-            self._most_cost = DEFAULT_MAX_COST if limit is None else limit
-        for caller in self._keys.callers.values():
-            if unpriced and caller.key.max_cost is not None:
-                raise ConfigError(
-                    f"key '{caller.name}': max-cost cannot be kept, since {', '.join(unpriced)} has no known price: use "
-                    "max-tokens, or add it to a price file (RAMIFY_PRICES)"
-                )
-
-    async def _is_idle_within(self, seconds: float) -> bool:
-        try:
-            async with asyncio.timeout(seconds):
-                while self._watches:
-                    self._idle.clear()
-                    await self._idle.wait()
-        except TimeoutError:
-            return False
-        return True
+        await self._questions.drain(grace_s, last_s)
 
     # --- every request -----------------------------------------------------------------------------------------
 
     @web.middleware
     async def _guarded(self, request: web.Request, handler: Any) -> web.StreamResponse:
         """The key, every error as the API writes it, and the count."""
-        status = 499
+        status = _GONE
         try:
             response = await self._handled(request, handler)
             status = response.status
@@ -173,6 +138,8 @@ class RunServer:
             return Rejected(f"{http.method} {http.path}: {why}", status=error.status).response()
         except RamifyError as error:
             return Rejected(str(error), status=500).response()
+        except ConnectionResetError:  # whoever asked is gone in the middle of an event
+            return web.Response(status=_GONE)
         except Exception as error:  # noqa: BLE001 -- a bug; whoever runs the server is told all of it
             _log.exception("%s %s", http.method, http.path)
             return Rejected(f"internal error: {type(error).__name__}", status=500).response()
@@ -185,11 +152,12 @@ class RunServer:
             raise Rejected(f"the host {host!r} is not this machine: ask {self.url}", status=403)
 
     async def _health(self, _: web.Request) -> web.Response:
-        state = {"status": "ending" if self._is_ending else "ok", "runs": len(self._watches)}
-        return web.json_response(state, status=503 if self._is_ending else 200)
+        is_ending = self._questions.is_ending
+        state = {"status": "ending" if is_ending else "ok", "runs": self.num_runs}
+        return web.json_response(state, status=503 if is_ending else 200)
 
     async def _metrics(self, _: web.Request) -> web.Response:
-        self.metrics.in_flight = len(self._watches)
+        self.metrics.in_flight = self.num_runs
         return web.Response(body=self.metrics.text().encode(), headers={"Content-Type": TYPE})
 
     async def _models(self, _: web.Request) -> web.Response:
@@ -211,10 +179,10 @@ class RunServer:
     def _asked_over(self, api: API) -> Any:
         async def asked(http: web.Request) -> web.StreamResponse:
             wanted, prompt = await self._read(http, api)
-            async with self._run(self._keys.caller(bearer(http)), wanted, prompt) as watch:
+            async with self._questions.ask(self._keys.caller(bearer(http)), wanted, prompt) as one:
                 if wanted.stream:
-                    return await self._streamed(http, api, wanted, watch)
-                answer = await self._answer(watch, wanted)
+                    return await self._streamed(http, api, one)
+                answer = await one.answer()
                 body = api.whole(answer, wanted, api.new_id(), self.name)
                 return web.Response(body=encode(body), content_type="application/json")
 
@@ -235,78 +203,10 @@ class RunServer:
 
         return await asyncio.to_thread(read) if len(body) > _LARGE_BYTES else read()
 
-    @contextlib.asynccontextmanager
-    async def _run(self, caller: Caller, wanted: Wanted, prompt: Prompt) -> AsyncIterator[Watch]:
-        """The run of one question, within its key's budget; cancelled where it is left early."""
-        if self._is_ending:
-            raise Rejected("the server is ending: ask again soon", status=503, retry_after_s=5)
-        if len(self._watches) >= self._max_runs:
-            raise Rejected(
-                f"{len(self._watches)} requests are being answered: come back", status=429, code="rate_limit_exceeded",
-                retry_after_s=1,
-            )  # fmt: skip
-        held = self._held(caller, wanted)
-        watch = Watch(held)
-        self._watches.add(watch)
-        try:
-            self._keys.save()
-            self._start(watch, caller, wanted, prompt)
-            yield watch
-        finally:
-            await watch.stop()
-            self._watches.discard(watch)
-            self._idle.set()
-            self._settle(watch, caller)
-
-    def _held(self, caller: Caller, wanted: Wanted) -> Held:
-        tighter = wanted.own.tighter()
-        if tighter.max_cost is not None and self._most_cost is None:
-            raise Rejected("the server's model has no known price", param="ramify.limits.max_cost")
-        return caller.hold(tighter.within(self._rlm.limits, self._most_cost))
-
-    def _start(self, watch: Watch, caller: Caller, wanted: Wanted, prompt: Prompt) -> None:
-        question = prompt.question + length_note(wanted.max_tokens)
-        given = (question, None) if prompt.context is None else (prompt.context, question)
-        try:
-            kind = answer_type(wanted.schema)
-        except ConfigError as error:
-            raise Rejected(str(error), param=wanted.schema_field) from None
-        try:
-            running = self._rlm.start(
-                *given, answer_type=kind, cite=wanted.own.cite, limits=watch.held.limits, on_event=watch.apply,
-                sampling=wanted.sampling(self._sampling), metadata={"served": {"key": caller.name}},
-            )  # fmt: skip
-        except ConfigError as error:
-            raise Rejected(str(error), param="ramify.cite" if wanted.own.cite else None) from None
-        watch.begin(running)
-
-    def _settle(self, watch: Watch, caller: Caller) -> None:
-        if watch.running is None:
-            caller.release(watch.held)
-        else:
-            run = watch.running.recorder.trajectory
-            caller.settle(watch.held, run.usage, run.cost)
-            self.metrics.run(str(run.stop or "error"), run.usage, run.cost, run.seconds)
-        self._keys.save()
-
-    async def _answer(self, watch: Watch, wanted: Wanted) -> Answer:
-        """Raises Rejected where the run failed."""
-        assert watch.running is not None
-        try:
-            result = await watch.result()
-        except Exception as error:
-            raise failure_of(error, str(error) or type(error).__name__, watch.running.id) from error
-        if watch.held.is_short and result.answer is None and not result.usage.calls and result.stop.is_truncated():
-            raise Rejected(
-                "what is left of this key's budget is too little for a request: ask whoever runs the server for more",
-                status=429, code="insufficient_quota", kind="insufficient_quota", run=watch.running.id,
-            )  # fmt: skip
-        return answer_of(result, wanted)
-
-    async def _streamed(self, http: web.Request, api: API, wanted: Wanted, watch: Watch) -> web.StreamResponse:
+    async def _streamed(self, http: web.Request, api: API, one: One) -> web.StreamResponse:
         """What fails before a model has answered is an error with its status; what fails later is the last event."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-        stream = api.Stream(wanted, api.new_id(), self.name)
+        stream = api.Stream(one.wanted, api.new_id(), self.name)
 
         async def send(part: Callable[[], bytes]) -> None:
             data = b""
@@ -318,10 +218,10 @@ class RunServer:
             await response.write(data)
 
         try:
-            async with contextlib.aclosing(watch.texts(_PATIENCE_S)) as texts:
+            async with contextlib.aclosing(one.watch.texts(_PATIENCE_S)) as texts:
                 async for text in texts:
                     await send(partial(stream.progress, text) if text else lambda: PING)
-            answer = await self._answer(watch, wanted)
+            answer = await one.answer()
             await send(lambda: b"".join(stream.end(answer)))
         except Rejected as error:
             if not response.prepared:

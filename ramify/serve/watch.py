@@ -11,7 +11,6 @@ import contextlib
 from collections.abc import AsyncGenerator
 
 from ramify.engine.running import Result, Running
-from ramify.serve.keys import Held
 from ramify.serve.progress import Progress
 from ramify.types.event import AnyEvent
 
@@ -19,8 +18,7 @@ from ramify.types.event import AnyEvent
 class Watch:
     """The run of one request. ``apply`` is its listener; ``begin`` says which run it is."""
 
-    def __init__(self, held: Held) -> None:
-        self.held = held
+    def __init__(self) -> None:
         self._progress = Progress()
         self._pending: list[str] = []
         self._wake = asyncio.Event()
