@@ -92,7 +92,7 @@ class McpTools(Mapping[str, Callable[..., Any]]):
         number, unique = 2, name
         while unique in self._functions:
             unique, number = f"{name}_{number}", number + 1
-        self._functions[unique] = _function(keeper, tool, unique)
+        self._functions[unique] = _function(self, keeper, tool, unique)
 
 
 class _Keeper:
@@ -223,8 +223,8 @@ def _unreachable(server: str, error: BaseException, said: Any) -> ConfigError:
     )
 
 
-def _function(keeper: _Keeper, tool: Tool, name: str) -> Callable[..., Any]:
-    """A function for the session, as its model sees it."""
+def _function(owner: McpTools, keeper: _Keeper, tool: Tool, name: str) -> Callable[..., Any]:
+    """A function for the session, as its model sees it. It keeps its ``owner``, and so the connection."""
     schema = tool.input_schema
     signature = _signature(schema)
 
@@ -234,6 +234,7 @@ def _function(keeper: _Keeper, tool: Tool, name: str) -> Callable[..., Any]:
         asked = asyncio.run_coroutine_threadsafe(keeper.call(tool.name, arguments), sync.loop())
         return _value(await asyncio.wrap_future(asked), tool)
 
+    call.owner = owner  # type: ignore[attr-defined]
     call.__name__ = call.__qualname__ = name
     call.__doc__ = _described(tool, schema)
     call.__signature__ = signature  # type: ignore[attr-defined]
