@@ -72,14 +72,15 @@ def read(body: bytes) -> Wanted:
         raise Rejected("there are no messages: give at least one", param="messages")
     schema, field = schema_of(asked.response_format, "response_format", nested=True)
     limit = asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens
+    limit_field = "max_tokens" if asked.max_completion_tokens is None else "max_completion_tokens"
     stops = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
     return Wanted(
         tuple(
             said(each.role, each.content, f"messages[{index}]", _calls(each))
             for index, each in enumerate(asked.messages)
         ),
-        bool(asked.stream), schema, field, limit, asked.temperature, asked.top_p, asked.ramify or Own(), asked.seed,
-        tuple(stops), asked.stream_options is not None and asked.stream_options.include_usage,
+        bool(asked.stream), schema, field, limit, limit_field, asked.temperature, asked.top_p, asked.ramify or Own(),
+        asked.seed, tuple(stops), asked.stream_options is not None and asked.stream_options.include_usage,
     )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ Decides what of a run its caller sees while it goes on. What a provider said in 
 from __future__ import annotations
 
 from ramify.types.event import AnyEvent, Attempted, CallEnded, CallStarted, CellRan, Noted, Replied
+from ramify.types.message import encodable
 
 _MOST_CHARS = 2000
 """Of one message of the root."""
@@ -23,6 +24,9 @@ class Progress:
 
     def text_of(self, event: AnyEvent) -> str:
         """What is to be told of ``event``, with its line's end; empty for nothing."""
+        return encodable(self._text(event))
+
+    def _text(self, event: AnyEvent) -> str:
         match event:
             case CallStarted(depth=0):
                 if event.kind == "rlm":

@@ -137,10 +137,12 @@ def _place(name: str, is_single: bool) -> str:
 
 
 def _asked(message: Sequence[str | _Held], is_single: bool) -> str:
-    """The question itself. Where all of it is long, its two ends are shown."""
+    """The question itself. Where all of it is long, its two ends are shown. A model is told of ``context`` in any case, so
+    that a question over a single one stays as it was asked."""
     text = _text(message, is_single)
-    if any(isinstance(piece, str) and piece.strip() for piece in message):
-        return text
+    own = "\n".join(piece for piece in message if isinstance(piece, str)).strip()
+    if own:
+        return own if is_single else text
     ends = " ".join(piece.ends for piece in message if isinstance(piece, _Held) and piece.ends)
     return f"{text}\nThe task is in there. {ends} Do what it asks.".replace("  ", " ")
 

@@ -32,11 +32,16 @@ class One:
         self.watch = Watch()
 
     async def answer(self) -> Answer:
-        """Wait for it. Raises Rejected where the run failed."""
+        """Wait for it; cancelling this wait cancels the run. Raises Rejected where the run failed."""
         running = self.watch.running
         assert running is not None
         try:
             result = await self.watch.result()
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            raise Rejected("the server ended before the run did", status=503, run=running.id) from None
         except Exception as error:
             raise failure_of(error, str(error) or type(error).__name__, running.id) from error
         if self.held.is_short and result.answer is None and not result.usage.calls and result.stop.is_truncated():

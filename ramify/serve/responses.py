@@ -67,14 +67,10 @@ def read(body: bytes) -> Wanted:
     messages = [Said("system", (asked.instructions,))] if asked.instructions else []
     messages += [each for index, item in enumerate(items) if (each := _said(item, f"input[{index}]")) is not None]
     schema, field = schema_of(asked.text.format if asked.text else None, "text.format", nested=False)
-    try:
-        return Wanted(
-            tuple(messages), bool(asked.stream), schema, field, asked.max_output_tokens, asked.temperature, asked.top_p,
-            asked.ramify or Own(),
-        )  # fmt: skip
-    except Rejected as error:
-        error.param = "max_output_tokens" if error.param == "max_tokens" else error.param
-        raise
+    return Wanted(
+        tuple(messages), bool(asked.stream), schema, field, asked.max_output_tokens, "max_output_tokens",
+        asked.temperature, asked.top_p, asked.ramify or Own(),
+    )  # fmt: skip
 
 
 def new_id() -> str:

@@ -18,9 +18,9 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from aiohttp import web
 
@@ -28,6 +28,7 @@ from ramify.clients.base import Sampling
 from ramify.engine.rlm import RLM
 from ramify.errors import RamifyError
 from ramify.serve import chat, responses
+from ramify.serve.answer import Answer
 from ramify.serve.completions import encode
 from ramify.serve.keys import Keys
 from ramify.serve.metrics import TYPE, Metrics
@@ -38,14 +39,10 @@ from ramify.serve.web import Listener, Rejected, bearer, is_loopback, refuse_ope
 
 _log = logging.getLogger(__name__)
 
-API = Any
-"""``chat`` or ``responses``: a module with PATH, FIELD, read, new_id, whole and Stream."""
 _GONE = 499
 """How a caller who hung up is counted."""
 PING = b": waiting\n\n"
 """A comment, which clients pass over and proxies take for life."""
-_PATIENCE_S = 15.0
-"""Between a stream's pings."""
 _UPLOAD_S = 300.0
 """For a request's body to arrive."""
 _LARGE_BYTES = 1 << 18
@@ -54,22 +51,57 @@ _UNPACKED = 8
 """What attached files may unpack to, in largest bodies."""
 
 
+class Events(Protocol):
+    """The events of one stream, in an API's words; see ``chat.Stream``."""
+
+    def begin(self) -> bytes: ...
+
+    def progress(self, text: str) -> bytes: ...
+
+    def end(self, answer: Answer) -> Iterator[bytes]: ...
+
+    def fail(self, error: Rejected) -> Iterator[bytes]: ...
+
+
+class API(Protocol):
+    """What the modules ``chat`` and ``responses`` both have."""
+
+    @property
+    def PATH(self) -> str: ...
+
+    @property
+    def FIELD(self) -> str: ...
+
+    def read(self, body: bytes) -> Wanted: ...
+
+    def new_id(self) -> str: ...
+
+    def whole(self, answer: Answer, wanted: Wanted, id: str, model: str) -> dict[str, Any]: ...
+
+    def Stream(self, wanted: Wanted, id: str, model: str) -> Events: ...
+
+
+APIS: tuple[API, ...] = (chat, responses)
+
+
 class RunServer:
     """The server; ``async with`` starts it and, at its end, closes it at once. ``drain`` first lets runs end."""
 
     def __init__(
         self, rlm: RLM, *, name: str, host: str = "127.0.0.1", port: int = 8000, keys: Keys | None = None,
         max_body_bytes: int = 64 << 20, max_runs: int = 256, sampling: Sampling | None = None,
+        ping_s: float = 15.0,
     ) -> None:  # fmt: skip
         """``name`` is the model's; ``max_runs`` go on at once, and who comes then is told to come back; ``sampling`` is
-        what a request may change temperature, top_p and seed of. Raises ConfigError for an address beyond loopback
-        without a key."""
+        what a request may change temperature, top_p and seed of; a stream is silent for ``ping_s`` at most. Raises
+        ConfigError for an address beyond loopback without a key."""
         self._keys = keys or Keys({})
         refuse_open(host, not self._keys.is_open)
         self.name, self.metrics = name, Metrics()
-        self._rlm, self._max_body_bytes = rlm, max_body_bytes
+        self._rlm, self._max_body_bytes, self._ping_s = rlm, max_body_bytes, ping_s
         self._questions = Questions(rlm, self._keys, self.metrics, max_runs, sampling or Sampling())
         self._listener = Listener(host, port)
+        self._is_open = False
         self._created = int(time.time())
 
     @property
@@ -94,18 +126,25 @@ class RunServer:
                 ("/v1/models/{name:.+}", self._model),
             ):  # fmt: skip
                 app.router.add_get(path, get)
-            for api in (chat, responses):
+            for api in APIS:
                 app.router.add_post(api.PATH, self._asked_over(api))
             await self._listener.start(app)
+            self._is_open = True
         except BaseException:
             await self._rlm.__aexit__(None, None, None)
             raise
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        await self._questions.close()
-        await self._listener.close()
-        await self._rlm.__aexit__(None, None, None)
+        await self.close()
+
+    async def close(self) -> None:
+        """End at once: runs are cancelled, and whoever waits is told so. Idempotent."""
+        if self._is_open:
+            self._is_open = False
+            await self._questions.close()
+            await self._listener.close()
+            await self._rlm.__aexit__(None, None, None)
 
     async def drain(self, grace_s: float, last_s: float = 30.0) -> None:
         """Take no more requests; let runs end for ``grace_s``, then ask them for their last word, and wait ``last_s``."""
@@ -218,7 +257,7 @@ class RunServer:
             await response.write(data)
 
         try:
-            async with contextlib.aclosing(one.watch.texts(_PATIENCE_S)) as texts:
+            async with contextlib.aclosing(one.watch.texts(self._ping_s)) as texts:
                 async for text in texts:
                     await send(partial(stream.progress, text) if text else lambda: PING)
             answer = await one.answer()

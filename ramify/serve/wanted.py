@@ -97,6 +97,7 @@ class Wanted(msgspec.Struct, frozen=True):
     """Where the schema was given, for errors."""
     max_tokens: int | None
     """Of the final answer."""
+    max_tokens_field: str
     temperature: float | None
     top_p: float | None
     own: Own
@@ -108,7 +109,9 @@ class Wanted(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None and self.max_tokens < 1:
-            raise Rejected(f"the answer may have {self.max_tokens} tokens: give at least 1", param="max_tokens")
+            raise Rejected(
+                f"the answer may have {self.max_tokens} tokens: give at least 1", param=self.max_tokens_field
+            )
         if self.temperature is not None and not 0 <= self.temperature <= 2:
             raise Rejected(f"temperature={self.temperature} must be from 0 to 2", param="temperature")
         if self.top_p is not None and not 0 < self.top_p <= 1:

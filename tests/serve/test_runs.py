@@ -252,3 +252,23 @@ def test_it_ends_gracefully() -> None:
             await ending
 
     run(test)
+
+
+def test_it_ends_at_once_and_says_so() -> None:
+    async def test() -> None:
+        going = asyncio.Event()
+
+        async def stuck(_: Any) -> str:
+            going.set()
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        async with serving(stuck) as server, asking(server) as client:
+            asked = asyncio.ensure_future(client.chat.completions.create(model="m", messages=[user("x")]))
+            await going.wait()
+            await server.close()
+            with pytest.raises(openai.InternalServerError, match="the server ended before the run did") as caught:
+                await asked
+            assert caught.value.status_code == 503
+
+    run(test)

@@ -141,3 +141,40 @@ def test_a_long_answer_comes_in_lines_that_every_client_reads() -> None:
             assert sum(line.decode().count("ü") for line in lines) == 300_000 + 1  # the code says it once
 
     asyncio.run(test())
+
+
+def test_a_silent_stream_is_kept_alive() -> None:
+    """By comments, which no client takes for events; a failure is then told in the stream, whose status has been sent."""
+
+    async def test() -> None:
+        pinged = asyncio.Event()
+
+        async def model(_: Any) -> Any:
+            await pinged.wait()
+            return refused(401, "wrong key")
+
+        async with serving(model, ping_s=0.05) as server, aiohttp.ClientSession() as http:
+            body = {"messages": [user(LONG, "n?")], "stream": True}
+            async with http.post(f"{server.url}/chat/completions", json=body) as answer:
+                assert answer.status == 200
+                lines = []
+                async for line in answer.content:
+                    lines.append(line)
+                    if line == b": waiting\n":
+                        pinged.set()
+            assert b'"role":"assistant"' in lines[0]
+            assert b"model_failed" in lines[-4]
+            assert lines[-2] == b"data: [DONE]\n"
+
+    asyncio.run(test())
+
+
+def test_what_utf8_cannot_hold_is_escaped() -> None:
+    async def test() -> None:
+        odd = session(cell("print('a' + chr(0xD800))"), cell("FINAL('b' + chr(0xD800))"))
+        async with serving(odd) as server, asking(server) as client:
+            reasoning, content, *_ = await collected(client, 1)
+            assert "a\\ud800" in reasoning
+            assert content == "b\\ud800"
+
+    asyncio.run(test())

@@ -33,6 +33,7 @@ CHAT = [
     ({"messages": ASKED, "n": 2}, "n", "n=2 is not supported"),
     ({"messages": ASKED, "tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "not supported"),
     ({"messages": ASKED, "max_tokens": 0}, "max_tokens", "at least 1"),
+    ({"messages": ASKED, "max_completion_tokens": 0}, "max_completion_tokens", "at least 1"),
     ({"messages": ASKED, "temperature": 3}, "temperature", "from 0 to 2"),
     ({"messages": ASKED, "temperature": "warm"}, "temperature", "got `str`"),
     ({"messages": ASKED, "top_p": 0}, "top_p", "above 0"),
