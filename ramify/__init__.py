@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ramify.clients.scripted import ScriptedClient as ScriptedClient
     from ramify.engine.citations import Citation as Citation
     from ramify.engine.limits import Limits as Limits
+    from ramify.engine.mcp import McpTools as McpTools
     from ramify.engine.rlm import RLM as RLM
     from ramify.engine.rlm import Result as Result
     from ramify.engine.scaffold import Scaffold as Scaffold
@@ -42,6 +43,7 @@ _HOMES = {
     "Client": "ramify.clients.base",
     "ConfigError": "ramify.errors",
     "Limits": "ramify.engine.limits",
+    "McpTools": "ramify.engine.mcp",
     "ModelError": "ramify.errors",
     "RLM": "ramify.engine.rlm",
     "RamifyError": "ramify.errors",

@@ -11,6 +11,7 @@ PUBLIC = [
     "Client",
     "ConfigError",
     "Limits",
+    "McpTools",
     "ModelError",
     "RLM",
     "RamifyError",

@@ -1,7 +1,7 @@
 """A stored run made ready to go on or to be repeated: the ``RLM`` that its journal describes.
 
 Models, limits, prompts, sandbox and sampling are taken as they were recorded. Tools over files (``sql``) are loaded again
-from the recorded paths. A replay asks nobody, so its models are stand-ins that need no key.
+from the recorded paths, and MCP servers are started again. A replay asks nobody, so its models are stand-ins that need no key.
 """
 
 from __future__ import annotations
@@ -56,16 +56,21 @@ def rebuild(
 
 
 def _tools(started: RunStarted) -> dict[str, Any]:
-    sources = started.config.get("sources") or {}
+    sources, servers = started.config.get("sources") or {}, started.config.get("mcp") or ()
+    tools: dict[str, Any] = {}
+    if servers:
+        from ramify.engine.mcp import McpTools
+
+        tools |= McpTools(*servers)  # connected until the process ends
     if not sources.get("tools"):
-        return {}
+        return tools
     from ramify.sources.load import load
 
     if "-" in sources["paths"]:
         raise SourceError(
             f"run {started.id} used {', '.join(sources['tools'])} over standard input, which is gone: ask anew"
         )
-    return load(sources["paths"]).tools
+    return {**tools, **load(sources["paths"]).tools}
 
 
 class StandIn:

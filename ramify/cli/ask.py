@@ -6,9 +6,11 @@ their names and types from it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +24,7 @@ from ramify.cli.settings import fill, unknown_variables
 from ramify.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
+    from ramify.engine.mcp import McpTools
     from ramify.engine.rlm import RLM
     from ramify.sandbox.base import SandboxSpec
     from ramify.sources.base import Loaded
@@ -57,6 +60,7 @@ SETTINGS = (
     Option("memory", str, "of one session (default: 2GiB)", "SIZE"),
     Option("package", list, "of this Python, which sessions may import; repeat it for more"),
     Option("mount", list, "file or folder that sessions may read, where they see it; repeat it", "PATH:PLACE"),
+    Option("mcp", list, "MCP server whose tools sessions get, a command or an address; repeat it for more", "COMMAND"),
     Option("temperature", float, "of sampling (default: the provider's)"),
     Option("direct", bool, "answer by one plain call what fits easily (default: yes)"),
     Option("cache", bool, "use stored replies to the same requests"),
@@ -100,10 +104,22 @@ def _ask(question: str, paths: list[str], answer_schema: str | None, settings: d
     from ramify.cli import asking
 
     schema = read_schema(answer_schema)
-    rlm = make_rlm(settings, spec, open_store(settings))
-    loaded = load_sources(paths, notes)
-    asked = asking.Asked(question, loaded, paths, schema, bool(settings.get("cite")), bool(settings.get("cache")))
-    return asking.run(rlm, asked, notes, as_json=bool(settings.get("json")))
+    with mcp_tools(settings) as tools:
+        rlm = make_rlm(settings, spec, open_store(settings), tools)
+        loaded = load_sources(paths, notes)
+        servers = tools.servers if tools is not None else ()
+        cite, cache = bool(settings.get("cite")), bool(settings.get("cache"))
+        asked = asking.Asked(question, loaded, paths, schema, cite, cache, servers)
+        return asking.run(rlm, asked, notes, as_json=bool(settings.get("json")))
+
+
+def mcp_tools(settings: dict[str, Any]) -> contextlib.AbstractContextManager[McpTools | None]:
+    """The tools of the MCP servers that were named, connected; None where none was."""
+    if not settings.get("mcp"):
+        return contextlib.nullcontext()
+    from ramify.engine.mcp import McpTools
+
+    return McpTools(*settings["mcp"])
 
 
 def _warm_up(model: str, spec: SandboxSpec | None) -> None:
@@ -146,14 +162,16 @@ def read_mount(given: str) -> tuple[str, str]:
 
 def _needs_session(paths: list[str], settings: dict[str, Any]) -> bool:
     """Whether the question will hardly be answered by one direct call."""
-    if settings.get("direct") is False or settings.get("branches", 1) != 1:
+    if settings.get("direct") is False or settings.get("branches", 1) != 1 or settings.get("mcp"):
         return True
     if len(paths) == 1 and os.path.isfile(paths[0]):
         return os.path.getsize(paths[0]) > _SMALL_BYTES
     return bool(paths)
 
 
-def make_rlm(settings: dict[str, Any], spec: SandboxSpec, store: Store | None) -> RLM:
+def make_rlm(
+    settings: dict[str, Any], spec: SandboxSpec, store: Store | None, tools: Mapping[str, Any] | None = None
+) -> RLM:
     from ramify.clients.base import Sampling
     from ramify.engine.limits import Limits
     from ramify.engine.rlm import RLM
@@ -165,6 +183,7 @@ def make_rlm(settings: dict[str, Any], spec: SandboxSpec, store: Store | None) -
     return RLM(
         settings["model"], sub_model=settings.get("sub_model") or None, limits=limits, scaffold=scaffold, sandbox=spec,
         store=store, sampling=Sampling(temperature=settings.get("temperature")), branches=settings.get("branches", 1),
+        tools=tools,
     )  # fmt: skip
 
 

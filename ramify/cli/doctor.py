@@ -24,9 +24,9 @@ from ramify.errors import RamifyError
 from ramify.sandbox.base import open_sandbox
 
 EXTRAS = {
-    "anthropic": "anthropic", "litellm": "litellm", "pdf": "pypdf", "ipython": "IPython", "monty": "pydantic_monty",
-    "modal": "modal", "e2b": "e2b", "daytona": "daytona", "prime": "prime_sandboxes", "train": "torch",
-    "datasets": "datasets", "ray": "ray",
+    "anthropic": "anthropic", "litellm": "litellm", "pdf": "pypdf", "ipython": "IPython", "mcp": "mcp",
+    "monty": "pydantic_monty", "modal": "modal", "e2b": "e2b", "daytona": "daytona", "prime": "prime_sandboxes",
+    "train": "torch", "datasets": "datasets", "ray": "ray",
 }  # fmt: skip
 """Extra -> the module that it brings."""
 _KEYS_OF_OTHERS = {"anthropic": ("ANTHROPIC_API_KEY",)}

@@ -39,7 +39,7 @@ OF_AN_EVALUATION = (
     Option("against", str, "also the difference from another evaluation, over the same items", "ID"),
 )
 _PLANNED = ("split", "items", "n", "seed", "validate")
-_NOT_HERE = ("cite", "cache")
+_NOT_HERE = ("cite", "cache", "mcp")
 _SETTINGS = tuple(option for option in SETTINGS if option.name not in _NOT_HERE)
 _KINDS = {name: kind for name, kind in KINDS.items() if name not in _NOT_HERE}
 

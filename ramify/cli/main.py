@@ -25,6 +25,8 @@ COMMANDS = {
     "ask": ("ramify.cli.ask", "answer a question over files, folders, databases or a pipe"),
     "eval": ("ramify.cli.eval", "evaluate a model on a task"),
     "train": ("ramify.cli.train", "carry out a recipe: train a policy"),
+    "serve": ("ramify.cli.serve", "serve recursive runs as an OpenAI-compatible API"),
+    "mcp": ("ramify.cli.mcp", "offer questions over files as a tool of the Model Context Protocol"),
     "serve-policy": ("ramify.cli.serve_policy", "serve a policy as an OpenAI-compatible API"),
     "runs": ("ramify.cli.runs", "list stored runs"),
     "runs rm": ("ramify.cli.runs", "delete stored runs"),

@@ -115,6 +115,13 @@ class RLM:
     def sandbox(self) -> SandboxSpec:
         return self._setup.sandbox
 
+    async def prepare(self) -> list[Client]:
+        """Connect the models and open the sandbox now, for a service that should fail before anybody asks; inside
+        ``async with``. Returns the models' clients. Raises ConfigError or SandboxError."""
+        async with self._shared.use() as resources:
+            resources.sandbox()
+            return list(self._connect(resources).all)
+
     # --- asking ------------------------------------------------------------------------------------------------
 
     def completion(
@@ -161,11 +168,12 @@ class RLM:
     def start(
         self, prompt: Any, query: str | None = None, *, answer_type: Any = None, cite: bool = False,
         cache: bool = False, search: Search | int | None = None, on_event: Listener | None = None,
-        metadata: Mapping[str, Any] | None = None, sampling: Sampling | None = None,
+        metadata: Mapping[str, Any] | None = None, sampling: Sampling | None = None, limits: Limits | None = None,
     ) -> Running:  # fmt: skip
         """A run that goes on while the caller does other things; needs a running event loop. Its ``result`` is data: it
         raises nothing for what a model did. ``metadata`` is kept with the run's configuration; ``sampling`` is this run's
-        own, so that attempts at one question may each have their seed."""
+        own, so that attempts at one question may each have their seed; so are ``limits``, but for ``max_concurrency``,
+        which all runs of an RLM share."""
         asked = question(prompt, query, answer_type, cite)
         chosen = self._search if search is None else search_of(search)
         listeners = checked_listener(on_event)
@@ -176,6 +184,9 @@ class RLM:
         if sampling is not None:
             config["sampling"] = msgspec.to_builtins(sampling)
             setup = msgspec.structs.replace(setup, sampling=sampling)
+        if limits is not None:
+            config["limits"] = msgspec.to_builtins(limits)
+            setup = msgspec.structs.replace(setup, limits=limits)
         return Running(
             setup, asked, self._shared.use(),
             id=journal.id if journal else _new_id(), recorder=recorder, cache=self._cache(cache), search=chosen,

@@ -14,7 +14,7 @@ import msgspec
 
 from ramify.clients.base import Request, Sampling, Tool
 from ramify.errors import Refused
-from ramify.types.message import Message, Reply, ToolCall
+from ramify.types.message import Message, Reply, ToolCall, Usage
 
 _NOT_HERE = {
     "n": 1, "frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1, "min_p": 0, "logit_bias": None,
@@ -117,7 +117,7 @@ def completion(
 ) -> dict[str, Any]:
     """The whole body."""
     choice: dict[str, Any] = {"index": 0, "message": _wire(reply.message), "finish_reason": reply.finish}
-    body = {**_head(id, model, "chat.completion"), "choices": [choice], "usage": _usage(reply)}
+    body = {**head(id, model, "chat.completion"), "choices": [choice], "usage": usage_fields(reply.usage)}
     _add_tokens(body, choice, reply, asked, text_of)
     return body
 
@@ -131,12 +131,12 @@ def growth(before: Message, now: Message, id: str, model: str) -> dict[str, Any]
     ):
         if len(new) > len(old) and new.startswith(old):
             delta[field] = new[len(old) :]
-    return _event(id, model, delta) if delta else None
+    return event(id, model, delta) if delta else None
 
 
 def opening(id: str, model: str) -> dict[str, Any]:
     """The first event."""
-    return _event(id, model, {"role": "assistant", "content": ""})
+    return event(id, model, {"role": "assistant", "content": ""})
 
 
 def ending(
@@ -145,19 +145,19 @@ def ending(
     """The last events: calls of tools, why it ended, and what it used where that was asked for."""
     events = []
     if calls := _wire(reply.message).get("tool_calls"):
-        events.append(_event(id, model, {"tool_calls": [{"index": i, **call} for i, call in enumerate(calls)]}))
-    last = _event(id, model, {})
+        events.append(event(id, model, {"tool_calls": [{"index": i, **call} for i, call in enumerate(calls)]}))
+    last = event(id, model, {})
     last["choices"][0]["finish_reason"] = reply.finish
     _add_tokens(last, last["choices"][0], reply, asked, text_of)
     events.append(last)
     if asked.stream_options is not None and asked.stream_options.include_usage:
-        events.append({**_head(id, model, "chat.completion.chunk"), "choices": [], "usage": _usage(reply)})
+        events.append({**head(id, model, "chat.completion.chunk"), "choices": [], "usage": usage_fields(reply.usage)})
     return events
 
 
-def failure(text: str, kind: str, code: str | None = None) -> bytes:
-    """The body of an error."""
-    return encode({"error": {"message": text, "type": kind, "code": code, "param": None}})
+def failure(text: str, kind: str, code: str | None = None, param: str | None = None, **more: Any) -> bytes:
+    """The body of an error; ``param`` is the field that is wrong, ``more`` are fields beside OpenAI's."""
+    return encode({"error": {"message": text, "type": kind, "code": code, "param": param, **more}})
 
 
 def _limit(asked: Asked) -> int | None:
@@ -210,20 +210,23 @@ def _bytes(text: str) -> list[int] | None:
     return None if "\ufffd" in text else list(text.encode())
 
 
-def _usage(reply: Reply) -> dict[str, Any]:
-    usage = reply.usage
+def usage_fields(usage: Usage) -> dict[str, Any]:
+    """``usage`` as chat completions write it."""
     return {
         "prompt_tokens": usage.input_tokens,
         "completion_tokens": usage.output_tokens,
         "total_tokens": usage.total_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
     }
 
 
-def _event(id: str, model: str, delta: dict[str, Any]) -> dict[str, Any]:
+def event(id: str, model: str, delta: dict[str, Any]) -> dict[str, Any]:
+    """One event of a stream."""
     choice = {"index": 0, "delta": delta, "finish_reason": None}
-    return {**_head(id, model, "chat.completion.chunk"), "choices": [choice]}
+    return {**head(id, model, "chat.completion.chunk"), "choices": [choice]}
 
 
-def _head(id: str, model: str, kind: str) -> dict[str, Any]:
+def head(id: str, model: str, kind: str) -> dict[str, Any]:
+    """What every body begins with."""
     return {"id": id, "object": kind, "created": int(time.time()), "model": model}

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import hmac
-import ipaddress
 import uuid
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -22,10 +21,11 @@ import msgspec
 from aiohttp import web
 
 from ramify.clients.base import Known, Request
-from ramify.errors import ConfigError, ModelError, RamifyError, Refused
+from ramify.errors import ModelError, RamifyError, Refused
 from ramify.inference.local.client import LocalClient
 from ramify.serve import completions
 from ramify.serve.completions import Asked
+from ramify.serve.web import Listener, bearer, failed, refuse_open
 from ramify.types.message import Message, Reply
 
 _MAX_BODY_BYTES = 64 << 20
@@ -44,57 +44,39 @@ class PolicyServer:
         """``name`` is the model's; ``port`` 0 takes a free one; ``key`` is asked for as a bearer token.
 
         Raises ConfigError for an address beyond loopback without a key."""
-        if not key and not _is_loopback(host):
-            raise ConfigError(
-                f"{host} can be reached from other machines: give a key (--api-key), or serve on 127.0.0.1"
-            )
-        self.name, self.host, self.port = name, host, port
+        refuse_open(host, bool(key))
+        self.name = name
         self._client, self._key = client, key
         self._in_flight = 0
         self._paths = _Paths()
-        self._runner: web.AppRunner | None = None
+        self._listener = Listener(host, port)
 
     @property
     def url(self) -> str:
         """The base URL, ``http://127.0.0.1:PORT/v1``."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"http://{host}:{self.port}/v1"
+        return self._listener.url
 
     async def __aenter__(self) -> PolicyServer:
         app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[self._guarded])
         app.router.add_get("/health", self._health)
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/chat/completions", self._complete)
-        # A request of somebody who hung up is cancelled, and so leaves its slot.
-        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, self.host, self.port)
-        try:
-            await site.start()
-        except OSError as error:
-            await self._runner.cleanup()
-            raise ConfigError(
-                f"cannot listen on {self.host}:{self.port} ({error.strerror}): choose another --port"
-            ) from None
-        self.port = self._runner.addresses[0][1]
+        await self._listener.start(app)
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        if self._runner is not None:
-            await self._runner.cleanup()
+        await self._listener.close()
 
     @web.middleware
     async def _guarded(self, request: web.Request, handler: web.Handler) -> web.StreamResponse:  # type: ignore[name-defined]
         """The key, and every error as the API writes it."""
-        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        given = bearer(request)
         if self._key and request.path != "/health" and not hmac.compare_digest(given.encode(), self._key.encode()):
-            return _failed(
-                401, "wrong or missing API key: send it as Authorization: Bearer KEY", "authentication_error"
-            )
+            return failed(401, "wrong or missing API key: send it as Authorization: Bearer KEY")
         try:
             response: web.StreamResponse = await handler(request)
         except web.HTTPException as error:
-            return _failed(error.status, f"{request.method} {request.path}: {error.reason}", "invalid_request_error")
+            return failed(error.status, f"{request.method} {request.path}: {error.reason}")
         return response
 
     async def _health(self, _: web.Request) -> web.Response:
@@ -106,9 +88,9 @@ class PolicyServer:
 
     async def _complete(self, http: web.Request) -> web.StreamResponse:
         if http.content_type != "application/json":  # a page in a browser may post other types without asking
-            return _failed(415, "send the body as application/json", "invalid_request_error")
+            return failed(415, "send the body as application/json")
         if self._in_flight >= _MAX_IN_FLIGHT:
-            busy = _failed(429, f"{self._in_flight} requests are being answered: come back", "rate_limit_error")
+            busy = failed(429, f"{self._in_flight} requests are being answered: come back")
             busy.headers["retry-after"] = "1"
             return busy
         self._in_flight += 1
@@ -117,9 +99,9 @@ class PolicyServer:
             request = self._paths.continued(completions.request_of(asked, self._client.window))
             return await (self._streamed(http, asked, request) if asked.stream else self._whole(asked, request))
         except ModelError as error:
-            return _refused(error) if isinstance(error, Refused) else _failed(503, str(error), "server_error")
+            return _refused(error) if isinstance(error, Refused) else failed(503, str(error))
         except RamifyError as error:
-            return _failed(400, str(error), "invalid_request_error")
+            return failed(400, str(error))
         finally:
             self._in_flight -= 1
 
@@ -199,18 +181,7 @@ async def _send(response: web.StreamResponse, event: object) -> None:
 
 
 def _refused(error: Refused) -> web.Response:
-    return _failed(400, str(error), "invalid_request_error", "context_length_exceeded" if error.too_long else None)
-
-
-def _failed(status: int, text: str, kind: str, code: str | None = None) -> web.Response:
-    return web.Response(status=status, body=completions.failure(text, kind, code), content_type="application/json")
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+    return failed(400, str(error), code="context_length_exceeded" if error.too_long else None)
 
 
 def _new_id() -> str:

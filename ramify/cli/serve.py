@@ -1,0 +1,118 @@
+"""``ramify serve``: whole recursive runs behind an OpenAI-compatible address, until it is stopped.
+
+Ctrl-C or SIGTERM once: no more requests are taken, and runs may end for a while. Twice: it ends at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from typing import TYPE_CHECKING, Any
+
+from ramify.cli.ask import KINDS, NO_MODEL, SETTINGS, make_rlm, mcp_tools, open_store, sandbox_spec
+from ramify.cli.exits import Exit
+from ramify.cli.measures import parse_size
+from ramify.cli.notes import Notes, write
+from ramify.cli.parser import Command, Option, UsageError
+from ramify.cli.settings import fill, unknown_variables
+from ramify.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ramify.engine.mcp import McpTools
+    from ramify.serve.keys import Keys
+    from ramify.serve.runs import RunServer
+    from ramify.store.store import Store
+
+_KEY = "RAMIFY_SERVE_KEY"
+OF_A_SERVER = (
+    Option("host", str, "address to listen on (default: 127.0.0.1; others need a key)", "HOST"),
+    Option("port", int, "port to listen on; 0 takes a free one (default: 8000)"),
+    Option("api_key", str, f"key that callers must send (default: ${_KEY})", "KEY"),
+    Option("keys", str, "keys of several callers, each with limits of its own; a TOML file", "FILE"),
+    Option("name", str, "the model's name in answers (default: that of --model)"),
+    Option("max_runs", int, "questions answered at once (default: 256)"),
+    Option("max_body", str, "of one request (default: 64MB)", "SIZE"),
+    Option("grace", float, "seconds that runs may go on after the first Ctrl-C (default: 30)"),
+)
+_NOT_HERE = ("cite", "cache", "json", "verbose")
+_SETTINGS = tuple(option for option in SETTINGS if option.name not in _NOT_HERE)
+
+
+def serve(words: list[str], **given: Any) -> int:
+    own = {option.name: given.pop(option.name) for option in OF_A_SERVER}
+    settings = fill(given, KINDS)
+    notes = Notes(bool(settings.get("quiet")))
+    notes.take_warnings()
+    for line in unknown_variables(KINDS):
+        notes.say(f"ramify: warning: {line}")
+    if not settings.get("model"):
+        write(NO_MODEL.replace("ramify ask", "ramify serve"))
+        return Exit.ERROR
+    for name in ("max_runs", "grace"):
+        if own[name] is not None and not own[name] >= 1 * (name == "max_runs"):
+            raise UsageError(f"--{name.replace('_', '-')} {own[name]}: give at least {1 if name == 'max_runs' else 0}")
+    with mcp_tools(settings) as tools:
+        server = _server(settings, own, open_store(settings), tools)
+        asyncio.run(_serve(server, 30.0 if own["grace"] is None else own["grace"], notes))
+    return Exit.ANSWERED
+
+
+def _server(settings: dict[str, Any], own: dict[str, Any], store: Store | None, tools: McpTools | None) -> RunServer:
+    from ramify.clients.base import Sampling
+    from ramify.serve.runs import RunServer
+
+    rlm = make_rlm(settings, sandbox_spec(settings), store, tools)
+    return RunServer(
+        rlm, name=own["name"] or settings["model"], host=own["host"] or "127.0.0.1",
+        port=8000 if own["port"] is None else own["port"], keys=_keys(own, store.root if store is not None else None),
+        max_body_bytes=parse_size(own["max_body"] or "64MB", "--max-body"), max_runs=own["max_runs"] or 256,
+        sampling=Sampling(temperature=settings.get("temperature")),
+    )  # fmt: skip
+
+
+def _keys(own: dict[str, Any], root: Path | None) -> Keys:
+    from ramify.serve.keys import Key, Keys, read_keys
+
+    keys = read_keys(own["keys"]) if own["keys"] else {}
+    if own["keys"] and not keys:
+        raise ConfigError(f'the file of keys {own["keys"]} has none: add a table [NAME] with key = "…"')
+    single = own["api_key"] or os.environ.get(_KEY)
+    if single:
+        if "default" in keys:
+            raise ConfigError("the file of keys has one called 'default', which is the name of --api-key: rename it")
+        keys = {**keys, "default": Key(key=single)}
+    return Keys(keys, root / "served.json" if root is not None and keys else None)
+
+
+async def _serve(server: RunServer, grace_s: float, notes: Notes) -> None:
+    loop = asyncio.get_running_loop()
+    asked, again = asyncio.Event(), asyncio.Event()
+
+    def stop() -> None:
+        (again if asked.is_set() else asked).set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop)
+    async with server:
+        write(f"{server.name} at {server.url} (Ctrl-C to stop)")
+        await asked.wait()
+        draining, at_once = asyncio.ensure_future(server.drain(grace_s)), asyncio.ensure_future(again.wait())
+        if server.num_runs:
+            notes.say(f"ramify: {server.num_runs} runs go on for {grace_s:g} s at most; Ctrl-C again to end now")
+        await asyncio.wait({draining, at_once}, return_when=asyncio.FIRST_COMPLETED)
+        for each in (draining, at_once):
+            each.cancel()
+        await asyncio.gather(draining, at_once, return_exceptions=True)
+
+
+COMMAND = Command(
+    name="serve",
+    about="""\
+Serve whole recursive runs as an OpenAI-compatible API: chat completions and responses, also streamed. A
+client needs nothing but another base URL. The options of ask set what a request may spend at most.""",
+    run=serve,
+    options=(*OF_A_SERVER, *_SETTINGS),
+)

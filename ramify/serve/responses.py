@@ -1,0 +1,219 @@
+"""OpenAI's responses over runs: a body in, ``Wanted`` out; an ``Answer`` in, a response or the events of a stream out.
+
+A response is made of items: a reasoning item that grows with the run's progress, and a message with the answer. Nothing is
+kept between requests, so ``previous_response_id`` is refused: the whole conversation is sent, as clients do by default.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from ramify.serve.answer import Answer
+from ramify.serve.completions import encode
+from ramify.serve.parts import Content, Role, said
+from ramify.serve.wanted import Own, Said, Wanted, decode, refuse_unsupported, schema_of
+from ramify.serve.web import Rejected
+from ramify.types.message import Usage
+
+PATH = "/v1/responses"
+FIELD = "input"
+_CHUNK_CHARS = 8000
+_HARMLESS: dict[str, tuple[Any, ...]] = {
+    "previous_response_id": (), "conversation": (), "prompt": (), "tools": ([],), "tool_choice": ("auto", "none"),
+    "background": (False,), "top_logprobs": (0,), "max_tool_calls": (), "context_management": ([],),
+}  # fmt: skip
+"""Field -> the values at which it changes nothing."""
+
+
+class _Item(msgspec.Struct):
+    type: str = "message"
+    role: Role | None = None
+    content: Content = None
+    name: str = ""
+    arguments: str = ""
+    output: Any = None
+
+
+class _Text(msgspec.Struct):
+    format: Any = None
+
+
+class _Body(msgspec.Struct):
+    input: str | list[_Item]
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    text: _Text | None = None
+    stream: bool | None = None
+    ramify: Own | None = None
+
+
+_decoder = msgspec.json.Decoder(_Body)
+
+
+def read(body: bytes) -> Wanted:
+    """Raises Rejected that names the field."""
+    asked = decode(_decoder, body)
+    refuse_unsupported(body, _HARMLESS)
+    items = [_Item(role="user", content=asked.input)] if isinstance(asked.input, str) else asked.input
+    if not items:
+        raise Rejected("there is no input: give a text or a list of items", param="input")
+    messages = [Said("system", (asked.instructions,))] if asked.instructions else []
+    messages += [each for index, item in enumerate(items) if (each := _said(item, f"input[{index}]")) is not None]
+    schema, field = schema_of(asked.text.format if asked.text else None, "text.format", nested=False)
+    return Wanted(
+        tuple(messages), bool(asked.stream), schema, field, asked.max_output_tokens, "max_output_tokens",
+        asked.temperature, asked.top_p, asked.ramify or Own(),
+    )  # fmt: skip
+
+
+def new_id() -> str:
+    return f"resp_{uuid.uuid4().hex}"
+
+
+def whole(answer: Answer, wanted: Wanted, id: str, model: str) -> dict[str, Any]:
+    """The whole response."""
+    return _ended(_Head(wanted, id, model), [_message(f"msg_{id[5:]}", answer.text, answer)], answer)
+
+
+class Stream:
+    """The events of one streamed response: ``begin``, any number of ``progress``, then ``end`` or ``fail``. They are
+    numbered without a gap."""
+
+    def __init__(self, wanted: Wanted, id: str, model: str) -> None:
+        self._head = _Head(wanted, id, model)
+        self._reasoning_id, self._message_id = f"rs_{id[5:]}", f"msg_{id[5:]}"
+        self._number = 0
+        self._reasoning = ""
+
+    def begin(self) -> bytes:
+        response = self._head.body("in_progress", [], None)
+        return self._event("created", response=response) + self._event("in_progress", response=response)
+
+    def progress(self, text: str) -> bytes:
+        opening = b""
+        place = {"item_id": self._reasoning_id, "output_index": 0, "summary_index": 0}
+        if not self._reasoning:
+            item = {"type": "reasoning", "id": self._reasoning_id, "summary": []}
+            part = {"type": "summary_text", "text": ""}
+            opening = self._event("output_item.added", output_index=0, item=item)
+            opening += self._event("reasoning_summary_part.added", **place, part=part)
+        self._reasoning += text
+        return opening + self._event("reasoning_summary_text.delta", **place, delta=text)
+
+    def end(self, answer: Answer) -> Iterator[bytes]:
+        items = []
+        if self._reasoning:
+            items.append(self._reasoned())
+            yield self._end_of_reasoning(items[0])
+        index, id = len(items), self._message_id
+        place = {"item_id": id, "output_index": index, "content_index": 0}
+        item = _message(id, answer.text, answer)
+        opened = {**item, "status": "in_progress", "content": []}
+        yield self._event("output_item.added", output_index=index, item=opened)
+        yield self._event("content_part.added", **place, part=_part(""))
+        for at in range(0, len(answer.text), _CHUNK_CHARS):
+            yield self._event("output_text.delta", **place, delta=answer.text[at : at + _CHUNK_CHARS], logprobs=[])
+        yield self._event("output_text.done", **place, text=answer.text, logprobs=[])
+        yield self._event("content_part.done", **place, part=_part(answer.text))
+        yield self._event("output_item.done", output_index=index, item=item)
+        response = _ended(self._head, [*items, item], answer)
+        yield self._event(response["status"], response=response)
+
+    def fail(self, error: Rejected) -> Iterator[bytes]:
+        items = [self._reasoned()] if self._reasoning else []
+        response = self._head.body("failed", items, None)
+        response["error"] = {"code": "server_error", "message": str(error)}
+        response["ramify"] = {"run": error.run}
+        yield self._event("failed", response=response)
+
+    def _end_of_reasoning(self, item: dict[str, Any]) -> bytes:
+        place = {"item_id": self._reasoning_id, "output_index": 0, "summary_index": 0}
+        text = self._reasoning
+        return b"".join(
+            [
+                self._event("reasoning_summary_text.done", **place, text=text),
+                self._event("reasoning_summary_part.done", **place, part={"type": "summary_text", "text": text}),
+                self._event("output_item.done", output_index=0, item=item),
+            ]
+        )
+
+    def _reasoned(self) -> dict[str, Any]:
+        summary = [{"type": "summary_text", "text": self._reasoning}]
+        return {"type": "reasoning", "id": self._reasoning_id, "summary": summary}
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        kind = f"response.{kind}"
+        event = {"type": kind, "sequence_number": self._number, **fields}
+        self._number += 1
+        return f"event: {kind}\ndata: ".encode() + encode(event) + b"\n\n"
+
+
+class _Head:
+    """What a response says of its request."""
+
+    def __init__(self, wanted: Wanted, id: str, model: str) -> None:
+        self._id, self._model, self._wanted, self._created = id, model, wanted, int(time.time())
+
+    def body(self, status: str, output: list[dict[str, Any]], usage: dict[str, Any] | None) -> dict[str, Any]:
+        wanted = self._wanted
+        kind = (
+            {"type": "text"}
+            if wanted.schema is None
+            else {"type": "json_schema", "name": "answer", "schema": wanted.schema}
+        )
+        return {
+            "id": self._id, "object": "response", "created_at": self._created, "status": status, "model": self._model,
+            "output": output, "usage": usage, "error": None, "incomplete_details": None, "instructions": None,
+            "metadata": {}, "parallel_tool_calls": True, "temperature": wanted.temperature, "top_p": wanted.top_p,
+            "max_output_tokens": wanted.max_tokens, "tool_choice": "auto", "tools": [], "text": {"format": kind},
+            "previous_response_id": None, "store": False, "truncation": "disabled", "reasoning": {},
+        }  # fmt: skip
+
+
+def _ended(head: _Head, output: list[dict[str, Any]], answer: Answer) -> dict[str, Any]:
+    is_whole = answer.finish == "stop"
+    body = head.body("completed" if is_whole else "incomplete", output, _usage(answer.usage))
+    body["incomplete_details"] = None if is_whole else {"reason": "max_output_tokens"}
+    return {**body, "ramify": answer.about}
+
+
+def _said(item: _Item, where: str) -> Said | None:
+    """The message that an item is; None for earlier reasoning, which is not read again."""
+    match item.type:
+        case "message":
+            if item.role is None:
+                raise Rejected("a message has no role", param=f"{where}.role")
+            return said(item.role, item.content, where)
+        case "reasoning":
+            return None
+        case "function_call":
+            return Said("assistant", (f"(called {item.name}({item.arguments}))",))
+        case "function_call_output":
+            output = item.output if isinstance(item.output, str) else msgspec.json.encode(item.output).decode()
+            return Said("tool", (output,))
+        case _:
+            raise Rejected(f"an item of type {item.type!r:.60} is not supported: give messages", param=f"{where}.type")
+
+
+def _message(id: str, text: str, answer: Answer) -> dict[str, Any]:
+    status = "completed" if answer.finish == "stop" else "incomplete"
+    return {"type": "message", "id": id, "status": status, "role": "assistant", "content": [_part(text)]}
+
+
+def _part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    return {
+        "input_tokens": usage.input_tokens, "input_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "output_tokens": usage.output_tokens, "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+        "total_tokens": usage.total_tokens,
+    }  # fmt: skip

@@ -1,0 +1,271 @@
+"""Whole recursive runs behind an OpenAI-compatible address: ``ramify serve``.
+
+    GET  /v1/models, /v1/models/NAME     the one model
+    POST /v1/chat/completions            also streamed: progress as reasoning, then the answer as content
+    POST /v1/responses                   the same
+    GET  /metrics                        for Prometheus; with a key where there are keys
+    GET  /healthz                        {"status": "ok", …}; 503 while it ends
+
+    request ──> key ──> read ──> budget held ──> run ──> answer or stream ──> budget settled
+Any model name is taken, and the answer says which model it was. Whoever hangs up cancels the tree. Bodies are bounded, waits
+are bounded, and without a key only this machine may ask. What an API looks like is ``chat.py``'s and ``responses.py``'s;
+who may ask, and for how much, is ``questions.py``'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, Protocol
+
+from aiohttp import web
+
+from ramify.clients.base import Sampling
+from ramify.engine.rlm import RLM
+from ramify.errors import RamifyError
+from ramify.serve import chat, responses
+from ramify.serve.answer import Answer
+from ramify.serve.completions import encode
+from ramify.serve.keys import Keys
+from ramify.serve.metrics import TYPE, Metrics
+from ramify.serve.prompt import Prompt, prompt_of
+from ramify.serve.questions import One, Questions
+from ramify.serve.wanted import Wanted
+from ramify.serve.web import Listener, Rejected, bearer, is_loopback, refuse_open
+
+_log = logging.getLogger(__name__)
+
+_GONE = 499
+"""How a caller who hung up is counted."""
+PING = b": waiting\n\n"
+"""A comment, which clients pass over and proxies take for life."""
+_UPLOAD_S = 300.0
+"""For a request's body to arrive."""
+_LARGE_BYTES = 1 << 18
+"""A larger body is read in a thread."""
+_UNPACKED = 8
+"""What attached files may unpack to, in largest bodies."""
+
+
+class Events(Protocol):
+    """The events of one stream, in an API's words; see ``chat.Stream``."""
+
+    def begin(self) -> bytes: ...
+
+    def progress(self, text: str) -> bytes: ...
+
+    def end(self, answer: Answer) -> Iterator[bytes]: ...
+
+    def fail(self, error: Rejected) -> Iterator[bytes]: ...
+
+
+class API(Protocol):
+    """What the modules ``chat`` and ``responses`` both have."""
+
+    @property
+    def PATH(self) -> str: ...
+
+    @property
+    def FIELD(self) -> str: ...
+
+    def read(self, body: bytes) -> Wanted: ...
+
+    def new_id(self) -> str: ...
+
+    def whole(self, answer: Answer, wanted: Wanted, id: str, model: str) -> dict[str, Any]: ...
+
+    def Stream(self, wanted: Wanted, id: str, model: str) -> Events: ...
+
+
+APIS: tuple[API, ...] = (chat, responses)
+
+
+class RunServer:
+    """The server; ``async with`` starts it and, at its end, closes it at once. ``drain`` first lets runs end."""
+
+    def __init__(
+        self, rlm: RLM, *, name: str, host: str = "127.0.0.1", port: int = 8000, keys: Keys | None = None,
+        max_body_bytes: int = 64 << 20, max_runs: int = 256, sampling: Sampling | None = None,
+        ping_s: float = 15.0,
+    ) -> None:  # fmt: skip
+        """``name`` is the model's; ``max_runs`` go on at once, and who comes then is told to come back; ``sampling`` is
+        what a request may change temperature, top_p and seed of; a stream is silent for ``ping_s`` at most. Raises
+        ConfigError for an address beyond loopback without a key."""
+        self._keys = keys or Keys({})
+        refuse_open(host, not self._keys.is_open)
+        self.name, self.metrics = name, Metrics()
+        self._rlm, self._max_body_bytes, self._ping_s = rlm, max_body_bytes, ping_s
+        self._questions = Questions(rlm, self._keys, self.metrics, max_runs, sampling or Sampling())
+        self._listener = Listener(host, port)
+        self._is_open = False
+        self._created = int(time.time())
+
+    @property
+    def url(self) -> str:
+        """The base URL, ``http://127.0.0.1:PORT/v1``."""
+        return self._listener.url
+
+    @property
+    def num_runs(self) -> int:
+        """Questions that are being answered."""
+        return self._questions.num_present
+
+    # --- beginning and end -------------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> RunServer:
+        await self._rlm.__aenter__()
+        try:
+            await self._questions.prepare()
+            app = web.Application(client_max_size=self._max_body_bytes, middlewares=[self._guarded])
+            for path, get in (
+                ("/healthz", self._health), ("/metrics", self._metrics), ("/v1/models", self._models),
+                ("/v1/models/{name:.+}", self._model),
+            ):  # fmt: skip
+                app.router.add_get(path, get)
+            for api in APIS:
+                app.router.add_post(api.PATH, self._asked_over(api))
+            await self._listener.start(app)
+            self._is_open = True
+        except BaseException:
+            await self._rlm.__aexit__(None, None, None)
+            raise
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """End at once: runs are cancelled, and whoever waits is told so. Idempotent."""
+        if self._is_open:
+            self._is_open = False
+            await self._questions.close()
+            await self._listener.close()
+            await self._rlm.__aexit__(None, None, None)
+
+    async def drain(self, grace_s: float, last_s: float = 30.0) -> None:
+        """Take no more requests; let runs end for ``grace_s``, then ask them for their last word, and wait ``last_s``."""
+        await self._questions.drain(grace_s, last_s)
+
+    # --- every request -----------------------------------------------------------------------------------------
+
+    @web.middleware
+    async def _guarded(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        """The key, every error as the API writes it, and the count."""
+        status = _GONE
+        try:
+            response = await self._handled(request, handler)
+            status = response.status
+        finally:
+            resource = request.match_info.route.resource
+            self.metrics.request(resource.canonical if resource else "other", status)
+        return response
+
+    async def _handled(self, http: web.Request, handler: Any) -> web.StreamResponse:
+        try:
+            if http.path != "/healthz":
+                self._check_host(http)
+                self._keys.caller(bearer(http))
+            response: web.StreamResponse = await handler(http)
+        except Rejected as error:
+            return error.response()
+        except web.HTTPException as error:
+            why = error.text if error.status == 413 else error.reason  # which has the sizes
+            return Rejected(f"{http.method} {http.path}: {why}", status=error.status).response()
+        except RamifyError as error:
+            return Rejected(str(error), status=500).response()
+        except ConnectionResetError:  # whoever asked is gone in the middle of an event
+            return web.Response(status=_GONE)
+        except Exception as error:  # noqa: BLE001 -- a bug; whoever runs the server is told all of it
+            _log.exception("%s %s", http.method, http.path)
+            return Rejected(f"internal error: {type(error).__name__}", status=500).response()
+        return response
+
+    def _check_host(self, http: web.Request) -> None:
+        """A page in a browser can have its own name point here; without a key, only this machine's names are taken."""
+        host = http.url.host or ""
+        if self._keys.is_open and not is_loopback(host):
+            raise Rejected(f"the host {host!r} is not this machine: ask {self.url}", status=403)
+
+    async def _health(self, _: web.Request) -> web.Response:
+        is_ending = self._questions.is_ending
+        state = {"status": "ending" if is_ending else "ok", "runs": self.num_runs}
+        return web.json_response(state, status=503 if is_ending else 200)
+
+    async def _metrics(self, _: web.Request) -> web.Response:
+        self.metrics.in_flight = self.num_runs
+        return web.Response(body=self.metrics.text().encode(), headers={"Content-Type": TYPE})
+
+    async def _models(self, _: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [self._described()]})
+
+    async def _model(self, http: web.Request) -> web.Response:
+        if http.match_info["name"] != self.name:
+            raise Rejected(
+                f"there is no model {http.match_info['name']!r:.80}: this server has {self.name}", status=404,
+                code="model_not_found", param="model",
+            )  # fmt: skip
+        return web.json_response(self._described())
+
+    def _described(self) -> dict[str, Any]:
+        return {"id": self.name, "object": "model", "created": self._created, "owned_by": "ramify"}
+
+    # --- one question ------------------------------------------------------------------------------------------
+
+    def _asked_over(self, api: API) -> Any:
+        async def asked(http: web.Request) -> web.StreamResponse:
+            wanted, prompt = await self._read(http, api)
+            async with self._questions.ask(self._keys.caller(bearer(http)), wanted, prompt) as one:
+                if wanted.stream:
+                    return await self._streamed(http, api, one)
+                answer = await one.answer()
+                body = api.whole(answer, wanted, api.new_id(), self.name)
+                return web.Response(body=encode(body), content_type="application/json")
+
+        return asked
+
+    async def _read(self, http: web.Request, api: API) -> tuple[Wanted, Prompt]:
+        if http.content_type != "application/json":  # a page in a browser may post other types without asking
+            raise Rejected("send the body as application/json", status=415)
+        try:
+            async with asyncio.timeout(_UPLOAD_S):
+                body = await http.read()
+        except TimeoutError:
+            raise Rejected(f"the body did not arrive within {_UPLOAD_S:g} s", status=408) from None
+
+        def read() -> tuple[Wanted, Prompt]:
+            wanted = api.read(body)
+            return wanted, prompt_of(wanted.said, api.FIELD, _UNPACKED * self._max_body_bytes)
+
+        return await asyncio.to_thread(read) if len(body) > _LARGE_BYTES else read()
+
+    async def _streamed(self, http: web.Request, api: API, one: One) -> web.StreamResponse:
+        """What fails before a model has answered is an error with its status; what fails later is the last event."""
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        stream = api.Stream(one.wanted, api.new_id(), self.name)
+
+        async def send(part: Callable[[], bytes]) -> None:
+            data = b""
+            if not response.prepared:
+                await response.prepare(http)
+                data = stream.begin()
+            data += part()
+            self.metrics.events(data.count(b"data: "))
+            await response.write(data)
+
+        try:
+            async with contextlib.aclosing(one.watch.texts(self._ping_s)) as texts:
+                async for text in texts:
+                    await send(partial(stream.progress, text) if text else lambda: PING)
+            answer = await one.answer()
+            await send(lambda: b"".join(stream.end(answer)))
+        except Rejected as error:
+            if not response.prepared:
+                raise
+            last = b"".join(stream.fail(error))
+            await send(lambda: last)
+        await response.write_eof()
+        return response

@@ -1,0 +1,136 @@
+"""``ramify mcp`` as a process, asked by the official client; and ``--mcp``, by which a session gets a server's tools."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from typing import Any
+
+import pytest
+from mcp import Client, StdioServerParameters
+from mcp.client.stdio import stdio_client
+
+from tests.cli.helpers import SESSION_SCRIPT, Shell, code
+
+SERVER = """\
+from mcp.server import MCPServer
+
+server = MCPServer("sums", log_level="ERROR")
+
+@server.tool()
+def add(a: int, b: int) -> int:
+    "Add two numbers."
+    return a + b
+
+server.run()
+"""
+
+
+def client_of(shell: Shell, *arguments: str, said: Any) -> Client:
+    given = StdioServerParameters(
+        command=sys.executable, args=["-m", "ramify", "mcp", *arguments], env=shell.env, cwd=shell.folder
+    )
+    return Client(stdio_client(given, errlog=said))
+
+
+def text(result: Any) -> str:
+    (block,) = result.content
+    return str(block.text)
+
+
+def test_files_are_asked_over_stdio(shell: Shell) -> None:
+    """In the jail; paths that lead out are refused; progress comes on the way; runs are kept."""
+    shell.write("data/rows.txt", "red\n" * 10_000)
+    shell.write("data/more/a.log", "blue")
+    shell.write("secret.txt", "the key")
+    os.symlink(shell.folder / "secret.txt", shell.folder / "data" / "link.txt")
+    model = shell.model([{"match": "How long", "reply": SESSION_SCRIPT[0]}, {"match": "", "reply": SESSION_SCRIPT[1]}])
+
+    async def test() -> None:
+        said: list[str | None] = []
+
+        async def progress(_: float, __: float | None, message: str | None) -> None:
+            said.append(message)
+
+        with open(shell.folder / "said", "w") as errors:  # noqa: ASYNC230
+            async with client_of(shell, "data", "--model", model, "--no-direct", said=errors) as client:
+                (tool,) = (await client.list_tools()).tools
+                assert tool.name == "ask"
+                assert str(shell.folder / "data") in (tool.description or "")
+                asked = {"question": "How long?", "paths": ["rows.txt"]}
+                result = await client.call_tool("ask", asked, progress_callback=progress)
+                assert (text(result), result.is_error) == ("40000", False)
+                assert result.structured_content is not None
+                assert (result.structured_content["answer"], result.structured_content["stop"]) == (40000, "final")
+                assert any("print(len(context))" in (each or "") for each in said)
+                everything = await client.call_tool("ask", {"question": "How long?"})
+                assert text(everything) == "2"  # files: a link that leads out is not among them
+                schema = {"question": "How long?", "paths": ["*.txt"], "answer_schema": {"type": "integer"}}
+                assert text(await client.call_tool("ask", schema)) == "40000"
+                wrong = {
+                    "../secret.txt": "leads out of what may be read",
+                    str(shell.folder / "secret.txt"): "leads out of what may be read",
+                    "link.txt": "leads out of what may be read",
+                    "../*.txt": "leads out of what may be read",
+                    "nowhere.txt": "nowhere.txt does not exist in",
+                }
+                for path, says in wrong.items():
+                    result = await client.call_tool("ask", {"question": "What?", "paths": [path]})
+                    assert result.is_error
+                    assert says in text(result)
+
+    asyncio.run(test())
+    assert len(shell.run("runs", "--json").out.splitlines()) == 3
+    assert (shell.folder / "said").read_text() == ""
+
+
+def test_a_model_that_fails_is_an_error_of_the_tool(shell: Shell) -> None:
+    shell.write("rows.txt", "red\n")
+    model = shell.model([{"fail": "refused", "status": 401, "text": "wrong key"}])
+
+    async def test() -> None:
+        with open(os.devnull, "w") as errors:  # noqa: ASYNC230
+            async with client_of(shell, "--model", model, said=errors) as client:
+                result = await client.call_tool("ask", {"question": "How long?"})
+                assert result.is_error
+                assert "wrong key" in text(result)
+
+    asyncio.run(test())
+
+
+def test_a_session_gets_the_tools_of_a_server(shell: Shell) -> None:
+    """Also when the run is resumed; and the value of a variable is in no record."""
+    server = f"TOKEN=sk-of-mine {sys.executable} {shell.folder / shell.write('server.py', SERVER)}"
+    script = [code("x = add(40, 1)"), {"fail": "refused", "status": 401, "text": "wrong key"}]
+    failed = shell.ask(script, "How much?", "--mcp", server)
+    assert failed.code == 1
+    assert "wrong key" in failed.err
+    (journal,) = (shell.folder / "store" / "runs").glob("*.jsonl")
+    recorded = journal.read_text()
+    assert "sk-of-mine" not in recorded
+    lines = recorded.splitlines()
+    cut = next(i for i, line in enumerate(lines) if json.loads(line)["type"] == "CellRan")
+    journal.write_text("\n".join(lines[: cut + 1]) + "\n")  # as if it had been killed there
+    shell.model([code("FINAL(add(x, 1))")])
+    resumed = shell.run("ask", "--resume", "last")
+    assert (resumed.out, resumed.code) == ("42\n", 0), resumed.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["mcp"], "no model is set"),
+        (["mcp", "nowhere", "--model", "scripted:script.json"], "nowhere does not exist"),
+        (
+            ["ask", "x", "--model", "scripted:script.json", "--mcp", "nowhere-at-all"],
+            "MCP server nowhere-at-all cannot",
+        ),
+    ],
+)
+def test_what_cannot_be_had(shell: Shell, arguments: list[str], says: str) -> None:
+    shell.model(["x"])
+    done = shell.run(*arguments)
+    assert (done.code, done.out) == (1, "")
+    assert says in done.err

@@ -1,0 +1,117 @@
+"""``ramify serve`` as a process: it says where it is, answers, and ends in order."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from ramify.cli.main import command
+from ramify.cli.parser import UsageError
+from tests.cli.helpers import SESSION_SCRIPT, Shell
+
+
+@contextmanager
+def serving(shell: Shell, *options: str, code: int = 0) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """(base URL, process); it is stopped with Ctrl-C, and must end with ``code``."""
+    process = shell.start("serve", "--port", "0", *options)
+    assert process.stderr is not None
+    assert process.stdout is not None
+    try:
+        line = process.stderr.readline().decode()
+        assert " at http://127.0.0.1:" in line, line
+        yield line.split(" at ")[1].split()[0], process
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == code
+        assert process.stdout.read() == b""
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+        process.stderr.close()
+        process.stdout.close()
+
+
+def post(url: str, body: dict[str, Any], key: str = "none") -> tuple[int, dict[str, Any]]:
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
+    request = urllib.request.Request(f"{url}/chat/completions", json.dumps(body).encode(), headers)
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, json.load(error)
+
+
+def test_serve_and_ask(shell: Shell) -> None:
+    """In the jail, with the run kept."""
+    script = [{"match": "How long", "reply": SESSION_SCRIPT[0]}, {"match": "", "reply": SESSION_SCRIPT[1]}]
+    model = shell.model(script)
+    with serving(shell, "--model", model, "--name", "mine", "--max-calls", "10") as (url, _):
+        text = "x" * 40_000
+        parts = [{"type": "text", "text": each} for each in (text, "How long?")]
+        status, reply = post(url, {"model": "any", "messages": [{"role": "user", "content": parts}]})
+        assert (status, reply["model"]) == (200, "mine")
+        assert reply["choices"][0]["message"]["content"] == "40000"
+        status, wrong = post(url, {"messages": [], "model": "any"})
+        assert (status, wrong["error"]["param"]) == (400, "messages")
+    shown = json.loads(shell.run("show", "last", "--json").out)
+    assert (shown["id"], shown["stop"]) == (reply["ramify"]["run"], "final")
+
+
+def test_keys_and_a_budget_that_is_kept_on_disk(shell: Shell) -> None:
+    model = shell.model([{"match": "", "reply": "hello"}])
+    keys = shell.write("keys.toml", '[alice]\nkey = "sk-alice"\nmax-tokens = 30000\n')
+    asked = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+    with serving(shell, "--model", model, "--keys", keys) as (url, _):
+        assert post(url, asked)[0] == 401
+        assert post(url, asked, "sk-alice")[0] == 200
+    spent = shell.folder / "store" / "served.json"
+    found = json.loads(spent.read_text())["alice"]
+    assert (found["runs"], found["held_tokens"]) == (1, 0)
+    spent.write_text(json.dumps({"alice": {"tokens": 30000}}))
+    with serving(shell, "--model", model, "--keys", keys) as (url, _):
+        status, error = post(url, asked, "sk-alice")
+        assert (status, error["error"]["code"]) == (429, "insufficient_quota")
+    assert "sk-alice" not in spent.read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ([], "no model is set"),
+        (["--model", "openai:x"], "OPENAI_API_KEY"),
+        (["--model", "scripted:nowhere.json"], "nowhere.json"),
+        (["--model", "scripted:script.json", "--host", "0.0.0.0"], "give a key (--api-key)"),
+        (["--model", "scripted:script.json", "--keys", "nowhere.toml"], "nowhere.toml cannot be read"),
+        (["--model", "scripted:script.json", "--max-body", "big"], "--max-body 'big' is not understood"),
+    ],
+)
+def test_what_cannot_be_served(shell: Shell, options: list[str], says: str) -> None:
+    shell.model([{"match": "", "reply": "hello"}])
+    done = shell.run("serve", "--port", "0", *options)
+    assert (done.code, done.out) == (1, "")
+    assert says in done.err
+
+
+def test_a_port_that_is_taken(shell: Shell) -> None:
+    model = shell.model([{"match": "", "reply": "hello"}])
+    with serving(shell, "--model", model) as (url, _):
+        port = url.split(":")[2].split("/")[0]
+        done = shell.run("serve", "--model", model, "--port", port)
+        assert done.code == 1
+        assert f"cannot listen on 127.0.0.1:{port}" in done.err
+
+
+@pytest.mark.parametrize(("words", "says"), [(["--max-runs", "0"], "at least 1"), (["--grace", "-1"], "at least 0")])
+def test_wrong_calls(words: list[str], says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAMIFY_MODEL", "openai:x")
+    with pytest.raises(UsageError, match=says):
+        command("serve").call(words)

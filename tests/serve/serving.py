@@ -1,0 +1,67 @@
+"""What the tests of the server of runs share: a server over a scripted model, asked by OpenAI's own client."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import openai
+
+from ramify import RLM, Limits, SandboxSpec, Scaffold, ScriptedClient
+from ramify.clients.base import Price
+from ramify.serve.keys import Key, Keys
+from ramify.serve.runs import RunServer
+from ramify.types.message import Message
+
+SANDBOX = SandboxSpec(provider="inprocess", allow_weaker=True)
+LONG = "red;3\nblue;4\n" * 2000
+"""A text that becomes the context."""
+MINIMAL = Scaffold(name="test", system="You drive a session.", direct_chars=0)
+PRICE = Price(1.0, 1.0)
+
+
+def session(*turns: str, direct: Callable[[str], Any] = lambda prompt: f"re: {prompt}") -> Callable[..., Any]:
+    """A model that says ``turns`` one after the other when it drives a session, and ``direct(prompt)`` to a plain call."""
+
+    def script(messages: tuple[Message, ...]) -> Any:
+        if messages[0].content != MINIMAL.system:
+            return direct(messages[-1].content)
+        return turns[sum(message.role == "assistant" for message in messages)]
+
+    return script
+
+
+def cell(code: str) -> str:
+    return f"```repl\n{code}\n```"
+
+
+@asynccontextmanager
+async def serving(
+    model: Any, *, price: Price | None = None, limits: Limits | None = None, store: Any = None,
+    keys: dict[str, Key] | Keys | None = None, **options: Any,
+) -> AsyncIterator[RunServer]:  # fmt: skip
+    client = model if isinstance(model, ScriptedClient) else ScriptedClient(model, price=price)
+    rlm = RLM(client, scaffold=MINIMAL, sandbox=SANDBOX, limits=limits, store=store)
+    given = keys if isinstance(keys, Keys) else Keys(keys or {})
+    async with RunServer(rlm, name="mine", port=0, keys=given, **options) as server:
+        yield server
+
+
+@asynccontextmanager
+async def asking(server: RunServer, key: str = "none") -> AsyncIterator[openai.AsyncOpenAI]:
+    """OpenAI's client, with nothing changed but the base URL; it does not try again, so that errors are seen."""
+    async with openai.AsyncOpenAI(base_url=server.url, api_key=key, max_retries=0) as client:
+        yield client
+
+
+def user(*parts: Any) -> dict[str, Any]:
+    """A message of the user: one text, or several parts."""
+    if len(parts) == 1 and isinstance(parts[0], str):
+        return {"role": "user", "content": parts[0]}
+    return {"role": "user", "content": [{"type": "text", "text": p} if isinstance(p, str) else p for p in parts]}
+
+
+def file(name: str, data: bytes, head: str = "data:text/plain;base64,") -> dict[str, Any]:
+    return {"type": "file", "file": {"filename": name, "file_data": head + base64.b64encode(data).decode()}}

@@ -1,0 +1,165 @@
+"""Keys: how much each may ask at once and spend in all, over runs at once and over restarts."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from ramify import Limits
+from ramify.errors import ConfigError
+from ramify.serve.keys import Key, Keys, read_keys
+from tests.serve.serving import LONG, PRICE, asking, cell, serving, session, user
+
+
+def spent(server: Any, name: str = "a") -> Any:
+    return server._keys.callers[name].spent
+
+
+def test_as_many_at_once_as_the_key_may() -> None:
+    async def test() -> None:
+        going, go_on = asyncio.Event(), asyncio.Event()
+
+        async def model(messages: Any) -> str:
+            going.set()
+            await go_on.wait()
+            return "done"
+
+        keys = {"a": Key(key="one", max_runs=1), "b": Key(key="two")}
+        async with (
+            serving(model, keys=keys, max_runs=2) as server,
+            asking(server, "one") as a,
+            asking(server, "two") as b,
+        ):
+            first = asyncio.ensure_future(a.chat.completions.create(model="m", messages=[user("x")]))
+            await going.wait()
+            with pytest.raises(openai.RateLimitError, match="1 requests of this key are being answered") as caught:
+                await a.chat.completions.create(model="m", messages=[user("x")])
+            assert caught.value.code == "rate_limit_exceeded"
+            assert caught.value.response.headers["retry-after"] == "1"
+            other = asyncio.ensure_future(b.chat.completions.create(model="m", messages=[user("x")]))
+            while server.num_runs < 2:
+                await asyncio.sleep(0.01)
+            with pytest.raises(openai.RateLimitError, match="2 requests are being answered"):
+                await b.chat.completions.create(model="m", messages=[user("x")])
+            go_on.set()
+            assert [(await each).choices[0].message.content for each in (first, other)] == ["done", "done"]
+
+    asyncio.run(test())
+
+
+def test_a_budget_is_never_passed_and_its_end_is_a_partial_answer() -> None:
+    """The run that meets the end of it is cut short within it; the next one is refused."""
+
+    async def test() -> None:
+        spender = session(
+            *[cell("answer['content'] = 'so far'; llm_query('x' * 4000)")] * 100, direct=lambda _: "y" * 4000
+        )
+        budget = 0.2
+        limits = Limits(max_cost=5.0, max_reply_tokens=2000)
+        keys = {"a": Key(key="k", max_cost=budget)}
+        async with serving(spender, price=PRICE, limits=limits, keys=keys) as server, asking(server, "k") as client:
+            stops = []
+
+            async def until_refused() -> None:
+                while True:
+                    reply = await client.chat.completions.create(model="m", messages=[user(LONG, "n?")])
+                    stops.append((reply.model_extra["ramify"]["stop"], reply.choices[0].finish_reason))
+                    assert spent(server).cost <= budget
+
+            with pytest.raises(
+                openai.RateLimitError, match="what is left of this key's budget is too little"
+            ) as caught:
+                await until_refused()
+            assert caught.value.code == "insufficient_quota"
+            assert set(stops) == {("max_cost", "length")}
+            assert budget / 2 < spent(server).cost <= budget
+            spent(server).cost = budget
+            with pytest.raises(openai.RateLimitError, match=r"this key has spent its 0\.2 dollars"):
+                await until_refused()
+
+    asyncio.run(test())
+
+
+def test_runs_at_once_share_what_is_left() -> None:
+    async def test() -> None:
+        going, go_on = asyncio.Event(), asyncio.Event()
+
+        async def model(messages: Any) -> str:
+            going.set()
+            await go_on.wait()
+            return "done"
+
+        keys = {"a": Key(key="k", max_tokens=30_000)}
+        async with serving(model, keys=keys, limits=Limits(max_tokens=20_000)) as server, asking(server, "k") as client:
+            ask = client.chat.completions.create
+            runs = [asyncio.ensure_future(ask(model="m", messages=[user("x")])) for _ in range(2)]
+            while server.num_runs < 2:
+                await asyncio.sleep(0.01)
+            assert spent(server).held_tokens == 30_000
+            with pytest.raises(openai.RateLimitError, match="held by runs that go on: come back"):
+                await ask(model="m", messages=[user("x")])
+            go_on.set()
+            used = sum([(await each).usage.total_tokens for each in runs])
+            assert (spent(server).tokens, spent(server).held_tokens, spent(server).runs) == (used, 0, 2)
+
+    asyncio.run(test())
+
+
+def test_what_is_spent_outlives_the_server(tmp_path: Path) -> None:
+    path = tmp_path / "served.json"
+    keys = {"a": Key(key="k", max_tokens=100_000)}
+    (caller,) = Keys(keys, path).callers.values()
+
+    async def test() -> int:
+        async with serving(session(), keys=Keys(keys, path)) as server, asking(server, "k") as client:
+            reply = await client.chat.completions.create(model="m", messages=[user("x")])
+            assert reply.usage is not None
+            return reply.usage.total_tokens
+
+    used = asyncio.run(test())
+    again = Keys(keys, path)
+    assert again.callers["a"].spent.tokens == used
+    again.callers["a"].hold(Limits())
+    again.save()  # and now the server is killed: what it held may have been spent
+    assert Keys({}, path).callers == {}
+    assert Keys(keys, path).callers["a"].spent.tokens == 100_000
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert b'"k"' not in path.read_bytes()
+    assert caller.spent.tokens == 0
+
+
+def test_the_file_of_keys(tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    digest = hashlib.sha256(b"secret").hexdigest()
+    path.write_text(f'[alice]\nkey = "k"\nmax-runs = 4\nmax-cost = 20.0\n\n[bob]\nsha256 = "{digest}"\n')
+    keys = Keys(read_keys(path))
+    assert keys.caller("secret").name == "bob"
+    assert (keys.caller("k").key.max_runs, keys.caller("k").key.max_cost) == (4, 20.0)
+    wrong = {
+        '[a]\nkey = "k"\nmax-run = 4\n': "unknown field `max-run`",
+        "[a]\nmax-runs = 4\n": "key 'a': give either key or sha256",
+        '[a]\nkey = "k"\n[b]\nkey = "k"\n': "two names have the same key",
+        '[a]\nkey = "k"\nmax-cost = 0\n': "max-cost=0.0 allows nothing",
+        '[a]\nsha256 = "12"\n': "64 hexadecimal digits",
+        "[a\n": "not TOML",
+    }
+    for text, says in wrong.items():
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=says):
+            Keys(read_keys(path))
+
+
+def test_a_budget_in_dollars_needs_prices() -> None:
+    async def test() -> None:
+        with pytest.raises(
+            ConfigError, match="key 'a': max-cost cannot be kept, since scripted:test has no known price"
+        ):
+            async with serving(session(), keys={"a": Key(key="k", max_cost=1.0)}):
+                pass
+
+    asyncio.run(test())
