@@ -64,4 +64,4 @@ def test_the_packaged_policy_answers_over_ten_million_characters(tmp_path):
     assert command.startswith("$ ramify ask ")
     assert f"The rows that the ledger was made of say: {answer}" in shown
     assert [line.split()[0] for line in shown if " tiny (rlm): " in line] == ["0", "0.0", "0.1", "0.2"]
-    assert any(line.startswith("context: str, 9,") or line.startswith("context: str, 10,") for line in shown)
+    assert any(line.startswith(("context: str, 9,", "context: str, 10,")) for line in shown)
