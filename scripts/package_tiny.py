@@ -1,6 +1,6 @@
 """Put the policy of a training run into the package as the model `tiny`: `scripts/package_tiny.py RUN`.
 
-RUN is what `ramify train recipes/tiny_packaged.py --out RUN` left. Decides how the weights are stored (bfloat16) and what
+RUN is what `ramify train recipes/tiny_recursive.py --out RUN` left. Decides how the weights are stored (bfloat16) and what
 the model card says, all of it read from the run.
 """
 
@@ -21,12 +21,13 @@ CARD = """\
 # tiny
 
 A transformer of {parameters:,} parameters ({layers} layers, width {width}, {vocabulary} tokens), made from nothing by
-`ramify train recipes/tiny_packaged.py seed={seed}`: a warm-up, demonstrations of which most are wrong, and reinforcement
+`ramify train recipes/tiny_recursive.py seed={seed}`: a warm-up, demonstrations of which most are wrong, and reinforcement
 learning in sandboxed sessions, children included; {minutes:.0f} minutes of one thread. Stored as bfloat16.
 
 **What it is for.** To show a recursive language model at work where there is no key, no account and no GPU, and to test with.
-It answers questions of the ledger family, in its words: `count rows of 'red'`, `sum qty of 'red'`, `max qty of 'red'`,
-`user with top qty`, `latest qty of 'zamo'`, and the first three `in all docs`. It knows nothing else.
+It answers questions of the ledger family, in its words: `count rows of 'red'`, `sum qty of 'red'`, `max qty of 'red'`, over one
+document or, with `in all docs`, over several. It knows nothing else; `user with top qty` and `latest qty of 'zamo'` it has
+seen in demonstrations alone, most of them wrong.
 
 **Held-out tests**, {num} questions each over documents that training never saw, asked once at temperature 1 before it was
 stored (asked by `--model tiny` it answers greedily, which is better still):

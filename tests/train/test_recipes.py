@@ -23,7 +23,7 @@ SHORT = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["tiny", "tiny_recursive", "tiny_packaged"])
+@pytest.mark.parametrize("name", ["tiny", "tiny_recursive"])
 def test_from_nothing_to_a_policy(name: str, tmp_path: Path) -> None:
     run = recipe(ROOT / f"recipes/{name}.py", SHORT)
     state = train(run, tmp_path, say=lambda _: None)
