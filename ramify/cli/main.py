@@ -26,6 +26,7 @@ COMMANDS = {
     "eval": ("ramify.cli.eval", "evaluate a model on a task"),
     "train": ("ramify.cli.train", "carry out a recipe: train a policy"),
     "serve-policy": ("ramify.cli.serve_policy", "serve a policy as an OpenAI-compatible API"),
+    "view": ("ramify.cli.view", "show runs, training and comparisons on a page, live"),
     "runs": ("ramify.cli.runs", "list stored runs"),
     "runs rm": ("ramify.cli.runs", "delete stored runs"),
     "runs prune": ("ramify.cli.runs", "delete old runs"),

@@ -1,0 +1,117 @@
+"""``ramify view``: runs, training and comparisons on a page, until it is stopped; or one run as a file that works offline."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import quote
+
+from ramify.cli.exits import Exit
+from ramify.cli.notes import write
+from ramify.cli.parser import Command, Option, UsageError
+from ramify.errors import ConfigError, StoreError
+
+if TYPE_CHECKING:
+    from ramify.viewer.library import Library
+    from ramify.viewer.server import ViewServer
+
+PORT = 8765
+_TOKEN = "RAMIFY_VIEW_TOKEN"
+
+
+def view(
+    words: list[str], host: str | None = None, port: int | None = None, token: str | None = None,
+    export: str | None = None, open: bool | None = None,
+) -> int:  # fmt: skip
+    from ramify.viewer.library import Library
+
+    names = [word for word in words if not Path(word).expanduser().exists()]
+    paths = [word for word in words if word not in names]
+    library = Library(paths if not names else [_default_store(), *paths])
+    keys = [*(_key_of_name(library, name) for name in names), *(_key_of_file(library, path) for path in paths)]
+    if export is not None:
+        return _export(library, [key for key in keys if key], export)
+    from ramify.viewer.server import ViewServer
+
+    server = ViewServer(
+        library, host=host or "127.0.0.1", port=PORT if port is None else port,
+        token=token or os.environ.get(_TOKEN) or None,
+    )  # fmt: skip
+    first = f"#/run/{quote(keys[0], safe='')}" if len(keys) == 1 and keys[0] else ""
+    asyncio.run(_serve(server, first, bool(open)))
+    return Exit.ANSWERED
+
+
+def _default_store() -> Path:
+    from ramify.store.store import Store
+
+    return Store().root
+
+
+def _key_of_name(library: Library, name: str) -> str:
+    """A word that is no path names a run of the default store, which then is the first place."""
+    try:
+        return library.find(name).path.stem
+    except StoreError as error:
+        if "/" in name or name.endswith(".jsonl"):
+            raise ConfigError(f"there is no file or folder {name}") from None
+        raise ConfigError(f"{name} is neither a file nor a folder, and {error}") from None
+
+
+def _key_of_file(library: Library, path: str) -> str:
+    """The run that is all that ``path`` holds; empty where it holds several, or none."""
+    file = Path(path).expanduser().resolve()
+    if not file.is_file():
+        return ""
+    prefix = library.key_of(file)
+    rows = [row.key for row in library.runs()[0] if prefix and row.key.startswith(prefix)]
+    return rows[0] if len(rows) == 1 else ""
+
+
+def _export(library: Library, keys: list[str], export: str) -> int:
+    from ramify.viewer.export import page
+
+    if len(keys) != 1:
+        raise UsageError("--export writes one run: name it, as in ramify view last --export run.html")
+    html = page(library.find(keys[0]))
+    try:
+        Path(export).expanduser().write_bytes(html)
+    except OSError as error:
+        raise ConfigError(f"cannot write {export}: {error.strerror}") from None
+    write(f"{export}: {len(html) / 1e6:.1f} MB, opens in any browser, needs no network")
+    return Exit.ANSWERED
+
+
+async def _serve(server: ViewServer, first: str, is_opened: bool) -> None:
+    stopped = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stopped.set)
+    async with server:
+        write(f"open {server.url}{first} (Ctrl-C to stop)")
+        if is_opened:
+            import webbrowser
+
+            await asyncio.to_thread(webbrowser.open, server.url + first)
+        await stopped.wait()
+
+
+COMMAND = Command(
+    name="view",
+    about="Show runs on a page: the tree as it grows, each call's transcript, training curves, two runs compared.",
+    run=view,
+    words="[PATH…]",
+    max_words=None,
+    options=(
+        Option("export", str, "write one run as a file that works offline, instead of serving", "FILE"),
+        Option("host", str, "address to listen on (default: 127.0.0.1; others need a token)", "HOST"),
+        Option("port", int, f"port to listen on; 0 takes a free one (default: {PORT})"),
+        Option("token", str, f"what a browser must show to be let in (default: ${_TOKEN})", "TOKEN"),
+        Option("open", bool, "open the page in a browser", has_no=False),
+    ),
+    epilog="PATH is a run's id or its beginning, last, a store, a journal, a file of trajectories, or a folder of ramify train;\n"
+    "without any, the runs of the default store are shown.",
+)
