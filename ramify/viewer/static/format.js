@@ -13,7 +13,7 @@ function trim(number) {
 
 export function dollars(cost) {
   if (cost === null || cost === undefined) return "–";
-  if (cost === 0 || cost >= 1) return `$${cost.toFixed(2)}`;
+  if (cost === 0 || cost >= 0.1) return `$${cost.toFixed(2)}`;
   return cost >= 0.001 ? `$${trim(Number(cost.toPrecision(2)))}` : `$${cost.toExponential(1)}`;
 }
 

@@ -1,13 +1,15 @@
 // The recursion tree as a picture: time from left to right, depth from top to bottom, a bar for each call.
 //
-// Calls of one depth that overlap get lanes below each other; where there are more lanes than pixels, lanes become thin and
-// lie on one another. In a session's bar the bright parts are requests to its model, the dark ones its code at work. What
+// Each depth is two bands: its sessions, and below them its plain calls, which are many and thin. Calls of one band that
+// overlap get lanes; where there are more lanes than pixels, lanes lie on one another. In a session's bar the bright parts are requests to its model, the dark ones its code at work. What
 // is under way grows with the clock.
 
 import { h } from "./dom.js";
 import { count, seconds, oneLine, stopWords } from "./format.js";
 
-const AXIS = 20, GAP = 5, MIN_BAND = 16, LANE = 22, LEFT = 30, RIGHT = 10;
+const AXIS = 20, GAP = 4, LEFT = 30, RIGHT = 10;
+const LANES = [22, 9];  // most pixels of a lane: of sessions, of plain calls
+const LEAST = [14, 8];  // of a whole band
 const FRAME_MS = 33;  // between frames of a picture that grows
 
 // A heap of [order, value], smallest order first.
@@ -50,12 +52,13 @@ class Heap {
   }
 }
 
-// Which lane of its depth each call lies in: the first that was free when it began.
+// Which lane of its band each call lies in: the first that was free when it began. Band 2d holds the sessions of depth d,
+// band 2d + 1 its plain calls.
 class Lanes {
   constructor() {
-    this.of = [];      // call -> lane
-    this.depths = [];  // depth -> { num, free, ending, calls }
-    this.ended = [];   // call -> whether its end is known here
+    this.of = [];     // call -> lane
+    this.bands = [];  // band -> { num, free, ending, calls }
+    this.ended = [];  // call -> whether its end is known here
   }
   update(calls) {
     for (let index = 0; index < calls.length; index++) {
@@ -64,22 +67,30 @@ class Lanes {
         if (!this.ended[index] && call.ended_s !== null) this.end(index, call);
         continue;
       }
-      const depth = (this.depths[call.depth] ||= { num: 0, free: new Heap(), ending: new Heap(), calls: [] });
-      while (depth.ending.size && depth.ending.peek()[0] <= call.started_s) {
-        const lane = depth.ending.pop()[1];
-        depth.free.push([lane, lane]);
+      const band = (this.bands[bandOf(call)] ||= emptyBand());
+      while (band.ending.size && band.ending.peek()[0] <= call.started_s) {
+        const lane = band.ending.pop()[1];
+        band.free.push([lane, lane]);
       }
-      this.of.push(depth.free.size ? depth.free.pop()[1] : depth.num++);
+      this.of.push(band.free.size ? band.free.pop()[1] : band.num++);
       this.ended.push(false);
-      depth.calls.push(index);
+      band.calls.push(index);
       if (call.ended_s !== null) this.end(index, call);
     }
-    for (let depth = 0; depth < this.depths.length; depth++) this.depths[depth] ||= { num: 0, free: new Heap(), ending: new Heap(), calls: [] };
+    for (let band = 0; band < this.bands.length; band++) this.bands[band] ||= emptyBand();
   }
   end(index, call) {
     this.ended[index] = true;
-    this.depths[call.depth].ending.push([call.ended_s, this.of[index]]);
+    this.bands[bandOf(call)].ending.push([call.ended_s, this.of[index]]);
   }
+}
+
+function bandOf(call) {
+  return 2 * call.depth + (call.kind === "rlm" ? 0 : 1);
+}
+
+function emptyBand() {
+  return { num: 0, free: new Heap(), ending: new Heap(), calls: [] };
 }
 
 export class Picture {
@@ -184,19 +195,14 @@ export class Picture {
   // --- where things are -----------------------------------------------------------------------------------------
 
   layout(width, height) {
-    const room = height - AXIS - GAP * Math.max(this.lanes.depths.length - 1, 0) - 4;
-    const wanted = this.lanes.depths.map((depth) => Math.max(MIN_BAND, depth.num * LANE));
-    const total = wanted.reduce((sum, each) => sum + each, 0);
-    let heights = wanted;
-    if (total > room) {
-      const weights = this.lanes.depths.map((depth) => Math.sqrt(depth.num || 1));
-      const spare = Math.max(0, room - MIN_BAND * wanted.length), sum = weights.reduce((a, b) => a + b, 0);
-      heights = wanted.map((each, depth) => Math.min(each, MIN_BAND + (spare * weights[depth]) / sum));
-    }
+    const bands = this.lanes.bands, used = bands.filter((band) => band.num).length;
+    const room = height - AXIS - GAP * Math.max(used - 1, 0) - 6;
+    const heights = shared(bands.map((band, index) => band.num * LANES[index % 2]), bands.map((band, index) => (band.num ? LEAST[index % 2] : 0)),
+      bands.map((band) => Math.sqrt(band.num)), room);
     let top = AXIS;
-    this.bands = heights.map((band, depth) => {
-      const found = { top, height: band, lane: band / Math.max(this.lanes.depths[depth].num, 1) };
-      top += band + GAP;
+    this.bands = heights.map((tall, index) => {
+      const found = { top, height: tall, lane: tall / Math.max(bands[index].num, 1), most: LANES[index % 2] };
+      top += tall ? tall + GAP : 0;
       return found;
     });
     if (!this.zoomed) [this.from, this.to] = [0, this.end()];
@@ -209,11 +215,11 @@ export class Picture {
 
   // The call at a place; of several the one that lies on top, else the nearest within a few pixels.
   at(x, y) {
-    const depth = (this.bands || []).findIndex((band) => y >= band.top && y < band.top + band.height + GAP);
-    if (depth < 0) return -1;
-    const band = this.bands[depth], lane = (y - band.top) / band.lane, reach = Math.max(1, 3 / band.lane);
+    const number = (this.bands || []).findIndex((band) => band.height && y >= band.top && y < band.top + band.height + GAP);
+    if (number < 0) return -1;
+    const band = this.bands[number], lane = (y - band.top) / band.lane, reach = Math.max(1, 3 / band.lane);
     let best = -1, least = Infinity;
-    for (const index of this.lanes.depths[depth].calls) {
+    for (const index of this.lanes.bands[number].calls) {
       const call = this.run.calls[index], off = Math.abs(this.lanes.of[index] + 0.5 - lane);
       if (off > reach) continue;
       const left = this.x(call.started_s), right = Math.max(this.x(call.ended_s ?? this.end()), left + 2);
@@ -281,16 +287,19 @@ export class Picture {
       if (x < width - 40) pen.fillText(axisWords(at, step), x + 3, 3);
     }
     pen.textBaseline = "middle";
-    this.bands.forEach((band, depth) => pen.fillText(String(depth), 10, band.top + Math.min(band.height, LANE) / 2));
+    for (let depth = 0; 2 * depth < this.bands.length; depth++) {
+      const band = this.bands[2 * depth].height ? this.bands[2 * depth] : this.bands[2 * depth + 1];
+      if (band?.height) pen.fillText(String(depth), 12, band.top + Math.min(band.height, band.most) / 2);
+    }
   }
 
   drawCall(pen, call, index, width) {
-    const band = this.bands[call.depth], end = call.ended_s ?? (this.run.alive ? this.end() : this.run.lastSeen());
+    const band = this.bands[bandOf(call)], end = call.ended_s ?? (this.run.alive ? this.end() : this.run.lastSeen());
     const left = this.x(call.started_s), right = this.x(end);
     if (right < LEFT - 2 || left > width) return;
     const x = Math.max(left, LEFT - 2), w = Math.max(Math.min(right, width) - x, 1.2);
-    const lane = band.lane, pad = lane > 8 ? 1.5 : lane > 3 ? 0.5 : 0;
-    const y = band.top + this.lanes.of[index] * lane + pad, tall = Math.max(Math.min(lane, LANE) - 2 * pad, 0.8);
+    const lane = band.lane, pad = lane > 8 ? 1.5 : lane > 3 ? 0.75 : 0;
+    const y = band.top + this.lanes.of[index] * lane + pad, tall = Math.max(Math.min(lane, band.most) - 2 * pad, 0.8);
     const colour = this.colour(call), colours = this.paint();
     const plain = call.kind !== "rlm" || this.mode === "stop" || !call.spans.length;
     pen.fillStyle = plain ? colour : call.stop === "error" ? colours.bad : colours["rlm-dim"];
@@ -326,13 +335,13 @@ export class Picture {
     const frame = (index, colour, thick) => {
       const call = this.run.calls[index];
       if (!call) return;
-      const band = this.bands[call.depth], x = this.x(call.started_s), right = this.x(call.ended_s ?? this.end());
+      const band = this.bands[bandOf(call)], x = this.x(call.started_s), right = this.x(call.ended_s ?? this.end());
       const y = band.top + this.lanes.of[index] * band.lane;
       pen.strokeStyle = colour;
       pen.lineWidth = thick;
-      pen.strokeRect(x - 1, y - 0.5, Math.max(right - x, 2) + 2, Math.max(Math.min(band.lane, LANE), 3) + 1);
+      pen.strokeRect(x - 1, y - 0.5, Math.max(right - x, 2) + 2, Math.max(Math.min(band.lane, band.most), 3) + 1);
       pen.lineWidth = 1;
-      return [x, y];
+      return [x, y, Math.min(band.lane, band.most)];
     };
     let at = this.selected, below = null;
     for (let number = 0; at >= 0 && this.run.calls[at] && number < 50; number++) {
@@ -340,7 +349,7 @@ export class Picture {
       if (below && place) {
         pen.beginPath();
         pen.moveTo(below[0] - 1, below[1]);
-        pen.lineTo(below[0] - 1, place[1] + Math.min(this.bands[this.run.calls[at].depth].lane, LANE));
+        pen.lineTo(below[0] - 1, place[1] + place[2]);
         pen.stroke();
       }
       below = place;
@@ -429,6 +438,19 @@ export class Picture {
       this.later();
     }
   }
+}
+
+// Heights of bands: what each wants where there is room for all, else its least and by weight a share of the rest.
+function shared(wanted, least, weights, room) {
+  if (wanted.reduce((a, b) => a + b, 0) <= room) return wanted;
+  const heights = least.map((each, index) => Math.min(each, wanted[index]));
+  for (let round = 0; round < 6; round++) {
+    const spare = room - heights.reduce((a, b) => a + b, 0);
+    const open = wanted.map((each, index) => (heights[index] < each ? weights[index] : 0)), sum = open.reduce((a, b) => a + b, 0);
+    if (spare < 1 || !sum) break;
+    for (let index = 0; index < heights.length; index++) heights[index] = Math.min(wanted[index], heights[index] + (spare * open[index]) / sum);
+  }
+  return heights;
 }
 
 function axisWords(at, step) {
