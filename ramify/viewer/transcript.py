@@ -94,10 +94,10 @@ def _pending(watch: CallWatch, cut: _Cut) -> dict[str, Any] | None:
 def search(run: Watched, wanted: str) -> dict[str, Any]:
     """Where ``wanted`` is said in the run, in order of the calls, in any case; at most ``MAX_FOUND`` places."""
     found: list[dict[str, Any]] = []
-    needle = wanted.casefold()
+    needle = wanted.lower()
     for call in run.trajectory.calls if needle else ():
         for turn, where, text in _texts(call):
-            at = text.casefold().find(needle)
+            at = text.lower().find(needle)
             if at < 0:
                 continue
             if len(found) == MAX_FOUND:

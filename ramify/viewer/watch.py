@@ -32,7 +32,7 @@ from ramify.types.event import (
 )
 from ramify.types.message import Message
 from ramify.types.trajectory import SCHEMA_VERSION, Call, Stop, Trajectory
-from ramify.viewer.library import Found, newer
+from ramify.viewer.library import Found, kind_of, newer
 
 _OF_NO_CALL = {RunStarted, RunEnded, ToolAnswered}
 
@@ -125,6 +125,9 @@ class Watched:
             return set()
         self.is_alive = writer(self.path) is not None  # asked first: what its last act wrote is read below
         changed: set[int] = set()
+        if not self.offset and not self.is_alive and (kind := self._kind()) != "journal":
+            self.problem = kind
+            return changed
         try:
             for line in lines(self.path, self.offset):
                 self._number += 1
@@ -140,6 +143,13 @@ class Watched:
             self._look_at_the_end()
         return changed
 
+    def _kind(self) -> str:
+        try:
+            kind = kind_of(self.path)
+        except OSError as error:
+            return f"cannot read {self.path}: {error.strerror}"
+        return f"{self.path} holds trajectories, one a line: name one, as {self.path.name}:1" if kind == "trajectory" else kind
+
     @property
     def torn(self) -> str:
         """What a writer that was killed left at the end of the journal; empty where all lines are whole."""
@@ -154,8 +164,6 @@ class Watched:
             self.problem = f"cannot read {self.path}: {error.strerror}"
             return
         self._torn = f"{self.path} ends in the middle of a line ({rest:,} bytes): its writer was killed" if rest else ""
-        if not self._number and not rest:
-            self.problem = f"{self.path} is empty: not a run"
 
     def _apply(self, event: AnyEvent, changed: set[int]) -> None:
         if not self._number - 1 and not isinstance(event, RunStarted):

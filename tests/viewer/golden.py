@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 
-from ramify import RLM, Limits, SandboxSpec, ScriptedClient, Store
+from ramify import RLM, Limits, SandboxSpec, Scaffold, ScriptedClient, Store
 from ramify.clients.base import Price
 from ramify.clients.scripted import ByteIds, refused
 from ramify.types.message import Message
 from ramify.types.trajectory import Trajectory
 
+ALWAYS = Scaffold(name="test", system="You drive a session with `context`. {{tools}}", direct_chars=0)
+"""A session also where the context would fit into one request."""
 SPEC = SandboxSpec(provider="process", allow_weaker=True)
 LOG = "\n".join(f"2026-03-01T12:{n // 60:02}:{n % 60:02} web-{n % 7} {'ERROR disk full' if n % 97 == 5 else 'INFO ok'}" for n in range(3000))
 QUESTION = "Which host failed first, and why?"
@@ -78,9 +80,9 @@ def model(wait: Wait | None = None) -> Callable[[tuple[Message, ...]], Awaitable
     return tell
 
 
-def rlm(script: Any, store: Store | None, **options: Any) -> RLM:
+def rlm(script: Any, store: Store | None, scaffold: str | Scaffold = "default", **options: Any) -> RLM:
     client = ScriptedClient(script, price=Price(1.0, 4.0), **{"name": "scripted:reader", "ids": ByteIds(3), **options})
-    return RLM(client, sandbox=SPEC, store=store, limits=Limits(max_depth=3, max_cost=0.5, max_seconds=60))
+    return RLM(client, sandbox=SPEC, store=store, scaffold=scaffold, limits=Limits(max_depth=3, max_cost=0.5, max_seconds=60))
 
 
 def tree(store: Store, question: str = QUESTION) -> str:
@@ -117,7 +119,7 @@ def hostile(store: Store) -> str:
         ]
         return Message("assistant", lines[said], reasoning=EVIL)
 
-    with rlm(tell, store, ids=None, name="scripted:<i>evil</i>") as made:
+    with rlm(tell, store, ALWAYS, ids=None, name="scripted:<i>evil</i>") as made:
         return made.completion(EVIL, f"{EVIL} who?").run_id or ""
 
 
