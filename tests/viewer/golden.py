@@ -91,6 +91,12 @@ def tree(store: Store, question: str = QUESTION) -> str:
         return made.completion(LOG, question).run_id or ""
 
 
+async def held_tree(store: Store, wait: Wait) -> str:
+    """As ``tree``, but each reply waits for ``wait``; how it stopped."""
+    async with rlm(model(wait), store) as made:
+        return str((await made.acompletion(LOG, QUESTION)).stop)
+
+
 def plain(store: Store, question: str, answer: str) -> str:
     """A run of one request."""
     with rlm([answer], store, ids=None) as made:

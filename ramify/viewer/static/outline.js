@@ -24,7 +24,8 @@ export class Outline {
       this.changed(true);
     } });
     this.tally = h("span.quiet.tally");
-    this.element = h("section.outline", { "aria-label": "calls" }, h("div.outline-head", null, this.input, this.tally), this.list.box);
+    this.back = h("button.small", { type: "button", hidden: true, onclick: () => this.showAll() }, "all calls");
+    this.element = h("section.outline", { "aria-label": "calls" }, h("div.outline-head", null, this.input, this.tally, this.back), this.list.box);
     this.children = [];
     this.known = 0;
   }
@@ -44,6 +45,7 @@ export class Outline {
     if (this.filter || this.only) this.addMatches();
     else this.add(roots);
     this.list.set(this.rows.length);
+    this.back.hidden = !this.only;
     this.markSelected(false);
     const shown = this.filter || this.only ? `${this.rows.length.toLocaleString("en-US")} of ` : "";
     fill(this.tally, `${shown}${this.run.calls.length.toLocaleString("en-US")}`);

@@ -114,7 +114,6 @@ class RunView {
     });
     this.search.addEventListener("input", () => !this.search.value && this.closeFound());
     this.tail = h("button.small", { type: "button", "aria-pressed": "false", onclick: () => this.setFollowing(!this.following) }, "follow");
-    this.back = h("button.small", { type: "button", hidden: true, onclick: () => this.outline.showAll() }, "all calls");
     const tools = h("div.run-tools", null, this.search, this.tail,
       offline ? null : h("a.small", { href: `/api/journal?key=${encodeURIComponent(this.key)}`, download: "" }, "journal"),
       offline ? null : h("a.small", { href: `#/compare/${encodeURIComponent(this.key)}` }, "compare"));
@@ -122,7 +121,6 @@ class RunView {
       h("section.run-head", null, h("div.run-title", null, this.status, this.clock, this.title), this.meta, this.budget, this.found, this.problems),
       this.picture.element, this.outline.element, this.transcript.element));
     this.picture.element.querySelector(".picture-tools").prepend(tools);
-    this.outline.element.querySelector(".outline-head").append(this.back);
     this.drawHead();
     this.picture.changed();
     this.outline.changed();
@@ -157,7 +155,6 @@ class RunView {
     const fresh = !this.run.calls.length, changed = this.run.apply(message);
     this.picture.changed();
     this.outline.changed();
-    this.back.hidden = !this.outline.only;
     if (fresh && this.run.calls.length) this.show({});
     this.transcript.changed(changed);
     this.drawHead();

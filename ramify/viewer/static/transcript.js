@@ -147,6 +147,7 @@ export class Transcript {
     if (known) known.element.replaceWith(part.element);
     else this.turns.append(part.element);
     this.parts[turn.index] = part;
+    for (let cell = turn.cells.length; this.run.made(this.row, turn.index, cell).length; cell++) this.drawEarly(turn.index, cell);
   }
 
   turnElement(turn, part) {
@@ -309,7 +310,13 @@ export class Transcript {
   scrollTo(turn) {
     const element = this.turns.querySelector(`[data-turn="${Number(turn)}"]`);
     if (!element) return;
-    element.scrollIntoView({ block: "start" });
+    // Turns out of sight have estimated heights, so the place moves as those on the way are laid out.
+    let tries = 6;
+    const settle = () => {
+      element.scrollIntoView({ block: "start" });
+      if (--tries && element.isConnected) requestAnimationFrame(settle);
+    };
+    settle();
     element.classList.add("pointed");
     setTimeout(() => element.classList.remove("pointed"), 1500);
   }
