@@ -36,12 +36,12 @@ def view(
         return _export(library, [key for key in keys if key], export)
     from ramify.viewer.server import ViewServer
 
+    first = keys[0] if len(keys) == 1 else ""
     server = ViewServer(
         library, host=host or "127.0.0.1", port=PORT if port is None else port,
-        token=token or os.environ.get(_TOKEN) or None,
+        token=token or os.environ.get(_TOKEN) or None, first=first,
     )  # fmt: skip
-    first = f"#/run/{quote(keys[0], safe='')}" if len(keys) == 1 and keys[0] else ""
-    asyncio.run(_serve(server, first, bool(open)))
+    asyncio.run(_serve(server, f"#/run/{quote(first, safe='')}" if first else "", bool(open)))
     return Exit.ANSWERED
 
 
@@ -112,6 +112,6 @@ COMMAND = Command(
         Option("token", str, f"what a browser must show to be let in (default: ${_TOKEN})", "TOKEN"),
         Option("open", bool, "open the page in a browser", has_no=False),
     ),
-    epilog="PATH is a run's id or its beginning, last, a store, a journal, a file of trajectories, or a folder of ramify train;\n"
-    "without any, the runs of the default store are shown.",
+    epilog="PATH is a run's id or its beginning, last, a store, a journal, a file of trajectories, or a folder of\n"
+    "ramify train; without any, the runs of the default store are shown.",
 )

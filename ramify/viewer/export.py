@@ -44,7 +44,8 @@ def page(found: Found) -> bytes:
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n<meta name="color-scheme" content="dark light">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        '<meta name="color-scheme" content="dark light">\n'
         f"<title>Ramify</title>\n<style>{style}</style>\n</head>\n<body>\n"
         '<header id="top"></header>\n<main id="page" tabindex="-1"></main>\n'
         f'<script type="application/json" id="ramify-data">{_harmless(data(run))}</script>\n'

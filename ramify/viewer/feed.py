@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -29,14 +29,14 @@ _SMALL_BYTES = 1 << 18
 MAX_OPEN = 12
 """Runs that are kept in memory."""
 
-T = TypeVar("T", Watched, Curves)
+T = TypeVar("T", bound=Watched | Curves)
 
 
 class Feed(Generic[T]):
     """One file that is looked at, and the pages that follow it."""
 
     def __init__(self, watched: T) -> None:
-        self.watched = watched
+        self.watched: T = watched
         self.lock = asyncio.Lock()
         """Held while it is read on, or read in a thread."""
         self._queues: set[asyncio.Queue[Any]] = set()
@@ -53,7 +53,7 @@ class Feed(Generic[T]):
         async with self.lock:
             return await asyncio.to_thread(look, self.watched)
 
-    async def follow(self, version: int) -> AsyncIterator[dict[str, Any]]:
+    async def follow(self, version: int) -> AsyncGenerator[dict[str, Any], None]:
         """What a page that has ``version`` missed, then every change; ends when nobody writes any more."""
         queue: asyncio.Queue[Any] = asyncio.Queue()
         self._queues.add(queue)
@@ -95,7 +95,9 @@ class Feed(Generic[T]):
             if self.watched.size_changed() or is_roll_call:
                 async with self.lock:
                     big = _unread(self.watched) > _SMALL_BYTES
-                    changed = await asyncio.to_thread(self.watched.refresh) if big else self.watched.refresh()
+                    changed: set[int] | bool = (
+                        await asyncio.to_thread(self.watched.refresh) if big else self.watched.refresh()
+                    )
                     self._tell(changed)
             if is_roll_call and isinstance(self.watched, Watched) and not self.watched.is_alive:
                 for queue in self._queues:
@@ -143,8 +145,10 @@ class Feeds:
         return self._trainings[folder]
 
     async def close(self) -> None:
-        for feed in [*self._runs.values(), *self._trainings.values()]:
-            await feed.close()
+        for run in self._runs.values():
+            await run.close()
+        for training in self._trainings.values():
+            await training.close()
 
 
 def _unread(watched: Watched | Curves) -> int:

@@ -91,7 +91,7 @@ class Problem(msgspec.Struct):
 
 
 class _Place(NamedTuple):
-    index: int
+    number: int
     path: Path
     store: Store | None
 
@@ -164,17 +164,20 @@ class Library:
     def _runs_of(self, place: _Place) -> Iterator[RunRow]:
         if place.store is not None:
             for summary in place.store.runs():
-                yield _row_of_summary(summary, summary.id if place.index == 0 else f"p{place.index}:{summary.id}")
+                yield _row_of_summary(summary, summary.id if place.number == 0 else f"p{place.number}:{summary.id}")
             return
         files = list(self._files(place))
         for path in files:
             try:
-                yield from self._remembered(path, lambda path=path: list(self._rows_of(place, path)))  # type: ignore[misc]
+                yield from self._remembered(place, path)
             except OSError as error:
                 self._problems.append(Problem(str(path), f"cannot be read: {error.strerror}"))
         if not files and not _trainings_in(place):
             self._problems.append(
-                Problem(str(place.path), "holds no runs: give a store, a journal, a file of trajectories or a folder of ramify train")
+                Problem(
+                    str(place.path),
+                    "holds no runs: give a store, a journal, a file of trajectories or a folder of ramify train",
+                )
             )
 
     def _files(self, place: _Place) -> Iterator[Path]:
@@ -183,16 +186,18 @@ class Library:
             return
         for number, path in enumerate(_walk(place.path, lambda name: name.endswith(".jsonl") and name != METRICS)):
             if number == MAX_FILES:
-                self._problems.append(Problem(str(place.path), f"has more than {MAX_FILES:,} files: name a folder below it"))
+                self._problems.append(
+                    Problem(str(place.path), f"has more than {MAX_FILES:,} files: name a folder below it")
+                )
                 return
             yield path
 
-    def _remembered(self, path: Path, read: Callable[[], list[RunRow]]) -> list[RunRow]:
+    def _remembered(self, place: _Place, path: Path) -> list[RunRow]:
         stat = path.stat()
         stamp = (stat.st_size, stat.st_mtime_ns)
         known, rows = self._rows.get(path, (None, []))
         if known != stamp:
-            rows = read()
+            rows = list(self._rows_of(place, path))
             self._rows[path] = (stamp, rows)
         for row in rows:
             row.alive = row.stop == "" and not row.problem and writer(path) is not None
@@ -267,7 +272,7 @@ class Library:
     @staticmethod
     def _key(place: _Place, path: Path) -> str:
         rest = path.relative_to(place.path).as_posix()
-        return f"p{place.index}/{'' if rest == '.' else rest}"
+        return f"p{place.number}/{'' if rest == '.' else rest}"
 
 
 def kind_of(path: Path) -> Kind | str:
@@ -306,7 +311,11 @@ def _walk(folder: Path, wanted: Callable[[str], bool], depth: int = 0) -> Iterat
         return
     for entry in entries:
         if entry.is_dir():
-            if depth < MAX_DEPTH and entry.name not in ("checkpoints", "policy", "blobs", "reference") and not entry.is_symlink():
+            if (
+                depth < MAX_DEPTH
+                and entry.name not in ("checkpoints", "policy", "blobs", "reference")
+                and not entry.is_symlink()
+            ):
                 yield from _walk(entry, wanted, depth + 1)
         elif wanted(entry.name):
             yield entry
@@ -324,7 +333,9 @@ def _row_of_line(line: bytes, key: str, path: Path, number: int) -> RunRow:
     try:
         found = _glance.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        return RunRow(key, f"{path.name}:{number}", source=str(path), problem=f"{path}, line {number} is damaged: {error}")
+        return RunRow(
+            key, f"{path.name}:{number}", source=str(path), problem=f"{path}, line {number} is damaged: {error}"
+        )
     if found.schema_version > SCHEMA_VERSION:
         return RunRow(key, found.id, source=str(path), problem=newer(path, number, found.schema_version))
     return RunRow(

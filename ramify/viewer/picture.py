@@ -92,4 +92,3 @@ def as_text(value: Any) -> str:
 def fields(struct: msgspec.Struct) -> dict[str, Any]:
     """Every field, also those that have their default."""
     return {name: getattr(struct, name) for name in struct.__struct_fields__}
-

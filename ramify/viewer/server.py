@@ -19,7 +19,7 @@ import hmac
 import ipaddress
 import json
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -54,13 +54,18 @@ class ViewServer:
     """The server; ``async with`` starts and stops it."""
 
     def __init__(
-        self, library: Library, *, host: str = "127.0.0.1", port: int = 8765, token: str | None = None
+        self, library: Library, *, host: str = "127.0.0.1", port: int = 8765, token: str | None = None, first: str = ""
     ) -> None:
-        """``port`` 0 takes a free one. Raises ConfigError for an address beyond loopback without a token."""
+        """``port`` 0 takes a free one; ``first`` is the run that will be looked at first, read at once.
+
+        Raises ConfigError for an address beyond loopback without a token."""
         if not token and not is_loopback(host):
-            raise ConfigError(f"{host} can be reached from other machines: give a token (--token), or stay on 127.0.0.1")
+            raise ConfigError(
+                f"{host} can be reached from other machines: give a token (--token), or stay on 127.0.0.1"
+            )
         self.host, self.port = host, port
-        self._library, self._token = library, token
+        self._library, self._token, self._first = library, token, first
+        self._reading: asyncio.Task[Any] | None = None
         self._feeds = Feeds()
         self._listing = threading.Lock()
         self._runner: web.AppRunner | None = None
@@ -89,11 +94,17 @@ class ViewServer:
             await site.start()
         except OSError as error:
             await self._runner.cleanup()
-            raise ConfigError(f"cannot listen on {self.host}:{self.port} ({error.strerror}): choose another --port") from None
+            raise ConfigError(
+                f"cannot listen on {self.host}:{self.port} ({error.strerror}): choose another --port"
+            ) from None
         self.port = self._runner.addresses[0][1]
+        if self._first:
+            self._reading = asyncio.create_task(self._feeds.run(self._library.find(self._first)).fresh())
         return self
 
     async def __aexit__(self, *exc: object) -> None:
+        if self._reading is not None:
+            await asyncio.wait([self._reading])
         await self._feeds.close()
         if self._runner is not None:
             await self._runner.cleanup()
@@ -169,9 +180,7 @@ class ViewServer:
         feed = self._feed(request)
         if not feed.watched.version:
             await feed.fresh()
-        return _data(
-            await feed.inspect(lambda run: tokens(run, id, turn, tokenizer_of(run, [run.call(id)[0].model])))
-        )
+        return _data(await feed.inspect(lambda run: tokens(run, id, turn, tokenizer_of(run, [run.call(id)[0].model]))))
 
     async def _search(self, request: web.Request) -> web.Response:
         wanted = request.query.get("q", "")
@@ -183,7 +192,10 @@ class ViewServer:
     async def _journal(self, request: web.Request) -> web.StreamResponse:
         found = self._library.find(_word(request, "key"))
         name = quote(found.path.name if found.line is None else f"{found.path.stem}-{found.line}.jsonl")
-        headers = {"Content-Disposition": f"attachment; filename*=UTF-8''{name}", "Content-Type": "application/x-ndjson"}
+        headers = {
+            "Content-Disposition": f"attachment; filename*=UTF-8''{name}",
+            "Content-Type": "application/x-ndjson",
+        }
         if found.line is None:
             return web.FileResponse(found.path, headers=headers)
         line = found.path.read_bytes().splitlines()[found.line - 1 : found.line]
@@ -230,19 +242,19 @@ def _number(request: web.Request, name: str) -> int:
     return int(text)
 
 
-async def _stream(request: web.Request, messages: AsyncIterator[dict[str, Any]]) -> web.StreamResponse:
+async def _stream(request: web.Request, messages: AsyncGenerator[dict[str, Any], None]) -> web.StreamResponse:
     """``messages`` as server-sent events, then one named ``end``, after which a page need not come back."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"})
     await response.prepare(request)
     with contextlib.suppress(ConnectionResetError):
-        async with contextlib.aclosing(_with_signs_of_life(messages)) as lines:  # type: ignore[type-var]
+        async with contextlib.aclosing(_with_signs_of_life(messages)) as lines:
             async for line in lines:
                 await response.write(line)
         await response.write(b"event: end\ndata: {}\n\n")
     return response
 
 
-async def _with_signs_of_life(messages: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:
+async def _with_signs_of_life(messages: AsyncGenerator[dict[str, Any], None]) -> AsyncGenerator[bytes, None]:
     yield b": open\n\n"
     coming = asyncio.ensure_future(anext(messages))
     try:
@@ -259,7 +271,7 @@ async def _with_signs_of_life(messages: AsyncIterator[dict[str, Any]]) -> AsyncI
     finally:
         coming.cancel()
         await asyncio.wait([coming])
-        await messages.aclose()  # type: ignore[attr-defined]
+        await messages.aclose()
 
 
 async def _add_headers(_: web.Request, response: web.StreamResponse) -> None:

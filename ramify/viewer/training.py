@@ -1,7 +1,7 @@
 """A folder of ``ramify train`` as its page shows it: every measured name over the steps, and the rollouts that were kept.
 
-    metrics.jsonl          {"names": {"reward": [[step, …], [value, …]], …}, "evaluations": {…}, "stages": […]}
-    rollouts/step-N.jsonl  the trajectories of a step, best and worst first to be looked at, and what each depth did
+metrics.jsonl          {"names": {"reward": [[step, …], [value, …]], …}, "evaluations": {…}, "stages": […]}
+rollouts/step-N.jsonl  the trajectories of a step, best and worst first to be looked at, and what each depth did
 """
 
 from __future__ import annotations

@@ -34,8 +34,6 @@ from ramify.types.message import Message
 from ramify.types.trajectory import SCHEMA_VERSION, Call, Stop, Trajectory
 from ramify.viewer.library import Found, kind_of, newer
 
-_OF_NO_CALL = {RunStarted, RunEnded, ToolAnswered}
-
 
 class Pending(msgspec.Struct, frozen=True):
     """A request that has no reply yet."""
@@ -148,7 +146,11 @@ class Watched:
             kind = kind_of(self.path)
         except OSError as error:
             return f"cannot read {self.path}: {error.strerror}"
-        return f"{self.path} holds trajectories, one a line: name one, as {self.path.name}:1" if kind == "trajectory" else kind
+        return (
+            f"{self.path} holds trajectories, one a line: name one, as {self.path.name}:1"
+            if kind == "trajectory"
+            else kind
+        )
 
     @property
     def torn(self) -> str:
@@ -171,18 +173,19 @@ class Watched:
         self._fold.apply(event)
         self.at_s = max(self.at_s, event.at_s)
         self.version += 1
-        kind = type(event)  # forty thousand times for ten thousand calls: looked up, not matched one by one
-        if kind in _OF_NO_CALL or (kind is Noted and event.call not in self.calls):  # type: ignore[union-attr]
+        if isinstance(event, RunStarted | RunEnded | ToolAnswered):
             return
-        if kind is CallStarted:
-            call = self.calls[event.id] = CallWatch(len(self.trajectory.calls) - 1)  # type: ignore[union-attr]
-        elif kind is CallEnded:
-            call = self.calls[event.id]  # type: ignore[union-attr]
+        if isinstance(event, Noted) and event.call not in self.calls:
+            return
+        if isinstance(event, CallStarted):
+            call = self.calls[event.id] = CallWatch(len(self.trajectory.calls) - 1)
+        elif isinstance(event, CallEnded):
+            call = self.calls[event.id]
             call.pending, call.is_running = None, False
             if len(call.spans) % 2:
                 call.spans.append(event.at_s)
         else:
-            call = self.calls[event.call]  # type: ignore[union-attr]
+            call = self.calls[event.call]
             self._follow(call, event)
         call.version = self.version
         changed.add(call.index)

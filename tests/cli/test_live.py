@@ -9,8 +9,8 @@ import re
 import struct
 import termios
 
-from ramify.cli.tree import Tree
 from ramify.cli.live import budget_row
+from ramify.cli.tree import Tree
 from ramify.types.event import AnyEvent, CallEnded, CallStarted, CellRan, Noted, Replied, Requested, RunStarted
 from ramify.types.message import Message, Reply
 from ramify.types.trajectory import Cell, Parent, Stop

@@ -77,7 +77,9 @@ class Tab:
     def __init__(self, page: Any) -> None:
         self.page = page
         self.complaints: list[str] = []
-        page.on("console", lambda said: self.complaints.append(said.text) if said.type in ("error", "warning") else None)
+        page.on(
+            "console", lambda said: self.complaints.append(said.text) if said.type in ("error", "warning") else None
+        )
         page.on("pageerror", lambda error: self.complaints.append(str(error)))
 
     def open(self, address: str) -> Any:

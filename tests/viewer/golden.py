@@ -12,7 +12,6 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-
 from ramify import RLM, Limits, SandboxSpec, Scaffold, ScriptedClient, Store
 from ramify.clients.base import Price
 from ramify.clients.scripted import ByteIds, refused
@@ -22,10 +21,14 @@ from ramify.types.trajectory import Trajectory
 ALWAYS = Scaffold(name="test", system="You drive a session with `context`. {{tools}}", direct_chars=0)
 """A session also where the context would fit into one request."""
 SPEC = SandboxSpec(provider="process", allow_weaker=True)
-LOG = "\n".join(f"2026-03-01T12:{n // 60:02}:{n % 60:02} web-{n % 7} {'ERROR disk full' if n % 97 == 5 else 'INFO ok'}" for n in range(3000))
+LOG = "\n".join(
+    f"2026-03-01T12:{n // 60:02}:{n % 60:02} web-{n % 7} {'ERROR disk full' if n % 97 == 5 else 'INFO ok'}"
+    for n in range(3000)
+)
 QUESTION = "Which host failed first, and why?"
 ROOT = [
-    "First its size and shape.\n```repl\nlines = context.splitlines()\nprint(len(context), len(lines))\nprint('\\n'.join(lines[:6]))\nlines[5]\n```",
+    "First its size and shape.\n```repl\nlines = context.splitlines()\nprint(len(context), len(lines))\n"
+    "print('\\n'.join(lines[:6]))\nlines[5]\n```",
     """The log is long, so each part is read by a model of its own.
 ```repl
 import re
@@ -45,7 +48,8 @@ print([each for each in seen if each][:3], f"{sum(each is None for each in seen)
 first = min(re.findall(r"web-\\d", line)[0] for line in seen)
 ```""",
     "Two parts failed, so `seen` has None in it. Once more without those, and a closer look by children.\n```repl\n"
-    "hits = [line for line in lines if 'ERROR' in line]\nchecked = rlm_query_batched(['When did it fail first?', 'Why did it fail?'], "
+    "hits = [line for line in lines if 'ERROR' in line]\n"
+    "checked = rlm_query_batched(['When did it fail first?', 'Why did it fail?'], "
     "[hits[:20], hits[-5:]])\nprint(checked)\n```",
     "```repl\nFINAL({'host': hits[0].split()[1], 'at': hits[0].split()[0], 'why': checked[1]})\n```",
 ]
@@ -56,7 +60,10 @@ CHILDREN = {
     "Why": ["```repl\nwhy = rlm_query('Say it in two words', context[0])\nprint(why)\n```", "```repl\nFINAL(why)\n```"],
     "Say": ["```repl\nFINAL(' '.join(context.split()[-2:]))\n```"],
 }  # fmt: skip
-EVIL = "<img src=x onerror=\"window.hacked=1\"><script>window.hacked=1</script><b id=evil>bold</b> javascript:alert(1) ]]> --> </script>"
+EVIL = (
+    '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script><b id=evil>bold</b> '
+    "javascript:alert(1) ]]> --> </script>"
+)
 Wait = Callable[[str], Awaitable[None]]
 
 
@@ -72,7 +79,11 @@ def model(wait: Wait | None = None) -> Callable[[tuple[Message, ...]], Awaitable
         if messages[0].role != "system":
             number = re.match(r"part (\d+)", last)
             await asyncio.sleep(0.01 + 0.003 * (int(number[1]) % 5 if number else 1))
-            return refused(text="the prompt was filtered") if number and int(number[1]) in (7, 15) else f"web-{len(last) % 7} fails"
+            return (
+                refused(text="the prompt was filtered")
+                if number and int(number[1]) in (7, 15)
+                else f"web-{len(last) % 7} fails"
+            )
         lines = next((lines for word, lines in CHILDREN.items() if word in asked.partition("\n")[0][:60]), ROOT)
         await asyncio.sleep(0.04)
         return lines[said]
@@ -82,7 +93,9 @@ def model(wait: Wait | None = None) -> Callable[[tuple[Message, ...]], Awaitable
 
 def rlm(script: Any, store: Store | None, scaffold: str | Scaffold = "default", **options: Any) -> RLM:
     client = ScriptedClient(script, price=Price(1.0, 4.0), **{"name": "scripted:reader", "ids": ByteIds(3), **options})
-    return RLM(client, sandbox=SPEC, store=store, scaffold=scaffold, limits=Limits(max_depth=3, max_cost=0.5, max_seconds=60))
+    return RLM(
+        client, sandbox=SPEC, store=store, scaffold=scaffold, limits=Limits(max_depth=3, max_cost=0.5, max_seconds=60)
+    )
 
 
 def tree(store: Store, question: str = QUESTION) -> str:
@@ -133,8 +146,13 @@ def scored(run: str, store: Store, reward: float) -> Trajectory:
     """The run as a rollout of training: with rewards, versions and advantages."""
     found = store.load(run)
     found.rewards = {"correct": reward}
-    found.call_rewards = {call.id: {"correct": float(call.stop == "final")} for call in found.calls if call.kind == "rlm" and call.depth}
-    found.metadata["advantages"] = {"0/0": reward - 0.5, "0/1": [0.1, -0.2, *[0.0] * (len(found.root.turns[1].reply.token_ids or ()) - 2)]}
+    found.call_rewards = {
+        call.id: {"correct": float(call.stop == "final")} for call in found.calls if call.kind == "rlm" and call.depth
+    }
+    found.metadata["advantages"] = {
+        "0/0": reward - 0.5,
+        "0/1": [0.1, -0.2, *[0.0] * (len(found.root.turns[1].reply.token_ids or ()) - 2)],
+    }
     return found
 
 
@@ -155,7 +173,9 @@ def training(folder: Path, trajectories: list[Trajectory], steps: int = 40, seed
                        "ess": 1 - 0.01 * (step % 6), "sampled_tokens": 8000 + step}  # fmt: skip
         metrics.write(step, stage, 1.5 * step, values)
         if step % 5 == 0:
-            metrics.write(step, stage, 1.5 * step, {"validation/reward": share * 0.85, "validation/pass@4": min(1.0, share + 0.1)})
+            metrics.write(
+                step, stage, 1.5 * step, {"validation/reward": share * 0.85, "validation/pass@4": min(1.0, share + 0.1)}
+            )
         if step % 10 == 0 and stage == "rl":
             (folder / "rollouts").mkdir(exist_ok=True)
             write(folder / "rollouts" / f"step-{step:06d}.jsonl", trajectories)
@@ -175,10 +195,17 @@ def journal_of(num_calls: int, path: Path) -> Path:
     code = "replies = llm_query_batched(parts)\nprint(len(replies))"
     ask = (Message("system", "You have `context`."), Message("user", "Summarise each part."))
     events: list[AnyEvent] = [
-        RunStarted(id=path.stem, question="Summarise each part.", started_at=1.7e9, config={"limits": {"max_calls": 20_000}}),
+        RunStarted(
+            id=path.stem, question="Summarise each part.", started_at=1.7e9, config={"limits": {"max_calls": 20_000}}
+        ),
         CallStarted(id="0", kind="rlm", model="scripted:root", depth=0, question="Summarise each part."),
         Requested(at_s=0.1, call="0", turn=0, reused=0, prompt=ask, prompt_hash="0" * 64),
-        Replied(at_s=0.6, call="0", turn=0, reply=Reply(Message("assistant", f"```repl\n{code}\n```"), Usage(80, 30, calls=1))),
+        Replied(
+            at_s=0.6,
+            call="0",
+            turn=0,
+            reply=Reply(Message("assistant", f"```repl\n{code}\n```"), Usage(80, 30, calls=1)),
+        ),
     ]
     ends: list[tuple[float, int, AnyEvent]] = []
     for n in range(num_calls - 1):
@@ -186,13 +213,46 @@ def journal_of(num_calls: int, path: Path) -> Path:
         words = f"part {n}: " + "the words of a part that is read by a model of its own; " * 4
         failed = n % 501 == 7
         ends += [
-            (begin, 4 * n, CallStarted(at_s=begin, id=id, kind="lm", model="scripted:leaf", depth=1, question=words, parent=Parent("0", 0, 0))),
-            (begin, 4 * n + 1, Requested(at_s=begin, call=id, turn=0, reused=0, prompt=(Message("user", words),), prompt_hash="1" * 64)),
+            (
+                begin,
+                4 * n,
+                CallStarted(
+                    at_s=begin,
+                    id=id,
+                    kind="lm",
+                    model="scripted:leaf",
+                    depth=1,
+                    question=words,
+                    parent=Parent("0", 0, 0),
+                ),
+            ),
+            (
+                begin,
+                4 * n + 1,
+                Requested(
+                    at_s=begin, call=id, turn=0, reused=0, prompt=(Message("user", words),), prompt_hash="1" * 64
+                ),
+            ),
         ]
         end = begin + 0.2 + (n * 7919 % 100) / 400
         if not failed:
-            ends.append((end, 4 * n + 2, Replied(at_s=end, call=id, turn=0, reply=Reply(Message("assistant", f"summary {n}"), Usage(60, 4, calls=1)))))
-        last = CallEnded(at_s=end, id=id, stop=Stop.ERROR, error="Refused: filtered") if failed else CallEnded(at_s=end, id=id, stop=Stop.FINAL, answer=f"summary {n}")
+            ends.append(
+                (
+                    end,
+                    4 * n + 2,
+                    Replied(
+                        at_s=end,
+                        call=id,
+                        turn=0,
+                        reply=Reply(Message("assistant", f"summary {n}"), Usage(60, 4, calls=1)),
+                    ),
+                )
+            )
+        last = (
+            CallEnded(at_s=end, id=id, stop=Stop.ERROR, error="Refused: filtered")
+            if failed
+            else CallEnded(at_s=end, id=id, stop=Stop.FINAL, answer=f"summary {n}")
+        )
         ends.append((end, 4 * n + 3, last))
     events += [event for _, _, event in sorted(ends, key=lambda each: each[:2])]
     over = events[-1].at_s + 0.1

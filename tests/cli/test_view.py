@@ -1,0 +1,82 @@
+"""``ramify view`` as it is called: what it serves, what it refuses, and the file that it writes."""
+
+from __future__ import annotations
+
+import json
+import signal
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from tests.cli.helpers import SESSION_SCRIPT, Shell
+
+
+@pytest.fixture
+def stored(shell: Shell) -> str:
+    """The id of a run."""
+    shell.write("log.txt", "one\ntwo\n")
+    assert shell.ask(list(SESSION_SCRIPT), "--no-direct", "how long?", "log.txt").code == 0
+    return str(json.loads(shell.run("runs", "--json").out)["run"])
+
+
+@contextmanager
+def viewing(shell: Shell, *arguments: str) -> Iterator[str]:
+    """The address that it prints; it must end well when it is interrupted."""
+    process = shell.start("view", *arguments, "--port", "0")
+    assert process.stderr is not None
+    try:
+        yield process.stderr.readline().decode().split()[1]
+    finally:
+        process.send_signal(signal.SIGINT)
+        rest = process.communicate(timeout=30)[1]
+    assert (process.returncode, rest) == (0, b"")
+
+
+def read(address: str, path: str) -> dict[str, list[dict[str, object]]]:
+    with urllib.request.urlopen(address.partition("#")[0] + path, timeout=20) as response:
+        found: dict[str, list[dict[str, object]]] = json.load(response)
+    return found
+
+
+def test_the_default_store_and_one_run(shell: Shell, stored: str) -> None:
+    with viewing(shell) as address:
+        assert [run["id"] for run in read(address, "api/runs")["runs"]] == [stored]
+    for name in ("last", stored[:15], f"store/runs/{stored}.jsonl"):
+        with viewing(shell, name) as address:
+            key = urllib.parse.unquote(address.partition("#/run/")[2])
+            assert read(address, f"api/run?key={urllib.parse.quote(key, safe='')}")["head"]["id"] == stored  # type: ignore[call-overload]
+
+
+def test_a_token_is_part_of_the_address(shell: Shell, stored: str) -> None:
+    with viewing(shell, "--token", "abc") as address:
+        base, _, token = address.partition("?token=")
+        assert token == "abc"
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            read(base, "api/runs")
+
+
+def test_what_is_refused(shell: Shell, stored: str) -> None:
+    for arguments, words in {
+        ("--host", "0.0.0.0"): "0.0.0.0 can be reached from other machines: give a token",
+        ("nothing/here",): "there is no file or folder nothing/here",
+        ("2019",): "2019 is neither a file nor a folder, and there is no run '2019'",
+        ("--export", "x.html"): "--export writes one run",
+        ("last", "--export", "no/where/x.html"): "cannot write no/where/x.html",
+    }.items():
+        done = shell.run("view", *arguments)
+        assert done.code != 0
+        assert words in done.err
+
+
+def test_one_run_as_a_file(shell: Shell, stored: str) -> None:
+    done = shell.run("view", "last", "--export", "run.html")
+    assert (done.code, done.out) == (0, "")
+    assert "opens in any browser" in done.err
+    html = (shell.folder / "run.html").read_text()
+    assert html.startswith("<!doctype html>")
+    assert stored in html
+    assert "http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; script-src 'sha256-" in html
