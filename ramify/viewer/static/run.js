@@ -125,7 +125,11 @@ class RunView {
     this.picture.changed();
     this.outline.changed();
     this.show(route);
-    this.ticking = setInterval(() => run.alive && !document.hidden && this.tick(), 100);
+    this.ticking = setInterval(() => {
+      if (!run.alive || document.hidden) return;
+      this.tick();
+      this.outline.list.later(true);  // of what is under way the seconds go on
+    }, 100);
     if (run.head.is_journal && (run.alive || !run.head.stop)) {
       this.stop = follow("/api/events", { key: this.key }, () => run.head.version, (message) => this.apply(message), () => this.drawHead());
     }

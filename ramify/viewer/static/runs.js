@@ -12,7 +12,7 @@ const NARROW = matchMedia("(max-width: 800px)");
 // [name, whether it is a number, what it sorts by, what it says]
 const COLUMNS = [
   ["when", false, (run) => run.started_at || 0, (run) => moment(run.started_at)],
-  ["question", false, (run) => (run.question || "").toLowerCase(), (run) => run.problem ? run.problem : oneLine(run.question || run.id, 300)],
+  ["question", false, (run) => (run.question || "").toLowerCase(), (run) => run.problem ? shortened(run) : oneLine(run.question || run.id, 300)],
   ["model", false, (run) => run.model || "", (run) => run.model || ""],
   ["depth", true, (run) => run.depth || 0, (run) => number(run.depth || 0)],
   ["calls", true, (run) => run.num_calls || 0, (run) => count(run.num_calls || 0)],
@@ -24,7 +24,13 @@ const COLUMNS = [
 ];
 
 function standing(run) {
-  return run.problem ? ["damaged", "bad"] : stopWords(run.stop, run.alive);
+  return run.problem ? ["unreadable", "bad"] : stopWords(run.stop, run.alive);
+}
+
+// A problem from its file's name on; the folder is in the row's title.
+function shortened(run) {
+  const name = (run.source || "").split("/").pop() || run.id;
+  return run.problem.slice(Math.max(0, run.problem.indexOf(name)));
 }
 
 export async function runsPage(page) {

@@ -187,6 +187,7 @@ class TrainingView {
     const pen = plot.ctx, { left, top, width, height } = plot.bbox;
     pen.save();
     pen.fillStyle = ink;
+    pen.textAlign = "left";
     pen.strokeStyle = line;
     pen.font = `${10 * devicePixelRatio}px system-ui`;
     for (const [name, step] of this.data.stages.length > 1 ? this.data.stages : []) {

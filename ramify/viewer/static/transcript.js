@@ -93,7 +93,7 @@ export class Transcript {
     const call = this.call, [words, tone] = stopWords(call.stop, this.run.alive && this.run.calls[this.row]?.state !== "done");
     const took = (call.ended_s ?? this.run.now()) - call.started_s;
     const facts = [
-      ["model", call.model], ["took", seconds(took)], ["turns", number(call.num_turns)], ["in", count(call.usage.input_tokens)],
+      ["model", call.model], ["took", call.stop || !this.run.alive ? seconds(took) : "…"], ["turns", number(call.num_turns)], ["in", count(call.usage.input_tokens)],
       ["out", count(call.usage.output_tokens)], ["cost", dollars(call.cost)],
       ...(call.usage.cached_tokens ? [["cached", count(call.usage.cached_tokens)]] : []),
       ...(call.context ? [["context", `${call.context.kind}, ${count(call.context.chars)} chars`]] : []),

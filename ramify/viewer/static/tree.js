@@ -455,6 +455,7 @@ function shared(wanted, least, weights, room) {
 
 function axisWords(at, step) {
   if (step >= 1) return at >= 120 ? `${Math.floor(at / 60)}m${at % 60 ? ` ${Math.round(at % 60)}s` : ""}` : `${Math.round(at)} s`;
+  if (step >= 0.1 || at >= 1) return `${Number(at.toFixed(3))} s`;
   if (step >= 0.001) return `${Math.round(at * 1000)} ms`;
   return `${Math.round(at * 1e6)} µs`;
 }
