@@ -35,6 +35,7 @@ from tests.viewer.browser import FLAGS, executable, why_not  # noqa: E402
 NUM_CALLS = 10_000
 NAMES = (
     ("first paint of a run with 10,000 calls", "s", 1.0),
+    ("  processor time of its page and the server", "s", None),
     ("rows that exist while 10,000 calls are scrolled", "", 100),
     ("scrolling 10,000 calls: median time of a frame", "ms", 50.0),
     ("a live event on the page: median", "ms", 100.0),
@@ -80,21 +81,27 @@ def figures(quick: bool) -> Iterator[Figure]:
 
 
 def _big_run(browser: Any, folder: Path, rounds: int) -> list[float]:
-    """[seconds to the first paint, most rows, milliseconds of a frame]; each round has a server that is new."""
+    """[seconds to the first paint, of processor time for it, most rows, milliseconds of a frame]; each round
+    has a server that is new."""
     journal = golden.journal_of(NUM_CALLS, folder / "big.jsonl")
-    paints = []
+    paints, work = [], []
     for round in range(rounds):
-        with _viewer(journal) as address:
+        with _viewer(journal) as (address, process):
             page = browser.new_page(viewport={"width": 1280, "height": 800})
+            measure = page.context.new_cdp_session(page)
+            measure.send("Performance.enable", {"timeDomain": "threadTicks"})
+            before = _processor_s(process)
             started = time.perf_counter()
             page.goto(f"{address}#/run/p0%2F", wait_until="commit")
             page.locator(f"canvas[data-drawn='{NUM_CALLS}']").wait_for()
             paints.append(time.perf_counter() - started)
+            told = {each["name"]: each["value"] for each in measure.send("Performance.getMetrics")["metrics"]}
+            work.append(told["TaskDuration"] + _processor_s(process) - before)
             if round == rounds - 1:
                 page.locator(".call-row .text", has_text="llm_query ×").click()
                 frame, rows = page.evaluate(_SCROLL)
             page.close()
-    return [median(paints), rows, frame]
+    return [median(paints), median(work), rows, frame]
 
 
 def _live(browser: Any, folder: Path, num_events: int) -> list[float]:
@@ -105,7 +112,7 @@ def _live(browser: Any, folder: Path, num_events: int) -> list[float]:
     journal.append(CallStarted(id="0", kind="rlm", model="m", depth=0, question="live?"))
     for event in _exchange("0", 1.0)[1:3]:
         journal.append(event)
-    with _viewer(store.root) as address:
+    with _viewer(store.root) as (address, _):
         page = browser.new_page(viewport={"width": 1280, "height": 800})
         page.goto(f"{address}#/run/{journal.id}")
         page.locator(".status.live").wait_for()
@@ -141,20 +148,26 @@ def _exchange(id: str, at_s: float) -> list[Any]:
 
 
 @contextmanager
-def _viewer(path: Path) -> Iterator[str]:
-    """The address of a viewer in a process of its own."""
+def _viewer(path: Path) -> Iterator[tuple[str, int]]:
+    """The address of a viewer in a process of its own, and that process."""
     command = [sys.executable, "-m", "ramify", "view", str(path), "--port", "0"]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
     try:
         assert process.stderr is not None
         said = process.stderr.readline()
-        yield said.split()[1].partition("#")[0]
+        yield said.split()[1].partition("#")[0], process.pid
     finally:
         process.terminate()
         process.wait(20)
         if process.stderr is not None:
             process.stderr.close()
+
+
+def _processor_s(process: int) -> float:
+    """What a process has worked so far."""
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 @contextmanager

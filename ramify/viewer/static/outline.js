@@ -26,7 +26,7 @@ export class Outline {
     this.tally = h("span.quiet.tally");
     this.back = h("button.small", { type: "button", hidden: true, onclick: () => this.showAll() }, "all calls");
     this.element = h("section.outline", { "aria-label": "calls" }, h("div.outline-head", null, this.input, this.tally, this.back), this.list.box);
-    this.children = [];
+    this.children = new Map();
     this.known = 0;
   }
 
@@ -38,9 +38,13 @@ export class Outline {
   changed(all = false) {
     if (this.run.calls.length === this.known && !all) return this.list.later(true);
     this.known = this.run.calls.length;
-    this.children = this.run.calls.map(() => []);
+    this.children = new Map();  // of those that have any
     const roots = [];
-    this.run.calls.forEach((call, index) => (call.parent >= 0 ? this.children[call.parent] : roots).push(index));
+    this.run.calls.forEach((call, index) => {
+      const siblings = call.parent < 0 ? roots : this.children.get(call.parent);
+      if (siblings) siblings.push(index);
+      else this.children.set(call.parent, [index]);
+    });
     this.rows = [];
     if (this.filter || this.only) this.addMatches();
     else this.add(roots);
@@ -60,7 +64,8 @@ export class Outline {
         continue;
       }
       this.rows.push({ call: index });
-      stack.push(...this.grouped(this.children[index]).reverse());
+      const below = this.children.get(index);
+      if (below) for (const each of this.grouped(below).reverse()) stack.push(each);
     }
   }
 
@@ -71,13 +76,13 @@ export class Outline {
     const flush = () => {
       const shut = run.length > TOGETHER && !this.open.has(groupKey(this.run.calls[run[0]]));
       if (shut) found.push(run);
-      else found.push(...run);
+      else for (const each of run) found.push(each);
       run = [];
     };
     for (const index of indices) {
       const call = this.run.calls[index], first = run.length ? this.run.calls[run[0]] : null;
-      const plain = call.kind !== "rlm" && !this.children[index].length;
-      if (first && (!plain || groupKey(first) !== groupKey(call))) flush();
+      const plain = call.kind !== "rlm" && !this.children.has(index);
+      if (first && (!plain || first.turn !== call.turn || first.cell !== call.cell)) flush();
       if (plain) run.push(index);
       else found.push(index);
     }
