@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from pathlib import Path
 
 import pytest
@@ -41,3 +42,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if why_not.cache_info().currsize and why_not():
         terminalreporter.write_sep("=", "NOT TESTED HERE", red=True)
         terminalreporter.write_line(f"tests of {', '.join(IN_THE_DEFAULT)} need the default sandbox: {why_not()}")
+    browser = sys.modules.get("tests.viewer.browser")  # where its tests were asked for
+    if browser is not None and browser.why_not():
+        terminalreporter.write_sep("=", "NOT TESTED HERE", red=True)
+        terminalreporter.write_line(f"the pages of ramify view need a browser: {browser.why_not()}")

@@ -111,7 +111,7 @@ def _watcher(rlm: RLM, notes: Notes) -> Watcher:
     lines = Lines(notes)
     if notes.quiet or not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
         return lines
-    from ramify.cli.view import LiveView
+    from ramify.cli.live import LiveView
 
     return LiveView(notes, lines, rlm.limits.max_seconds)
 

@@ -28,6 +28,7 @@ COMMANDS = {
     "serve": ("ramify.cli.serve", "serve recursive runs as an OpenAI-compatible API"),
     "mcp": ("ramify.cli.mcp", "offer questions over files as a tool of the Model Context Protocol"),
     "serve-policy": ("ramify.cli.serve_policy", "serve a policy as an OpenAI-compatible API"),
+    "view": ("ramify.cli.view", "show runs, training and comparisons on a page, live"),
     "runs": ("ramify.cli.runs", "list stored runs"),
     "runs rm": ("ramify.cli.runs", "delete stored runs"),
     "runs prune": ("ramify.cli.runs", "delete old runs"),

@@ -1,112 +1,117 @@
-"""The live view on a terminal: the tree, the last code, what is spent of the budget. Drawn ten times a second on stderr.
-
-Everything that a model or a document said is cleaned of escape sequences and put into ``Text`` objects, which know no
-markup: ``[bold]`` is shown as it was written.
-"""
+"""``ramify view``: runs, training and comparisons on a page, until it is stopped; or one run as a file that works offline."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import time
-from collections.abc import AsyncIterator
+import os
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import quote
 
-from rich.console import Console, Group
-from rich.live import Live
-from rich.text import Text
+from ramify.cli.exits import Exit
+from ramify.cli.notes import write
+from ramify.cli.parser import Command, Option, UsageError
+from ramify.errors import ConfigError, StoreError
 
-from ramify.cli.notes import Notes
-from ramify.cli.text import clean, count, dollars, one_line, seconds, ticking
-from ramify.cli.tree import Node, Tree
-from ramify.cli.watch import Lines
-from ramify.engine.running import Running
-from ramify.types.event import AnyEvent
+if TYPE_CHECKING:
+    from ramify.viewer.library import Library
+    from ramify.viewer.server import ViewServer
 
-_INTERVAL_S = 0.1
-_CODE_LINES = 6
-_MARKS = {"starting": "○", "asking": "◐", "running code": "▶", "last word": "◐", "done": "●"}
-
-
-class LiveView:
-    """Watches one run."""
-
-    def __init__(self, notes: Notes, lines: Lines, max_seconds: float) -> None:
-        self._notes, self._lines, self._max_seconds = notes, lines, max_seconds
-        self._tree = Tree()
-        self._console = Console(stderr=True, highlight=False)
-        self._began = time.monotonic()
-
-    def apply(self, event: AnyEvent) -> None:
-        self._lines.apply(event)
-        self._tree.apply(event)
-
-    @contextlib.asynccontextmanager
-    async def watching(self, running: Running) -> AsyncIterator[None]:
-        live = Live(
-            console=self._console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False
-        )
-        with live:
-            self._notes.above = lambda line: self._console.print(Text(clean(line)))
-            redraw = asyncio.create_task(self._redraw(live, running))
-            try:
-                yield
-            finally:
-                self._notes.above = None
-                redraw.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await redraw
-
-    async def _redraw(self, live: Live, running: Running) -> None:
-        while True:
-            live.update(self.drawn(running.standing()), refresh=True)
-            await asyncio.sleep(_INTERVAL_S)
-
-    def drawn(self, standing: list[tuple[str, float, float]]) -> Group:
-        """All rows, within the terminal's height."""
-        elapsed_s = time.monotonic() - self._began
-        room = max(self._console.height - 4, 4)
-        nodes, hidden = self._tree.shown(max(room // 3, 1))
-        rows = [row for node in nodes for row in self._node_rows(node, elapsed_s, with_code=room >= 12)]
-        rows = [*rows[: room - 1], Text(f"  … and {hidden:,} more sessions", "dim")] if hidden else rows[:room]
-        if self._tree.notice:
-            rows.append(Text(f"  {one_line(self._tree.notice, self._console.width - 4)}", "yellow"))
-        rows.append(budget_row([*standing, ("seconds", elapsed_s, self._max_seconds)]))
-        for row in rows:
-            row.no_wrap, row.overflow = True, "ellipsis"
-        return Group(*rows)
-
-    def _node_rows(self, node: Node, elapsed_s: float, with_code: bool) -> list[Text]:
-        indent = "  " * node.depth
-        is_done = node.state == "done"
-        style = "dim" if is_done else "bold"
-        since = (node.ended_s if is_done else elapsed_s) - node.started_s
-        state = str(node.stop) if is_done else node.state
-        name = f"{node.id} " if node.depth or ":" in node.id else ""
-        turn = f" · turn {node.turn}" if node.turn else ""
-        head = f"{indent}{_MARKS[node.state]} {name}{clean(node.model)}{turn} · {state} · {ticking(max(since, 0))}"
-        rows = [Text(head, style)]
-        if node.depth and not is_done:
-            rows.append(Text(f"{indent}  {one_line(node.question)}", "italic dim"))
-        if with_code and node.code and not is_done:
-            lines = clean(node.code).strip("\n").expandtabs(4).split("\n")
-            shown = lines if len(lines) <= _CODE_LINES else [*lines[: _CODE_LINES - 1], "…"]
-            rows += [Text(f"{indent}  │ {line}", "cyan") for line in shown]
-        tallies = (("llm_query", node.plain), ("rlm_query", node.children))
-        return rows + [Text(f"{indent}  {tally.text(name)}") for name, tally in tallies if tally.started]
+PORT = 8765
+_TOKEN = "RAMIFY_VIEW_TOKEN"
 
 
-def budget_row(standing: list[tuple[str, float, float]]) -> Text:
-    """``calls 312/1,000 · tokens 45.2k/20M · $0.12/$5.00 · 12.0 s/30 min``; red from nine tenths on."""
-    row = Text()
-    for name, spent, limit in standing:
-        style = "red" if spent >= 0.9 * limit else "yellow" if spent >= 0.7 * limit else "dim"
-        row.append(" · " if row.plain else "", "dim").append(_amount(name, spent, limit), style)
-    return row
+def view(
+    words: list[str], host: str | None = None, port: int | None = None, token: str | None = None,
+    export: str | None = None, open: bool | None = None,
+) -> int:  # fmt: skip
+    from ramify.viewer.library import Library
+
+    names = [word for word in words if not Path(word).expanduser().exists()]
+    paths = [word for word in words if word not in names]
+    library = Library(paths if not names else [_default_store(), *paths])
+    keys = [*(_key_of_name(library, name) for name in names), *(_key_of_file(library, path) for path in paths)]
+    if export is not None:
+        return _export(library, [key for key in keys if key], export)
+    from ramify.viewer.server import ViewServer
+
+    first = keys[0] if len(keys) == 1 else ""
+    server = ViewServer(
+        library, host=host or "127.0.0.1", port=PORT if port is None else port,
+        token=token or os.environ.get(_TOKEN) or None, first=first,
+    )  # fmt: skip
+    asyncio.run(_serve(server, f"#/run/{quote(first, safe='')}" if first else "", bool(open)))
+    return Exit.ANSWERED
 
 
-def _amount(name: str, spent: float, limit: float) -> str:
-    if name == "dollars":
-        return f"{dollars(spent)}/{dollars(limit)}"
-    if name == "seconds":
-        return f"{ticking(spent)}/{seconds(limit)}"
-    return f"{name} {count(spent)}/{count(limit)}"
+def _default_store() -> Path:
+    from ramify.store.store import Store
+
+    return Store().root
+
+
+def _key_of_name(library: Library, name: str) -> str:
+    """A word that is no path names a run of the default store, which then is the first place."""
+    try:
+        return library.find(name).path.stem
+    except StoreError as error:
+        if "/" in name or name.endswith(".jsonl"):
+            raise ConfigError(f"there is no file or folder {name}") from None
+        raise ConfigError(f"{name} is neither a file nor a folder, and {error}") from None
+
+
+def _key_of_file(library: Library, path: str) -> str:
+    """The run that is all that ``path`` holds; empty where it holds several, or none."""
+    file = Path(path).expanduser().resolve()
+    if not file.is_file():
+        return ""
+    prefix = library.key_of(file)
+    rows = [row.key for row in library.runs()[0] if prefix and row.key.startswith(prefix)]
+    return rows[0] if len(rows) == 1 else ""
+
+
+def _export(library: Library, keys: list[str], export: str) -> int:
+    from ramify.viewer.export import page
+
+    if len(keys) != 1:
+        raise UsageError("--export writes one run: name it, as in ramify view last --export run.html")
+    html = page(library.find(keys[0]))
+    try:
+        Path(export).expanduser().write_bytes(html)
+    except OSError as error:
+        raise ConfigError(f"cannot write {export}: {error.strerror}") from None
+    write(f"{export}: {len(html) / 1e6:.1f} MB, opens in any browser, needs no network")
+    return Exit.ANSWERED
+
+
+async def _serve(server: ViewServer, first: str, is_opened: bool) -> None:
+    stopped = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stopped.set)
+    async with server:
+        write(f"open {server.url}{first} (Ctrl-C to stop)")
+        if is_opened:
+            import webbrowser
+
+            await asyncio.to_thread(webbrowser.open, server.url + first)
+        await stopped.wait()
+
+
+COMMAND = Command(
+    name="view",
+    about="Show runs on a page: the tree as it grows, each call's transcript, training curves, two runs compared.",
+    run=view,
+    words="[PATH…]",
+    max_words=None,
+    options=(
+        Option("export", str, "write one run as a file that works offline, instead of serving", "FILE"),
+        Option("host", str, "address to listen on (default: 127.0.0.1; others need a token)", "HOST"),
+        Option("port", int, f"port to listen on; 0 takes a free one (default: {PORT})"),
+        Option("token", str, f"what a browser must show to be let in (default: ${_TOKEN})", "TOKEN"),
+        Option("open", bool, "open the page in a browser", has_no=False),
+    ),
+    epilog="PATH is a run's id or its beginning, last, a store, a journal, a file of trajectories, or a folder of\n"
+    "ramify train; without any, the runs of the default store are shown.",
+)

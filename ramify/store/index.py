@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from ramify.errors import StoreError
-from ramify.store.reading import lines
+from ramify.store.reading import check_version, lines
 from ramify.types.message import Usage
 from ramify.types.trajectory import Stop
 
@@ -84,6 +84,8 @@ def summarise(path: Path) -> RunSummary:
     summary = RunSummary(path.stem)
     try:
         for line in lines(path):
+            if line.startswith(b'{"type":"RunStarted"'):
+                check_version(line, path)
             _add(summary, _glance.decode(line))
             summary.num_bytes += len(line) + 1
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

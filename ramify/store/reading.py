@@ -44,14 +44,15 @@ def read_events(path: Path) -> Iterator[AnyEvent]:
 
 def decode_line(line: bytes, path: Path, number: int) -> AnyEvent:
     if line.startswith(b'{"type":"RunStarted"'):
-        _check_version(line, path)
+        check_version(line, path)
     try:
         return _decoder.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise StoreError(f"{path}, line {number} is damaged: {error}; the events before it can be read") from error
 
 
-def _check_version(line: bytes, path: Path) -> None:
+def check_version(line: bytes, path: Path) -> None:
+    """Raises StoreError for the first line of a run that a newer Ramify wrote."""
     try:
         version = msgspec.json.decode(line, type=_Version).schema_version
     except msgspec.DecodeError:

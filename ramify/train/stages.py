@@ -25,6 +25,7 @@ from ramify.train.loss import Loss
 from ramify.train.rollout import Rollouts
 from ramify.train.sft import order
 from ramify.train.signals.filters import num_more
+from ramify.train.stamps import Stamped
 from ramify.types.sequence import Sequence as Row
 from ramify.types.trajectory import Group
 
@@ -141,6 +142,7 @@ class Reinforce:
         stamping = self._stamp(groups)
         metrics = {**stamping.metrics, "items": float(num_tried), **_measured(groups)}
         parts = self._parts(stamping)
+        _note_advantages(stamping.rollouts)
         return Work(parts, metrics, next_item + num_tried, stamping.silence, groups)
 
     async def _groups(self, step: int, next_item: int) -> tuple[list[Group], int]:
@@ -192,6 +194,18 @@ def _check_any_came_back(groups: Sequence[Group], step: int) -> None:
     if not any(trajectory.rewards for trajectory in trajectories):
         errors = next((trajectory.errors for trajectory in trajectories if trajectory.errors), ["no error was said"])
         raise TrainError(f"all {len(trajectories)} rollouts of step {step} failed, the first with: {errors[-1]}")
+
+
+def _note_advantages(rollouts: Sequence[Stamped]) -> None:
+    """Put each turn's advantages beside its rollout (``metadata["advantages"]``), where the rollouts that are kept show
+    them: ``{"0.1/2": 0.25}`` for turn 2 of call 0.1, and a list where its tokens differ."""
+    for rollout in rollouts:
+        noted: dict[str, float | list[float]] = {}
+        for (call, turn), stamp in rollout.stamps.items():
+            values = stamp.advantages
+            if values:
+                noted[f"{call}/{turn}"] = values[0] if min(values) == max(values) else list(values)
+        rollout.trajectory.metadata["advantages"] = noted
 
 
 def _measured(groups: Sequence[Group]) -> dict[str, float]:

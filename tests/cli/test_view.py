@@ -1,130 +1,82 @@
-"""The live view: what it knows of a run, and what reaches a real terminal."""
+"""``ramify view`` as it is called: what it serves, what it refuses, and the file that it writes."""
 
 from __future__ import annotations
 
-import fcntl
-import os
-import pty
-import re
-import struct
-import termios
+import json
+import signal
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-from ramify.cli.tree import Tree
-from ramify.cli.view import budget_row
-from ramify.types.event import AnyEvent, CallEnded, CallStarted, CellRan, Noted, Replied, Requested, RunStarted
-from ramify.types.message import Message, Reply
-from ramify.types.trajectory import Cell, Parent, Stop
-from tests.cli.helpers import Shell, code
+import pytest
 
-AT_ROOT = Parent("0", 0, 0)
+from tests.cli.helpers import SESSION_SCRIPT, Shell
 
 
-def started(id: str, kind: str = "rlm", parent: Parent | None = AT_ROOT) -> CallStarted:
-    return CallStarted(id=id, kind=kind, model="a:m", depth=int(parent is not None), question="q", parent=parent)  # type: ignore[arg-type]
+@pytest.fixture
+def stored(shell: Shell) -> str:
+    """The id of a run."""
+    shell.write("log.txt", "one\ntwo\n")
+    assert shell.ask(list(SESSION_SCRIPT), "--no-direct", "how long?", "log.txt").code == 0
+    return str(json.loads(shell.run("runs", "--json").out)["run"])
 
 
-def tree(*events: AnyEvent) -> Tree:
-    made = Tree()
-    for event in events:
-        made.apply(event)
-    return made
-
-
-def test_plain_calls_are_counted_on_the_node_that_made_them() -> None:
-    plain: list[AnyEvent] = [started(f"0.{n}", "lm") for n in range(500)]
-    ended: list[AnyEvent] = [CallEnded(id=f"0.{n}", stop=Stop.ERROR if n < 3 else Stop.FINAL) for n in range(312)]
-    (node,) = tree(started("0", parent=None), *plain, *ended).nodes.values()
-    assert node.plain.text("llm_query") == "llm_query × 500: 312 done, 3 failed"
-
-
-def test_a_node_follows_its_call() -> None:
-    reply = Reply(Message("assistant", code("x = 1")))
-    steps: list[tuple[AnyEvent, tuple[int, str, str]]] = [
-        (started("0", parent=None), (0, "starting", "")),
-        (Requested(call="0", turn=0, reused=0, prompt=(), prompt_hash=""), (1, "asking", "")),
-        (Replied(call="0", turn=0, reply=reply), (1, "running code", "x = 1")),
-        (CellRan(call="0", turn=0, cell=0, result=Cell("x = 1")), (1, "running code", "x = 1")),
-        (Requested(call="0", turn=1, reused=2, prompt=(), prompt_hash="", last_word=Stop.DEADLINE), (2, "last word", "x = 1")),
-        (CellEnded := CallEnded(id="0", stop=Stop.DEADLINE), (2, "done", "x = 1")),
-    ]  # fmt: skip
-    assert CellEnded
-    watched = Tree()
-    for event, expected in steps:
-        watched.apply(event)
-        node = watched.nodes["0"]
-        assert (node.turn, node.state, node.code) == expected
-
-
-def test_where_replies_are_code_they_are_shown_whole() -> None:
-    watched = tree(
-        RunStarted(id="r", question="q", started_at=0.0, config={"scaffold": {"raw_code": True}}),
-        started("0", parent=None), started("0:1", parent=None),
-        Replied(call="0", turn=0, reply=Reply(Message("assistant", "x = 1"))),
-    )  # fmt: skip
-    assert [(node.id, node.code, node.state) for node in watched.nodes.values()] == [
-        ("0", "x = 1", "running code"),
-        ("0:1", "", "starting"),
-    ]
-
-
-def test_what_does_not_fit_is_left_out_ended_ones_first() -> None:
-    children: list[AnyEvent] = [started(f"0.{n}") for n in range(6)]
-    watched = tree(
-        started("0", parent=None), *children, CallEnded(id="0.0", stop=Stop.FINAL), Noted(call="0", text="hm")
-    )
-    nodes, hidden = watched.shown(4)
-    assert ([node.id for node in nodes], hidden, watched.notice) == (["0", "0.1", "0.2", "0.3"], 3, "hm")
-    assert watched.shown(7)[1] == 0
-
-
-def test_the_budget() -> None:
-    row = budget_row([("calls", 312, 1000), ("tokens", 45_210, 2e7), ("dollars", 4.6, 5.0), ("seconds", 12, 1800)])
-    assert row.plain == "calls 312/1,000 · tokens 45.2k/20M · $4.60/$5.00 · 12.0 s/30 min"
-    assert "red" in {str(span.style) for span in row.spans}
-
-
-def on_a_terminal(shell: Shell, *arguments: str) -> str:
-    """All that the command writes to a terminal that is both its stdout and its stderr."""
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
-    process = shell.start(*arguments, stdout=theirs, stderr=theirs)
-    os.close(theirs)
-    written = b""
+@contextmanager
+def viewing(shell: Shell, *arguments: str) -> Iterator[str]:
+    """The address that it prints; it must end well when it is interrupted."""
+    process = shell.start("view", *arguments, "--port", "0")
+    assert process.stderr is not None
     try:
-        while block := os.read(ours, 1 << 16):
-            written += block
-    except OSError:
-        pass  # Linux says so where the other end is closed
-    os.close(ours)
-    assert process.wait(20) == 0
-    return written.decode()
+        yield process.stderr.readline().decode().split()[1]
+    finally:
+        process.send_signal(signal.SIGINT)
+        rest = process.communicate(timeout=30)[1]
+    assert (process.returncode, rest) == (0, b"")
 
 
-def test_on_a_terminal(shell: Shell) -> None:
-    evil = "[bold]not markup[/] \x1b]0;stolen title\x07\x1b[2Jwiped"
-    sub = shell.model([{"match": "", "reply": evil}], "sub.json")
-    first = code(
-        f"import time\n# {evil}\nreplies = llm_query_batched(['x'] * 20)\n"
-        "child = rlm_query('[dim]child[/]', context='y')\ntime.sleep(0.3)"
-    )
-    shell.write("log.txt", "abc")
-    model = shell.model([first, code(f"FINAL({evil!r})")])
-    written = on_a_terminal(shell, "ask", "-m", model, "--sub-model", sub, "--no-direct", "q?", "log.txt")
-    assert "\x1b]0;" not in written  # the title as text, in code that was caught in the view, does no harm
-    assert "\x1b[2J" not in written
-    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written)
-    assert "│ # [bold]not markup[/] wiped" in shown
-    assert "llm_query × 20: 20 done" in shown
-    assert "[dim]child[/]" in shown
-    assert re.search(r"0\.20 scripted:sub\.json · turn \d · ", shown)
-    assert re.search(r"calls \d+/1,000 · tokens [\d,]+/20M · [\d.]+ s/30 min", shown)
-    *_, answer, summary = shown.strip().splitlines()
-    assert answer.endswith("[bold]not markup[/] wiped")
-    assert summary.startswith("final · 2 turns, ")
+def read(address: str, path: str) -> dict[str, list[dict[str, object]]]:
+    with urllib.request.urlopen(address.partition("#")[0] + path, timeout=20) as response:
+        found: dict[str, list[dict[str, object]]] = json.load(response)
+    return found
 
 
-def test_a_table_on_a_terminal(shell: Shell) -> None:
-    shell.ask(["x"], "is [bold]this[/]?")
-    written = on_a_terminal(shell, "runs")
-    assert "is [bold]this[/]?" in written
-    assert "\t" not in written
+def test_the_default_store_and_one_run(shell: Shell, stored: str) -> None:
+    with viewing(shell) as address:
+        assert [run["id"] for run in read(address, "api/runs")["runs"]] == [stored]
+    for name in ("last", stored[:15], f"store/runs/{stored}.jsonl"):
+        with viewing(shell, name) as address:
+            key = urllib.parse.unquote(address.partition("#/run/")[2])
+            assert read(address, f"api/run?key={urllib.parse.quote(key, safe='')}")["head"]["id"] == stored  # type: ignore[call-overload]
+
+
+def test_a_token_is_part_of_the_address(shell: Shell, stored: str) -> None:
+    with viewing(shell, "--token", "abc") as address:
+        base, _, token = address.partition("?token=")
+        assert token == "abc"
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            read(base, "api/runs")
+
+
+def test_what_is_refused(shell: Shell, stored: str) -> None:
+    for arguments, words in {
+        ("--host", "0.0.0.0"): "0.0.0.0 can be reached from other machines: give a token",
+        ("nothing/here",): "there is no file or folder nothing/here",
+        ("2019",): "2019 is neither a file nor a folder, and there is no run '2019'",
+        ("--export", "x.html"): "--export writes one run",
+        ("last", "--export", "no/where/x.html"): "cannot write no/where/x.html",
+    }.items():
+        done = shell.run("view", *arguments)
+        assert done.code != 0
+        assert words in done.err
+
+
+def test_one_run_as_a_file(shell: Shell, stored: str) -> None:
+    done = shell.run("view", "last", "--export", "run.html")
+    assert (done.code, done.out) == (0, "")
+    assert "opens in any browser" in done.err
+    html = (shell.folder / "run.html").read_text()
+    assert html.startswith("<!doctype html>")
+    assert stored in html
+    assert "http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; script-src 'sha256-" in html

@@ -109,6 +109,13 @@ def test_rollouts_are_kept_and_the_good_ones_learnt_from(tmp_path: Path) -> None
     run = small(warmup=None, cadence=Cadence(rollouts=2))
     train(run, tmp_path / "rl")
     kept = list(read_trajectories(tmp_path / "rl/rollouts"))
+    noted = [each.metadata.get("advantages") for each in kept]
+    assert any(noted)
+    assert all(
+        {key.split("/")[0] for key in each} <= {call.id for call in tree.calls}
+        for each, tree in zip(noted, kept, strict=True)
+        if each
+    )
     assert [len(list(read_trajectories(path))) for path in sorted((tmp_path / "rl/rollouts").iterdir())] == [6, 6]
     rewards = sorted(trajectory.rewards["correct"] for trajectory in kept)
     best = SFT(min_reward=rewards[-4])

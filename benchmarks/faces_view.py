@@ -1,0 +1,190 @@
+"""Figures of the viewer's page, in headless Chromium over a server in a process of its own.
+
+    first paint     from opening the address of a run with 10,000 calls to all of them drawn; tab and server are new
+    scrolling       the median time between two frames, and the rows that exist, while the list of calls is scrolled
+    live events     from an event's line in the journal to the change on the page
+
+``figures(quick)`` gives them one after the other. Without Chromium or Playwright they are not measured.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+from engine import Figure  # noqa: E402
+
+from ramify import Store  # noqa: E402
+from ramify.types.event import CallEnded, CallStarted, Replied, Requested, RunStarted  # noqa: E402
+from ramify.types.message import Message, Reply, Usage  # noqa: E402
+from ramify.types.trajectory import Parent, Stop  # noqa: E402
+from tests.viewer import golden  # noqa: E402
+from tests.viewer.browser import FLAGS, executable, why_not  # noqa: E402
+
+NUM_CALLS = 10_000
+NAMES = (
+    ("first paint of a run with 10,000 calls", "s", 1.0),
+    ("  processor time of its page and the server", "s", None),
+    ("rows that exist while 10,000 calls are scrolled", "", 100),
+    ("scrolling 10,000 calls: median time of a frame", "ms", 50.0),
+    ("a live event on the page: median", "ms", 100.0),
+    ("a live event on the page: 95th percentile", "ms", None),
+)
+_SCROLL = """
+() => new Promise((done) => {
+  const box = document.querySelector(".vlist"), frames = [], most = { rows: 0 };
+  let last = performance.now(), step = 0;
+  const turn = (now) => {
+    frames.push(now - last);
+    last = now;
+    most.rows = Math.max(most.rows, document.querySelectorAll(".call-row").length);
+    box.scrollTop = (box.scrollHeight * ++step) / 120;
+    if (step < 120) requestAnimationFrame(turn);
+    else done([frames.slice(1).sort((a, b) => a - b)[59], most.rows]);
+  };
+  requestAnimationFrame(turn);
+})
+"""
+_WATCH = """
+() => {
+  window.changes = [];
+  new MutationObserver(() => window.changes.push([document.documentElement.dataset.version, Date.now()]))
+    .observe(document.documentElement, { attributes: true, attributeFilter: ["data-version"] });
+}
+"""
+
+
+def figures(quick: bool) -> Iterator[Figure]:
+    """Each figure; None where there is no browser to measure it in."""
+    if why_not():
+        print(f"the page is not measured: {why_not()}", file=sys.stderr)
+        yield from (Figure(name, None, unit, {}) for name, unit, _ in NAMES)
+        return
+    with tempfile.TemporaryDirectory() as folder, _chromium() as browser:
+        values = [
+            *_big_run(browser, Path(folder), 2 if quick else 5),
+            *_live(browser, Path(folder), 20 if quick else 100),
+        ]
+    for (name, unit, floor), value in zip(NAMES, values, strict=True):
+        yield Figure(name, value, unit, {}, floor)
+
+
+def _big_run(browser: Any, folder: Path, rounds: int) -> list[float]:
+    """[seconds to the first paint, of processor time for it, most rows, milliseconds of a frame]; each round
+    has a server that is new."""
+    journal = golden.journal_of(NUM_CALLS, folder / "big.jsonl")
+    paints, work = [], []
+    for round in range(rounds):
+        with _viewer(journal) as (address, process):
+            page = browser.new_page(viewport={"width": 1280, "height": 800})
+            measure = page.context.new_cdp_session(page)
+            measure.send("Performance.enable", {"timeDomain": "threadTicks"})
+            before = _processor_s(process)
+            started = time.perf_counter()
+            page.goto(f"{address}#/run/p0%2F", wait_until="commit")
+            page.locator(f"canvas[data-drawn='{NUM_CALLS}']").wait_for()
+            paints.append(time.perf_counter() - started)
+            told = {each["name"]: each["value"] for each in measure.send("Performance.getMetrics")["metrics"]}
+            work.append(told["TaskDuration"] + _processor_s(process) - before)
+            if round == rounds - 1:
+                page.locator(".call-row .text", has_text="llm_query ×").click()
+                frame, rows = page.evaluate(_SCROLL)
+            page.close()
+    return [median(paints), median(work), rows, frame]
+
+
+def _live(browser: Any, folder: Path, num_events: int) -> list[float]:
+    """[median, 95th percentile] of the milliseconds from the journal to the page, of events half a tenth apart."""
+    store = Store(folder / "store")
+    journal = store.create("20260301-000000-live")
+    journal.append(RunStarted(id=journal.id, question="live?", started_at=time.time()))
+    journal.append(CallStarted(id="0", kind="rlm", model="m", depth=0, question="live?"))
+    for event in _exchange("0", 1.0)[1:3]:
+        journal.append(event)
+    with _viewer(store.root) as (address, _):
+        page = browser.new_page(viewport={"width": 1280, "height": 800})
+        page.goto(f"{address}#/run/{journal.id}")
+        page.locator(".status.live").wait_for()
+        page.wait_for_timeout(500)
+        page.evaluate(_WATCH)
+        written = {}
+        version = 4
+        for n in range(num_events):
+            for event in _exchange(f"0.{n}", 2.0 + n / 10)[:1]:
+                journal.append(event)
+                version += 1
+                written[str(version)] = time.time() * 1000
+            page.wait_for_timeout(50)
+        page.wait_for_timeout(500)
+        seen = dict(reversed(page.evaluate("window.changes")))  # the first time of each
+        page.close()
+    journal.close()
+    known = {int(each): at for each, at in seen.items()}
+    delays = sorted(
+        min(at for number, at in known.items() if number >= int(each)) - wrote for each, wrote in written.items()
+    )
+    return [median(delays), delays[int(len(delays) * 0.95)]]
+
+
+def _exchange(id: str, at_s: float) -> list[Any]:
+    parent = Parent("0", 0, 0) if id != "0" else None
+    return [
+        CallStarted(at_s=at_s, id=id, kind="lm", model="m", depth=id.count("."), question="part", parent=parent),
+        Requested(at_s=at_s, call=id, turn=0, reused=0, prompt=(Message("user", "part"),), prompt_hash="0" * 64),
+        Replied(at_s=at_s, call=id, turn=0, reply=Reply(Message("assistant", "```repl\nx = 1\n```"), Usage(9, 9, calls=1))),
+        CallEnded(at_s=at_s, id=id, stop=Stop.FINAL, answer="x"),
+    ]  # fmt: skip
+
+
+@contextmanager
+def _viewer(path: Path) -> Iterator[tuple[str, int]]:
+    """The address of a viewer in a process of its own, and that process."""
+    command = [sys.executable, "-m", "ramify", "view", str(path), "--port", "0"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr is not None
+        said = process.stderr.readline()
+        yield said.split()[1].partition("#")[0], process.pid
+    finally:
+        process.terminate()
+        process.wait(20)
+        if process.stderr is not None:
+            process.stderr.close()
+
+
+def _processor_s(process: int) -> float:
+    """What a process has worked so far."""
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@contextmanager
+def _chromium() -> Iterator[Any]:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as play:
+        browser = play.chromium.launch(executable_path=executable(), args=FLAGS)
+        yield browser
+        browser.close()
+
+
+def main() -> None:
+    from engine import show
+
+    show(list(figures("--quick" in sys.argv)))
+
+
+if __name__ == "__main__":
+    main()

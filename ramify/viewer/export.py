@@ -1,0 +1,106 @@
+"""One run as one file that works offline: the page's own modules, its styles and all of the run's data.
+
+The modules are put one after the other into one script, since a file from disk may not import others: each import line
+goes, each ``export`` too, and the names of all modules are distinct (a test holds them to it). The policy in the file's
+head allows that one script and that one style sheet, by their hashes, and nothing else.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ramify.errors import StoreError
+from ramify.viewer.library import Found
+from ramify.viewer.picture import picture
+from ramify.viewer.transcript import tokenizer_of, tokens, transcript
+from ramify.viewer.watch import Watched
+
+STATIC = Path(__file__).parent / "static"
+MAX_TEXT = 100_000
+"""Characters of one text that go into the file."""
+_IMPORT = re.compile(r'^import (.+?) from "\./(.+?)";\n', re.MULTILINE)
+_EXPORT = re.compile(r"^export (?=(?:async )?function|class|const|let)", re.MULTILINE)
+_VENDOR_EXPORT = re.compile(r"export\s*(?:\{\s*(\w+) as default\s*\}|default (\w+));?")
+
+
+def page(found: Found) -> bytes:
+    """The file. Raises StoreError for a run of which nothing can be read."""
+    run = Watched(found)
+    run.refresh()
+    if not run.trajectory.calls and run.problem:
+        raise StoreError(run.problem)
+    script, style = bundle(STATIC / "main.js"), (STATIC / "style.css").read_text(encoding="utf-8")
+    policy = (
+        f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; img-src data:; base-uri 'none'; "
+        "form-action 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
+    )
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        '<meta name="color-scheme" content="dark light">\n'
+        f"<title>Ramify</title>\n<style>{style}</style>\n</head>\n<body>\n"
+        '<header id="top"></header>\n<main id="page" tabindex="-1"></main>\n'
+        f'<script type="application/json" id="ramify-data">{_harmless(data(run))}</script>\n'
+        f'<script type="module">{script}</script>\n</body>\n</html>\n'
+    ).encode("utf-8", "backslashreplace")
+
+
+def data(run: Watched) -> dict[str, Any]:
+    """All that the page would ask the server for."""
+    calls = {call.id: transcript(run, call.id, max_text=MAX_TEXT) for call in run.trajectory.calls}
+    known = {
+        f"{call.id}/{index}": tokens(run, call.id, index, tokenizer_of(run, [call.model]))
+        for call in run.trajectory.calls
+        for index, turn in enumerate(call.turns)
+        if turn.reply.token_ids
+    }
+    shown = picture(run)
+    shown["head"]["alive"] = False
+    return {"picture": shown, "calls": calls, "tokens": known}
+
+
+def bundle(main: Path) -> str:
+    """``main`` and the modules that it imports, as one script; those that it imports only when asked are left out."""
+    done: dict[str, str] = {}
+    _add(main.name, done)
+    return "".join(f"// --- {name}\n{source}\n" for name, source in done.items())
+
+
+def _add(name: str, done: dict[str, str]) -> None:
+    """``name`` after all that it imports."""
+    source = (STATIC / name).read_text(encoding="utf-8")
+    for names, other in _IMPORT.findall(source):
+        if other in done:
+            continue
+        if other.startswith("vendor/"):
+            done[other] = _vendored(names, (STATIC / other).read_text(encoding="utf-8"))
+        else:
+            _add(other, done)
+    done[name] = _EXPORT.sub("", _IMPORT.sub("", source))
+
+
+def _vendored(name: str, source: str) -> str:
+    """A module with one default export as a constant called ``name``."""
+    inside = _VENDOR_EXPORT.sub(lambda found: f"return {found[1] or found[2]};", source)
+    return f"const {name} = (() => {{\n{inside}\n}})();"
+
+
+def _harmless(value: Any) -> str:
+    """JSON that no parser of HTML takes for an end of its element, or a comment's beginning."""
+    try:
+        text = msgspec.json.encode(value).decode()
+    except UnicodeEncodeError:
+        text = json.dumps(msgspec.to_builtins(value))
+    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

@@ -1,0 +1,158 @@
+"""Runs and trainings that somebody looks at: each is read by one task, however many pages follow it.
+
+    file grows ── looked at every 20 ms while a page follows ──> refresh ──> one message to each page's queue
+
+A page that comes late, or comes back, says which version it has and is sent what it missed. Decides how often files are
+looked at and what is kept in memory; leaves out HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from ramify.viewer.library import Found
+from ramify.viewer.picture import changes
+from ramify.viewer.training import Curves
+from ramify.viewer.watch import Watched
+
+INTERVAL_S = 0.02
+"""Between looks at a file that is followed."""
+_LOOKS_PER_ROLL_CALL = 25
+"""After so many looks without growth it is asked whether the writer lives."""
+_SMALL_BYTES = 1 << 18
+"""More than this is read in a thread, so that other pages need not wait."""
+MAX_OPEN = 12
+"""Runs that are kept in memory."""
+
+T = TypeVar("T", bound=Watched | Curves)
+
+
+class Feed(Generic[T]):
+    """One file that is looked at, and the pages that follow it."""
+
+    def __init__(self, watched: T) -> None:
+        self.watched: T = watched
+        self.lock = asyncio.Lock()
+        """Held while it is read on, or read in a thread."""
+        self._queues: set[asyncio.Queue[Any]] = set()
+        self._task: asyncio.Task[None] | None = None
+
+    async def fresh(self) -> T:
+        """It, with all that its file has."""
+        async with self.lock:
+            self._tell(await asyncio.to_thread(self.watched.refresh))
+        return self.watched
+
+    async def inspect(self, look: Callable[[T], dict[str, Any]]) -> dict[str, Any]:
+        """What ``look`` finds in it, in a thread, while nothing changes."""
+        async with self.lock:
+            return await asyncio.to_thread(look, self.watched)
+
+    async def follow(self, version: int) -> AsyncGenerator[dict[str, Any], None]:
+        """What a page that has ``version`` missed, then every change; ends when nobody writes any more."""
+        queue: asyncio.Queue[Any] = asyncio.Queue()
+        self._queues.add(queue)
+        try:
+            missed = await self._missed(version)
+            if missed is not None:
+                yield missed
+            if self._task is None or self._task.done():
+                self._task = asyncio.create_task(self._look())
+            while (message := await queue.get()) is not None:
+                yield message
+        finally:
+            self._queues.discard(queue)
+            if not self._queues and self._task is not None:
+                self._task.cancel()
+
+    async def close(self) -> None:
+        for queue in self._queues:
+            queue.put_nowait(None)
+        if self._task is not None:
+            self._task.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._task
+
+    async def _missed(self, version: int) -> dict[str, Any] | None:
+        async with self.lock:
+            run = self.watched
+            if isinstance(run, Curves):
+                return run.data() if run.version != version else None
+            missed = [call.index for call in run.calls.values() if call.version > version]
+            return changes(run, missed) if missed or run.version != version else None
+
+    async def _look(self) -> None:
+        """Until nobody writes the file."""
+        looks = 0
+        while True:
+            looks += 1
+            is_roll_call = looks % _LOOKS_PER_ROLL_CALL == 0
+            if self.watched.size_changed() or is_roll_call:
+                async with self.lock:
+                    big = _unread(self.watched) > _SMALL_BYTES
+                    changed: set[int] | bool = (
+                        await asyncio.to_thread(self.watched.refresh) if big else self.watched.refresh()
+                    )
+                    self._tell(changed)
+            if is_roll_call and isinstance(self.watched, Watched) and not self.watched.is_alive:
+                for queue in self._queues:
+                    queue.put_nowait(changes(self.watched, ()))
+                    queue.put_nowait(None)
+                return
+            await asyncio.sleep(INTERVAL_S)
+
+    def _tell(self, changed: set[int] | bool) -> None:
+        if not self._queues:
+            return
+        run = self.watched
+        if isinstance(run, Curves):
+            message = run.data() if changed else None
+        else:
+            is_news = changed or run.version != self._told
+            message = changes(run, changed if isinstance(changed, set) else ()) if is_news else None
+            self._told = run.version
+        for queue in self._queues if message is not None else ():
+            queue.put_nowait(message)
+
+    _told = -1
+
+
+class Feeds:
+    """The feeds of a server; the least lately used are given up, unless a page follows them."""
+
+    def __init__(self) -> None:
+        self._runs: OrderedDict[str, Feed[Watched]] = OrderedDict()
+        self._trainings: dict[Path, Feed[Curves]] = {}
+
+    def run(self, found: Found) -> Feed[Watched]:
+        known = self._runs.get(found.key)
+        if known is None or known.watched.path != found.path or known.watched.is_stale():
+            self._runs[found.key] = Feed(Watched(found))
+        self._runs.move_to_end(found.key)
+        idle = [key for key, feed in self._runs.items() if not feed._queues]
+        for key in idle[: max(0, len(self._runs) - MAX_OPEN)]:
+            del self._runs[key]
+        return self._runs[found.key]
+
+    def training(self, folder: Path) -> Feed[Curves]:
+        if folder not in self._trainings:
+            self._trainings[folder] = Feed(Curves(folder))
+        return self._trainings[folder]
+
+    async def close(self) -> None:
+        for run in self._runs.values():
+            await run.close()
+        for training in self._trainings.values():
+            await training.close()
+
+
+def _unread(watched: Watched | Curves) -> int:
+    try:
+        return watched.path.stat().st_size - watched.offset
+    except OSError:
+        return 0

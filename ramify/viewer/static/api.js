@@ -1,0 +1,94 @@
+// Where the page's data comes from: the server, or what an exported file holds.
+
+const holder = document.getElementById("ramify-data");
+export const offline = holder ? JSON.parse(holder.textContent) : null;
+
+export async function get(path, parameters = {}) {
+  if (offline) return fromFile(path, parameters);
+  const query = new URLSearchParams(parameters).toString();
+  let response;
+  try {
+    response = await fetch(query ? `${path}?${query}` : path);
+  } catch {
+    throw new Error("the viewer does not answer: was ramify view stopped?");
+  }
+  const data = await response.json().catch(() => ({ error: `HTTP ${response.status}` }));
+  if (!response.ok) throw new Error(data.error || `HTTP ${response.status}`);
+  return data;
+}
+
+// Calls tell(message) for every change, from the version that `version()` says; returns what stops it. While the page is
+// hidden nothing is followed, and what was missed comes when it is shown again.
+export function follow(path, parameters, version, tell, ended) {
+  if (offline) return () => {};
+  let stream = null, done = false;
+  const open = () => {
+    if (stream || done || document.hidden) return;
+    stream = new EventSource(`${path}?${new URLSearchParams({ ...parameters, version: version() })}`);
+    stream.onmessage = (event) => tell(JSON.parse(event.data));
+    stream.addEventListener("end", () => {
+      done = true;
+      close();
+      if (ended) ended();
+    });
+    stream.onerror = () => {
+      close();
+      if (!done) setTimeout(open, 1000);
+    };
+  };
+  const close = () => {
+    if (stream) stream.close();
+    stream = null;
+  };
+  const seen = () => (document.hidden ? close() : open());
+  document.addEventListener("visibilitychange", seen);
+  open();
+  return () => {
+    done = true;
+    document.removeEventListener("visibilitychange", seen);
+    close();
+  };
+}
+
+function fromFile(path, parameters) {
+  if (path === "/api/run") return offline.picture;
+  if (path === "/api/call") {
+    const call = offline.calls[parameters.id];
+    if (!call) throw new Error(`the run has no call ${parameters.id}`);
+    return call;
+  }
+  if (path === "/api/tokens") {
+    const found = offline.tokens[`${parameters.id}/${parameters.turn}`];
+    if (!found) throw new Error("this file holds no tokens");
+    return found;
+  }
+  if (path === "/api/search") return searched(parameters.q.toLowerCase());
+  throw new Error("this file holds one run alone; ramify view shows the rest");
+}
+
+function searched(needle) {
+  const found = [];
+  const look = (call, turn, where, value) => {
+    const text = typeof value === "string" ? value : value ? value.text : "";
+    const at = needle ? text.toLowerCase().indexOf(needle) : -1;
+    if (at >= 0 && found.length < 200) {
+      const start = Math.max(0, at - 60);
+      found.push({ call, turn, where, text: text.slice(start, at + needle.length + 60), at: at - start });
+    }
+  };
+  for (const call of Object.values(offline.calls)) {
+    look(call.id, -1, "question", call.question);
+    for (const turn of call.turns) {
+      for (const message of turn.prompt) look(call.id, turn.index, message.role, message.content);
+      look(call.id, turn.index, "reply", turn.reply.content);
+      look(call.id, turn.index, "reasoning", turn.reply.reasoning);
+      for (const cell of turn.cells) {
+        look(call.id, turn.index, "output", cell.stdout);
+        look(call.id, turn.index, "value", cell.value);
+        look(call.id, turn.index, "error", cell.error);
+      }
+    }
+    look(call.id, call.num_turns - 1, "answer", call.answer);
+  }
+  return { found, more: found.length === 200 };
+}

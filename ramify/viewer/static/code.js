@@ -1,0 +1,94 @@
+// Code with its lines numbered, its words coloured and the line of an error marked. The highlighter's tree becomes
+// elements whose text is text; its HTML is not used.
+
+import { h, copy } from "./dom.js";
+import hljs from "./vendor/highlight.js";
+import python from "./vendor/highlight-python.js";
+
+hljs.registerLanguage("python", python);
+const MAX_COLOURED = 60000;  // characters; more stays plain
+const OUTPUT_LINES = 14;
+
+// [[{ text, scope }, …] of each line]
+function colouredLines(code) {
+  const lines = [[]];
+  const add = (text, scope) => {
+    text.split("\n").forEach((part, index) => {
+      if (index) lines.push([]);
+      if (part) lines[lines.length - 1].push({ text: part, scope });
+    });
+  };
+  const walk = (node, scope) => {
+    if (typeof node === "string") add(node, scope);
+    else for (const child of node.children) walk(child, node.scope || scope);
+  };
+  if (code.length > MAX_COLOURED) add(code, "");
+  else walk(hljs.highlight(code, { language: "python", ignoreIllegals: true })._emitter.rootNode, "");
+  return lines;
+}
+
+function scopeClass(scope) {
+  return scope ? `c-${scope.split(".")[0].replace(/[^a-z_-]/gi, "")}` : "";
+}
+
+// The last line of the cell's own that a traceback names; 0 for none.
+export function errorLine(error) {
+  const frames = [...error.matchAll(/File "<cell (\d+)>", line (\d+)/g)];
+  const own = frames.filter((frame) => frame[1] === frames[0][1]);
+  return own.length ? Number(own[own.length - 1][2]) : 0;
+}
+
+function lastLine(error) {
+  const lines = error.trim().split("\n");
+  return lines[lines.length - 1];
+}
+
+export function codeBlock(code, { error = "", died = false, label = "code" } = {}) {
+  const text = code.replace(/\n+$/, "");
+  const marked = error ? errorLine(error) : 0;
+  const rows = colouredLines(text).map((parts, index) => {
+    const row = h("span.line", { "data-n": String(index + 1) }, parts.map(({ text: each, scope }) => h("span", { class: scopeClass(scope) }, each)), "\n");
+    if (index + 1 !== marked) return row;
+    row.classList.add("wrong");
+    return [row, h("span.fault", { role: "note" }, `${died ? lastLine(error.split("\n")[0]) : lastLine(error)}\n`)];
+  });
+  return h("div.code", null,
+    h("button.copy", { type: "button", onclick: () => copy(text, label), "aria-label": `copy ${label}`, title: "copy" }, "copy"),
+    h("pre", { tabindex: "0", "aria-label": label }, h("code", null, rows)));
+}
+
+// A text that may be cut by the server ({ text, chars }) and is folded where it is long. `whole` fetches all of it.
+export function textBlock(value, { kind = "text", lines = OUTPUT_LINES, whole = null, label = "text" } = {}) {
+  const text = typeof value === "string" ? value : value.text;
+  const chars = typeof value === "string" ? 0 : value.chars;
+  const all = text.replace(/\n+$/, "").split("\n");
+  const long = all.length > lines || text.length > 160 * lines;
+  const pre = h("pre", { class: `said ${kind}` }, text.replace(/\n+$/, ""));
+  const block = h("div.block", null, pre);
+  if (long) {
+    pre.classList.add("folded");
+    pre.style.setProperty("--lines", lines);
+    const button = h("button.unfold", { type: "button", "aria-expanded": "false" }, foldWords(all.length, text.length));
+    button.onclick = () => {
+      const open = pre.classList.toggle("folded") === false;
+      button.setAttribute("aria-expanded", String(open));
+      button.textContent = open ? "show less" : foldWords(all.length, text.length);
+    };
+    block.append(button);
+  }
+  if (chars) {
+    const more = h("button.unfold", { type: "button" }, `${(chars - text.length).toLocaleString("en-US")} more characters`);
+    more.onclick = async () => {
+      more.disabled = true;
+      const full = whole ? await whole() : null;
+      if (typeof full === "string") block.replaceWith(textBlock(full, { kind, lines: 1e9, label }));
+      else more.textContent = `${chars.toLocaleString("en-US")} characters in all; this file holds the beginning`;
+    };
+    block.append(more);
+  }
+  return block;
+}
+
+function foldWords(lines, chars) {
+  return lines > 1 ? `show all ${lines.toLocaleString("en-US")} lines` : `show all ${chars.toLocaleString("en-US")} characters`;
+}

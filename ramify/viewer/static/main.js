@@ -1,0 +1,133 @@
+// Which page is shown, by the address after #; the bar above it; keys and colours that hold everywhere.
+//
+//   #/                        runs          #/run/KEY[/call/ID[/turn/N]]    one run
+//   #/training[/KEY[/OTHER]]  training      #/compare[/KEY[/OTHER]]         two runs
+
+import { h, fill } from "./dom.js";
+import { offline } from "./api.js";
+import { runPage, runAddress } from "./run.js";
+
+const page = document.getElementById("page");
+const bar = document.getElementById("top");
+let view = null, shown = "", turning = 0;
+
+const PAGES = [["#/", "Runs"], ["#/training", "Training"], ["#/compare", "Compare"]];
+
+function readRoute() {
+  const parts = location.hash.replace(/^#\/?/, "").split("/").map(decoded);
+  const route = { name: parts[0] || (offline ? "run" : "runs"), keys: parts.slice(1).filter(Boolean), call: null, turn: null };
+  if (route.name === "run") {
+    route.keys = [offline ? offline.picture.head.key : parts[1] || ""];
+    if (parts[2] === "call") route.call = parts[3];
+    if (parts[4] === "turn") route.turn = Math.max(0, Number(parts[5]) - 1) || 0;
+  }
+  return route;
+}
+
+function decoded(part) {
+  try {
+    return decodeURIComponent(part);
+  } catch {
+    return part;
+  }
+}
+
+async function turn() {
+  const route = readRoute(), name = `${route.name} ${route.keys.join(" ")}`, number = ++turning;
+  drawBar(route);
+  if (name === shown && view && view.show) return view.show(route);
+  if (view && view.close) view.close();
+  view = null;
+  shown = name;
+  document.body.dataset.page = route.name;
+  try {
+    const made = await open(route);
+    if (number !== turning && made && made.close && readRoute().name !== route.name) made.close();
+    else view = made;
+  } catch (error) {
+    fill(page, h("div.pad", null, h("p.problem", { role: "alert" }, error.message), offline ? null : h("p", null, h("a", { href: "#/" }, "all runs"))));
+  }
+}
+
+async function open(route) {
+  if (route.name === "run") return runPage(page, route.keys[0], route);
+  if (offline) throw new Error("this file holds one run alone");
+  if (route.name === "training") return (await import("./training.js")).trainingPage(page, route.keys);
+  if (route.name === "compare") return (await import("./compare.js")).comparePage(page, route.keys);
+  if (route.name === "runs") return (await import("./runs.js")).runsPage(page);
+  throw new Error(`there is no page ${route.name}`);
+}
+
+function drawBar(route) {
+  const links = offline ? [["#/", "Run"]] : PAGES;
+  const here = { runs: "Runs", run: offline ? "Run" : "", training: "Training", compare: "Compare" }[route.name];
+  fill(bar, h("a.brand", { href: offline ? runAddress(offline.picture.head.key) : "#/" }, "ramify"),
+    h("nav", { "aria-label": "pages" }, links.map(([href, name]) => h("a", { href, "aria-current": name === here ? "page" : null }, name))),
+    h("span.spread"),
+    h("button.small", { type: "button", onclick: otherTheme, "aria-label": "dark or light", title: "dark or light (t)" }, "◐"),
+    h("button.small", { type: "button", onclick: help, "aria-label": "keys", title: "keys (?)" }, "?"));
+}
+
+// --- dark and light ---------------------------------------------------------------------------------------------------
+
+function setTheme(name) {
+  if (name) document.documentElement.dataset.theme = name;
+  dispatchEvent(new Event("ramify-theme"));
+}
+
+function otherTheme() {
+  const dark = document.documentElement.dataset.theme ? document.documentElement.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+  setTheme(dark ? "light" : "dark");
+  try {
+    localStorage.setItem("ramify-theme", dark ? "light" : "dark");
+  } catch {
+    // a file, or a browser that keeps nothing: the choice holds for this page
+  }
+}
+
+function storedTheme() {
+  try {
+    return localStorage.getItem("ramify-theme");
+  } catch {
+    return null;
+  }
+}
+
+// --- keys -------------------------------------------------------------------------------------------------------------
+
+let goes = false;
+
+function pageKeys() {
+  return {
+    t: ["dark or light", otherTheme], "?": ["these keys", help],
+    ...(offline ? {} : { "g r": ["runs", () => (location.hash = "#/")], "g t": ["training", () => (location.hash = "#/training")], "g c": ["compare", () => (location.hash = "#/compare")] }),
+    ...(view && view.keys ? view.keys() : {}),
+  };
+}
+
+function help() {
+  const known = document.getElementById("help");
+  if (known) return known.close();
+  const dialog = h("dialog", { id: "help", "aria-label": "keys" }, h("h2", null, "Keys"),
+    h("dl.keys", null, Object.entries(pageKeys()).map(([key, [words]]) => h("div", null, h("dt", null, h("kbd", null, key)), h("dd", null, words)))),
+    h("button.small", { type: "button", onclick: () => dialog.close() }, "close"));
+  dialog.addEventListener("close", () => dialog.remove());
+  document.body.append(dialog);
+  dialog.showModal();
+}
+
+addEventListener("keydown", (event) => {
+  if (event.ctrlKey || event.metaKey || event.altKey || event.defaultPrevented) return;
+  if (event.key === "Escape" && document.activeElement instanceof HTMLElement) document.activeElement.blur();
+  if (event.target instanceof Element && event.target.closest("input, select, textarea, dialog")) return;
+  const keys = pageKeys(), name = goes ? `g ${event.key}` : event.key;
+  goes = event.key === "g" && !goes;
+  const found = keys[name];
+  if (!found) return;
+  event.preventDefault();
+  found[1]();
+});
+
+addEventListener("hashchange", turn);
+setTheme(storedTheme());
+turn();

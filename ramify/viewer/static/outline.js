@@ -1,0 +1,186 @@
+// The calls of a run as a list: a parent before its children, many plain sub-calls of one cell as one row until they are
+// opened. Only the rows in sight are elements.
+
+import { h, fill } from "./dom.js";
+import { VirtualList } from "./list.js";
+import { oneLine, seconds, stopWords } from "./format.js";
+
+const TOGETHER = 8;  // plain sub-calls of one cell; more are one row
+
+export class Outline {
+  // run: the page's model; pick(index): a call was chosen.
+  constructor(run, pick) {
+    this.run = run;
+    this.pick = pick;
+    this.rows = [];       // { call } or { group: [calls], key }
+    this.open = new Set();
+    this.filter = "";
+    this.only = null;     // a Set of calls that alone are shown
+    this.list = new VirtualList({ rowHeight: 30, make, show: (row, index) => this.show(row, index), pick: (index) => this.chosen(index),
+      label: "calls", role: "tree", rowRole: "treeitem" });
+    this.input = h("input", { type: "search", placeholder: "filter calls", "aria-label": "filter calls", oninput: () => {
+      this.filter = this.input.value.trim().toLowerCase();
+      this.only = null;
+      this.changed(true);
+    } });
+    this.tally = h("span.quiet.tally");
+    this.back = h("button.small", { type: "button", hidden: true, onclick: () => this.showAll() }, "all calls");
+    this.element = h("section.outline", { "aria-label": "calls" }, h("div.outline-head", null, this.input, this.tally, this.back), this.list.box);
+    this.children = new Map();
+    this.known = 0;
+  }
+
+  close() {
+    this.list.close();
+  }
+
+  // Rows are made anew where there are new calls, else only drawn again.
+  changed(all = false) {
+    if (this.run.calls.length === this.known && !all) return this.list.later(true);
+    this.known = this.run.calls.length;
+    this.children = new Map();  // of those that have any
+    const roots = [];
+    this.run.calls.forEach((call, index) => {
+      const siblings = call.parent < 0 ? roots : this.children.get(call.parent);
+      if (siblings) siblings.push(index);
+      else this.children.set(call.parent, [index]);
+    });
+    this.rows = [];
+    if (this.filter || this.only) this.addMatches();
+    else this.add(roots);
+    this.list.set(this.rows.length);
+    this.back.hidden = !this.only;
+    this.markSelected(false);
+    const shown = this.filter || this.only ? `${this.rows.length.toLocaleString("en-US")} of ` : "";
+    fill(this.tally, `${shown}${this.run.calls.length.toLocaleString("en-US")}`);
+  }
+
+  add(indices) {
+    const stack = [...indices].reverse();
+    while (stack.length) {
+      const index = stack.pop();
+      if (Array.isArray(index)) {
+        this.rows.push({ group: index, key: groupKey(this.run.calls[index[0]]) });
+        continue;
+      }
+      this.rows.push({ call: index });
+      const below = this.children.get(index);
+      if (below) for (const each of this.grouped(below).reverse()) stack.push(each);
+    }
+  }
+
+  // Runs of plain calls of one cell become one entry, unless they were opened.
+  grouped(indices) {
+    const found = [];
+    let run = [];
+    const flush = () => {
+      const shut = run.length > TOGETHER && !this.open.has(groupKey(this.run.calls[run[0]]));
+      if (shut) found.push(run);
+      else for (const each of run) found.push(each);
+      run = [];
+    };
+    for (const index of indices) {
+      const call = this.run.calls[index], first = run.length ? this.run.calls[run[0]] : null;
+      const plain = call.kind !== "rlm" && !this.children.has(index);
+      if (first && (!plain || first.turn !== call.turn || first.cell !== call.cell)) flush();
+      if (plain) run.push(index);
+      else found.push(index);
+    }
+    flush();
+    return found;
+  }
+
+  addMatches() {
+    this.run.calls.forEach((call, index) => {
+      if (this.only ? this.only.has(index) : this.matches(call)) this.rows.push({ call: index });
+    });
+  }
+
+  matches(call) {
+    const words = `${call.id} ${call.kind} ${call.model} ${stopWords(call.stop, this.run.alive)[0]} ${call.question} ${call.answer} ${call.error}`;
+    return words.toLowerCase().includes(this.filter);
+  }
+
+  // Show these calls alone, as of one cell.
+  showOnly(indices, words) {
+    this.only = new Set(indices);
+    this.filter = "";
+    this.input.value = "";
+    this.input.placeholder = words;
+    this.changed(true);
+  }
+
+  showAll() {
+    if (!this.only && !this.filter) return;
+    this.only = null;
+    this.filter = this.input.value = "";
+    this.input.placeholder = "filter calls";
+    this.changed(true);
+  }
+
+  chosen(index) {
+    const row = this.rows[index];
+    if (row.call !== undefined) return this.pick(row.call);
+    this.open.add(row.key);
+    this.changed(true);
+    this.list.setActive(index);
+  }
+
+  select(call) {
+    this.selected = call;
+    this.markSelected(true);
+  }
+
+  markSelected(scroll) {
+    if (this.selected === undefined) return;
+    let index = this.rows.findIndex((row) => row.call === this.selected);
+    if (index < 0) index = this.rows.findIndex((row) => row.group && row.group.includes(this.selected));
+    this.list.setActive(index, scroll);
+  }
+
+  show(row, index) {
+    const { call, group } = this.rows[index];
+    if (group) this.showGroup(row, group);
+    else this.showCall(row, this.run.calls[call]);
+  }
+
+  showCall(row, call) {
+    const [words, tone] = stopWords(call.stop, this.run.alive), now = call.ended_s ?? this.run.now();
+    row.style.setProperty("--depth", Math.min(call.depth, 8));
+    row.setAttribute("aria-level", call.depth + 1);
+    const [dot, id, text, mark, took] = row.children;
+    dot.className = `dot k-${call.kind}`;
+    id.textContent = call.id;
+    text.textContent = call.stop === "error" ? oneLine(call.error || call.question, 120) : oneLine(call.question, 120);
+    text.classList.toggle("bad", call.stop === "error");
+    mark.className = `mark ${tone}`;
+    mark.textContent = call.stop === "final" ? (call.reward !== null ? String(Number(call.reward.toPrecision(3))) : "") : call.stop ? words : call.state === "asking" ? "asking" : words;
+    took.textContent = seconds(Math.max(0, now - call.started_s));
+    row.title = call.question;
+  }
+
+  showGroup(row, group) {
+    const calls = group.map((index) => this.run.calls[index]), first = calls[0];
+    const done = calls.filter((call) => call.stop !== null).length, failed = calls.filter((call) => call.stop === "error").length;
+    row.style.setProperty("--depth", Math.min(first.depth, 8));
+    row.setAttribute("aria-level", first.depth + 1);
+    const [dot, id, text, mark, took] = row.children;
+    dot.className = "dot many";
+    id.textContent = "▸";
+    text.textContent = `${first.kind === "lm" ? "llm_query" : first.kind} × ${calls.length.toLocaleString("en-US")}: ${done.toLocaleString("en-US")} done`;
+    text.classList.remove("bad");
+    mark.className = failed ? "mark bad" : "mark";
+    mark.textContent = failed ? `${failed.toLocaleString("en-US")} failed` : "";
+    const ends = calls.map((call) => call.ended_s ?? this.run.now());
+    took.textContent = seconds(Math.max(0, ends.reduce((a, b) => Math.max(a, b), 0) - first.started_s));
+    row.title = "open";
+  }
+}
+
+function groupKey(call) {
+  return `${call.parent}/${call.turn}/${call.cell}`;
+}
+
+function make() {
+  return h("div.call-row", null, h("i.dot"), h("span.id"), h("span.text"), h("span.mark"), h("span.took"));
+}

@@ -1,0 +1,288 @@
+// The page of one run: its head and budget, the tree as a picture, the list of its calls, and the transcript of one.
+
+import { h, fill, toast, copy } from "./dom.js";
+import { get, follow, offline } from "./api.js";
+import { Picture } from "./tree.js";
+import { Outline } from "./outline.js";
+import { Transcript } from "./transcript.js";
+import { count, dollars, many, moment, number, oneLine, seconds, stopWords, ticking } from "./format.js";
+
+// What is known of a run, kept up to date by what the server sends.
+export class Run {
+  constructor(picture) {
+    this.calls = [];
+    this.byId = new Map();
+    this.below = new Map();  // "parent/turn/cell" -> indices
+    this.setHead(picture.head);
+    picture.calls.forEach((row, index) => this.setRow(index, row));
+  }
+
+  setHead(head) {
+    this.head = head;
+    this.alive = head.alive;
+    this.seenAt = performance.now();
+  }
+
+  setRow(index, row) {
+    const call = callOf(row);
+    if (!this.calls[index]) {
+      this.byId.set(call.id, index);
+      const place = `${call.parent}/${call.turn}/${call.cell}`;
+      if (!this.below.has(place)) this.below.set(place, []);
+      this.below.get(place).push(index);
+    }
+    this.calls[index] = call;
+  }
+
+  apply(message) {
+    this.setHead(message.head);
+    for (const [index, row] of message.rows) this.setRow(index, row);
+    return message.rows.map(([index]) => index);
+  }
+
+  indexOf(id) {
+    return this.byId.has(id) ? this.byId.get(id) : -1;
+  }
+
+  made(parent, turn, cell) {
+    return this.below.get(`${parent}/${turn}/${cell}`) || [];
+  }
+
+  lastSeen() {
+    return this.head.at_s;
+  }
+
+  // Seconds since the run began: of its last event, and while it goes on of the clock.
+  now() {
+    return this.head.at_s + (this.alive && !this.head.stop ? (performance.now() - this.seenAt) / 1000 : 0);
+  }
+}
+
+// A row as an object; in the order of picture.py's COLUMNS (a test compares them). Written out, since ten thousand objects
+// of one shape are made several times faster than by name.
+function callOf([id, kind, parent, turn, cell, depth, model, started_s, ended_s, state, stop, turns, tokens_in, tokens_out, cost, reward, question, answer, error, spans, fork]) {
+  return { id, kind, parent, turn, cell, depth, model, started_s, ended_s, state, stop, turns, tokens_in, tokens_out, cost, reward, question, answer, error, spans, fork };
+}
+
+export async function runPage(page, key, route) {
+  const run = new Run(await get("/api/run", { key }));
+  const view = new RunView(run, key);
+  view.start(page, route);
+  return view;
+}
+
+class RunView {
+  constructor(run, key) {
+    this.run = run;
+    this.key = key;
+    this.address = (call, turn) => `${runAddress(key)}/call/${encodeURIComponent(call)}${turn === null || turn === undefined ? "" : `/turn/${turn + 1}`}`;
+    const pick = (index) => this.go(run.calls[index].id);
+    this.picture = new Picture(run, pick);
+    this.outline = new Outline(run, pick);
+    this.outline.list.onmove = (index) => {
+      const row = this.outline.rows[index];
+      if (row && row.call !== undefined) this.go(run.calls[row.call].id);
+    };
+    this.transcript = new Transcript(run, {
+      address: this.address,
+      showOnly: (indices, words) => {
+        this.outline.showOnly(indices, words);
+        this.outline.element.scrollIntoView({ block: "nearest" });
+        this.outline.list.box.focus({ preventScroll: true });
+      },
+    });
+    this.following = false;
+  }
+
+  go(call, turn = null) {
+    location.hash = this.address(call, turn);
+  }
+
+  start(page, route) {
+    const run = this.run;
+    this.title = h("h1");
+    this.status = h("span.badge.status");
+    this.clock = h("span.clock");
+    this.meta = h("p.meta");
+    this.budget = h("dl.budget", { "aria-label": "budget" });
+    this.problems = h("div.problems");
+    this.found = h("div.found", { hidden: true });
+    this.search = h("input", { type: "search", placeholder: "search the run", "aria-label": "search the run", id: "search" });
+    this.search.addEventListener("keydown", (event) => {
+      if (event.key === "Enter") this.find(this.search.value.trim());
+      if (event.key === "Escape") this.closeFound();
+    });
+    this.search.addEventListener("input", () => !this.search.value && this.closeFound());
+    this.tail = h("button.small", { type: "button", "aria-pressed": "false", onclick: () => this.setFollowing(!this.following) }, "follow");
+    const tools = h("div.run-tools", null, this.search, this.tail,
+      offline ? null : h("a.small", { href: `/api/journal?key=${encodeURIComponent(this.key)}`, download: "" }, "journal"),
+      offline ? null : h("a.small", { href: `#/compare/${encodeURIComponent(this.key)}` }, "compare"));
+    fill(page, h("div.run", null,
+      h("section.run-head", null, h("div.run-title", null, this.status, this.clock, this.title), this.meta, this.budget, this.found, this.problems),
+      this.picture.element, this.outline.element, this.transcript.element));
+    this.picture.element.querySelector(".picture-tools").prepend(tools);
+    this.drawHead();
+    this.picture.changed();
+    this.outline.changed();
+    this.show(route);
+    this.ticking = setInterval(() => {
+      if (!run.alive || document.hidden) return;
+      this.tick();
+      this.outline.list.later(true);  // of what is under way the seconds go on
+    }, 100);
+    if (run.head.is_journal && (run.alive || !run.head.stop)) {
+      this.stop = follow("/api/events", { key: this.key }, () => run.head.version, (message) => this.apply(message), () => this.drawHead());
+    }
+  }
+
+  close() {
+    clearInterval(this.ticking);
+    if (this.stop) this.stop();
+    this.picture.close();
+    this.outline.close();
+  }
+
+  // The address changed, but not the run.
+  show(route) {
+    const run = this.run;
+    const id = route.call ?? (run.calls.length ? run.calls[0].id : null);
+    if (id === null) return fill(this.transcript.head, h("p.quiet", null, run.head.problems.length ? "" : "no call yet"));
+    const index = run.indexOf(id);
+    if (index < 0) return fill(this.transcript.head, h("p.problem", null, `the run has no call ${id}`));
+    this.picture.select(index);
+    this.outline.select(index);
+    this.shown = id;
+    return this.transcript.show(id, route.turn);
+  }
+
+  apply(message) {
+    const fresh = !this.run.calls.length, changed = this.run.apply(message);
+    this.picture.changed();
+    this.outline.changed();
+    if (fresh && this.run.calls.length) this.show({});
+    this.transcript.changed(changed);
+    this.drawHead();
+    if (this.following) this.followOn(changed);
+    document.documentElement.dataset.version = String(this.run.head.version);
+  }
+
+  setFollowing(on) {
+    this.following = on;
+    this.tail.setAttribute("aria-pressed", String(on));
+    if (on) this.followOn([]);
+  }
+
+  // Stay with the session that works now, at the end of its transcript.
+  followOn() {
+    const working = this.run.calls.filter((call) => call.kind === "rlm" && call.stop === null);
+    const call = working[working.length - 1];
+    if (call && call.id !== this.shown) this.go(call.id);
+    const box = this.transcript.element;
+    requestAnimationFrame(() => {
+      if (box.scrollHeight > box.clientHeight + 1) box.scrollTop = box.scrollHeight;
+      else box.lastElementChild?.scrollIntoView({ block: "end" });
+    });
+  }
+
+  // --- head -----------------------------------------------------------------------------------------------------
+
+  drawHead() {
+    const head = this.run.head, [words, tone] = stopWords(head.stop, head.alive);
+    this.title.textContent = oneLine(head.question, 400) || (head.problems.length ? "a run that cannot be shown" : "starting …");
+    this.title.title = head.question;
+    document.title = `${oneLine(head.question, 50) || "run"} · Ramify`;
+    this.status.textContent = words;
+    this.status.className = `badge status ${tone}`;
+    const rewards = Object.entries(head.rewards).map(([name, value]) => `${name} ${number(value)}`);
+    fill(this.meta, [
+      moment(head.started_at), head.id, head.task ? `task ${head.task}` : "", head.context ? `context ${head.context.kind}, ${count(head.context.chars)} characters` : "",
+      head.sandbox ? `sandbox ${head.sandbox}` : "", ...rewards, ...head.sources.map((path) => String(path)),
+    ].filter(Boolean).join(" · "));
+    fill(this.problems, head.problems.map((text) => h("p.problem", { role: "alert" }, text)),
+      head.num_errors ? h("details.errors", null, h("summary", null, many(head.num_errors, "error")), h("ul", null, head.errors.map((text) => h("li", null, this.linked(text))))) : null);
+    this.tail.hidden = !head.alive;
+    this.tick();
+  }
+
+  // "call 0.1, turn 0: …" leads there.
+  linked(text) {
+    const named = /^call ([\d.:]+)(?:, turn (\d+))?: /.exec(text);
+    if (!named || this.run.indexOf(named[1]) < 0) return text;
+    return [h("a", { href: this.address(named[1], named[2] === undefined ? null : Number(named[2])) }, named[0].slice(0, -2)), text.slice(named[0].length - 2)];
+  }
+
+  tick() {
+    const head = this.run.head, limits = head.limits, spent = this.run.now();
+    this.clock.textContent = head.stop ? seconds(head.seconds) : ticking(spent);
+    const slots = [
+      ["calls", head.usage.calls, limits.max_calls, count], ["tokens", head.usage.input_tokens + head.usage.output_tokens, limits.max_tokens, count],
+      ["cost", head.cost, limits.max_cost, dollars], ["time", head.stop ? head.seconds : spent, limits.max_seconds, ticking],
+    ];
+    if (!this.slots) {
+      this.slots = slots.map(([name]) => ({ text: h("dd"), bar: h("i"), name }));
+      fill(this.budget, this.slots.map(({ name, text, bar }) => h("div", null, h("dt", null, name), text, h("div.bar", null, bar))));
+    }
+    slots.forEach(([, value, limit, words], index) => {
+      const { text, bar } = this.slots[index], share = limit && value ? Math.min(1, value / limit) : 0;
+      const said = `${value === null ? "–" : words(value)}${limit ? ` / ${words === ticking ? seconds(limit) : words(limit)}` : ""}`;
+      if (text.textContent !== said) text.textContent = said;
+      bar.style.width = `${(100 * share).toFixed(1)}%`;
+      bar.className = share >= 0.9 ? "bad" : share >= 0.7 ? "warn" : "";
+    });
+  }
+
+  // --- search ---------------------------------------------------------------------------------------------------
+
+  async find(wanted) {
+    if (!wanted) return this.closeFound();
+    try {
+      const { found, more } = await get("/api/search", { key: this.key, q: wanted });
+      const rows = found.map((each) => h("a.hit", { href: this.address(each.call, each.turn < 0 ? null : each.turn), onclick: () => this.pointAt(each) },
+        h("span.where", null, `${each.call}${each.turn < 0 ? "" : ` · turn ${each.turn + 1}`} · ${each.where}`),
+        h("span.snippet", null, each.text.slice(0, each.at), h("mark", null, each.text.slice(each.at, each.at + wanted.length)), each.text.slice(each.at + wanted.length))));
+      fill(this.found, h("div.found-head", null, found.length ? `${many(found.length, "place")}${more ? ", and more" : ""}` : `nothing says “${wanted}”`,
+        h("button.small", { type: "button", onclick: () => this.closeFound() }, "close")), rows);
+      this.found.hidden = false;
+    } catch (error) {
+      toast(error.message);
+    }
+  }
+
+  pointAt(hit) {
+    if (hit.call === this.shown && hit.turn >= 0) this.transcript.scrollTo(hit.turn);
+    if (matchMedia("(max-width: 800px)").matches) this.closeFound();
+  }
+
+  closeFound() {
+    this.found.hidden = true;
+    fill(this.found);
+  }
+
+  // --- keys -----------------------------------------------------------------------------------------------------
+
+  keys() {
+    const move = (step) => {
+      this.outline.list.key(new KeyboardEvent("keydown", { key: step > 0 ? "ArrowDown" : "ArrowUp" }));
+    };
+    return {
+      j: ["next call", () => move(1)], k: ["previous call", () => move(-1)],
+      u: ["the call that made this one", () => {
+        const call = this.run.calls[this.run.indexOf(this.shown)];
+        if (call && call.parent >= 0) this.go(this.run.calls[call.parent].id, call.turn);
+      }],
+      n: ["next turn", () => this.transcript.step(1)], p: ["previous turn", () => this.transcript.step(-1)],
+      e: ["next error of the call", () => this.transcript.nextError() || toast("no error in this call")],
+      f: ["follow the run", () => this.run.alive && this.setFollowing(!this.following)],
+      y: ["copy the call's first cell", () => {
+        const code = this.transcript.firstCode();
+        return code ? copy(code, "cell") : toast("no code in this call");
+      }],
+      "/": ["search the run", () => this.search.focus()],
+      "+": ["zoom in", () => this.picture.zoom(1 / 1.6)], "-": ["zoom out", () => this.picture.zoom(1.6)], 0: ["the whole picture", () => this.picture.fit()],
+    };
+  }
+}
+
+export function runAddress(key) {
+  return `#/run/${encodeURIComponent(key)}`;
+}

@@ -1,0 +1,144 @@
+// The list of runs: filtered, sorted, thousands of rows of which only those in sight are elements.
+
+import { h, fill } from "./dom.js";
+import { get } from "./api.js";
+import { VirtualList } from "./list.js";
+import { runAddress } from "./run.js";
+import { count, dollars, moment, number, oneLine, seconds, stopWords } from "./format.js";
+
+const EVERY_MS = 2000;  // between looks at what is new
+const NARROW = matchMedia("(max-width: 800px)");
+
+// [name, whether it is a number, what it sorts by, what it says]
+const COLUMNS = [
+  ["when", false, (run) => run.started_at || 0, (run) => moment(run.started_at)],
+  ["question", false, (run) => (run.question || "").toLowerCase(), (run) => run.problem ? shortened(run) : oneLine(run.question || run.id, 300)],
+  ["model", false, (run) => run.model || "", (run) => run.model || ""],
+  ["depth", true, (run) => run.depth || 0, (run) => number(run.depth || 0)],
+  ["calls", true, (run) => run.num_calls || 0, (run) => count(run.num_calls || 0)],
+  ["tokens", true, (run) => run.tokens || 0, (run) => count(run.tokens || 0)],
+  ["cost", true, (run) => run.cost ?? -1, (run) => dollars(run.cost)],
+  ["seconds", true, (run) => run.seconds || 0, (run) => seconds(run.seconds || 0)],
+  ["stop", false, (run) => standing(run)[0], (run) => standing(run)[0]],
+  ["reward", true, (run) => run.reward ?? -1e9, (run) => (run.reward === undefined || run.reward === null ? "" : number(run.reward))],
+];
+
+function standing(run) {
+  return run.problem ? ["unreadable", "bad"] : stopWords(run.stop, run.alive);
+}
+
+// A problem from its file's name on; the folder is in the row's title.
+function shortened(run) {
+  const name = (run.source || "").split("/").pop() || run.id;
+  return run.problem.slice(Math.max(0, run.problem.indexOf(name)));
+}
+
+export async function runsPage(page) {
+  const view = new RunsView();
+  await view.start(page);
+  return view;
+}
+
+class RunsView {
+  constructor() {
+    this.by = "when";
+    this.down = true;
+    this.shown = [];
+    this.list = new VirtualList({ rowHeight: NARROW.matches ? 54 : 36, make, show: (row, index) => this.show(row, index),
+      pick: (index) => (location.hash = runAddress(this.shown[index].key)), label: "runs" });
+    this.list.onmove = () => {};
+    this.resized = () => {
+      this.list.rowHeight = NARROW.matches ? 54 : 36;
+      for (const row of this.list.space.children) row.style.height = `${this.list.rowHeight}px`;
+      for (const [index, row] of this.list.rows) row.style.transform = `translateY(${index * this.list.rowHeight}px)`;
+      this.list.set(this.shown.length);
+    };
+    NARROW.addEventListener("change", this.resized);
+  }
+
+  async start(page) {
+    this.input = h("input", { type: "search", id: "filter", placeholder: "filter: words of question, model, stop, task", "aria-label": "filter runs", oninput: () => this.arrange() });
+    this.tally = h("span.quiet", { "aria-live": "polite" });
+    this.problems = h("div.runs-problems");
+    this.heads = COLUMNS.map(([name, numeric]) => h(`button.${name}`, { type: "button", class: numeric ? "num" : "", onclick: () => this.sortBy(name) }, name));
+    this.none = h("div.empty", { hidden: true });
+    this.body = h("div.table", null, h("div.thead.cols", { role: "group", "aria-label": "sort by" }, this.heads), this.list.box);
+    document.title = "Runs · Ramify";
+    await this.load();
+    fill(page, h("div.runs", null, h("div.runs-head", null, h("h1", null, "Runs"), this.input, this.tally), this.problems, this.none, this.body));
+    this.arrange();
+    this.timer = setInterval(() => document.hidden || this.load().then(() => this.arrange(), () => {}), EVERY_MS);
+  }
+
+  close() {
+    clearInterval(this.timer);
+    this.list.close();
+    NARROW.removeEventListener("change", this.resized);
+  }
+
+  async load() {
+    this.data = await get("/api/runs");
+  }
+
+  sortBy(name) {
+    const numeric = COLUMNS.find((column) => column[0] === name)[1];
+    this.down = this.by === name ? !this.down : numeric || name === "when";
+    this.by = name;
+    this.arrange();
+  }
+
+  arrange() {
+    const words = this.input.value.toLowerCase().split(/\s+/).filter(Boolean);
+    const value = COLUMNS.find((column) => column[0] === this.by)[2], sign = this.down ? -1 : 1;
+    const matches = (run) => {
+      if (!words.length) return true;
+      const text = `${run.question || ""} ${run.model || ""} ${standing(run)[0]} ${run.id} ${run.task || ""} ${run.source || ""} ${run.problem || ""}`.toLowerCase();
+      return words.every((word) => text.includes(word));
+    };
+    this.shown = this.data.runs.filter(matches).map((run) => [value(run), run])
+      .sort((a, b) => (a[0] < b[0] ? -sign : a[0] > b[0] ? sign : 0)).map(([, run]) => run);
+    this.heads.forEach((head, index) => head.setAttribute("aria-sort", COLUMNS[index][0] === this.by ? (this.down ? "descending" : "ascending") : "none"));
+    this.heads.forEach((head, index) => (head.textContent = `${COLUMNS[index][0]}${COLUMNS[index][0] === this.by ? (this.down ? " ↓" : " ↑") : ""}`));
+    const total = this.data.runs.length;
+    fill(this.tally, words.length ? `${this.shown.length.toLocaleString("en-US")} of ${total.toLocaleString("en-US")}` : total.toLocaleString("en-US"));
+    const said = JSON.stringify(this.data.problems);
+    if (said !== this.said) fill(this.problems, this.data.problems.map((each) => h("p.problem", null, each.text.includes(each.path) ? each.text : `${each.path} ${each.text}`)));
+    this.said = said;
+    this.none.hidden = total > 0;
+    this.body.hidden = !total;
+    if (!total) this.sayNone();
+    this.list.set(this.shown.length);
+  }
+
+  sayNone() {
+    const trainings = this.data.trainings.length;
+    fill(this.none, h("p", null, `There is no run yet in ${this.data.places.join(", ")}.`), h("p", null, "One is left by ", h("code", null, "ramify ask QUESTION PATH…")),
+      trainings ? h("p", null, h("a", { href: "#/training" }, `${trainings} training run${trainings === 1 ? "" : "s"}`)) : null);
+  }
+
+  show(row, index) {
+    const run = this.shown[index], cells = row.children;
+    COLUMNS.forEach(([name, , , words], at) => {
+      const text = words(run);
+      if (cells[at].textContent !== text) cells[at].textContent = text;
+      if (name === "stop") cells[at].className = `stop mark ${standing(run)[1]}`;
+      if (name === "question") cells[at].classList.toggle("bad", Boolean(run.problem));
+    });
+    row.title = run.problem || `${run.question}\n${run.id}`;
+  }
+
+  keys() {
+    return {
+      j: ["next run", () => this.move(1)], k: ["previous run", () => this.move(-1)],
+      Enter: ["open the run", () => this.list.active >= 0 && this.list.choose(this.list.active)], "/": ["filter", () => this.input.focus()],
+    };
+  }
+
+  move(step) {
+    this.list.setActive(Math.min(this.shown.length - 1, Math.max(0, this.list.active + step)));
+  }
+}
+
+function make() {
+  return h("div.run-row.cols", null, COLUMNS.map(([name, numeric]) => h(`span.${name}`, { class: numeric ? "num" : "" })));
+}

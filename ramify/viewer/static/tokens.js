@@ -1,0 +1,94 @@
+// The tokens of one turn as a strip: given ones plain, sampled ones coloured by log-probability, advantage or the version
+// of the policy that sampled them.
+
+import { h, fill } from "./dom.js";
+import { get } from "./api.js";
+import { number } from "./format.js";
+
+const MAX_SHOWN = 4000;  // tokens at once; more on request
+
+export async function tokenStrip(holder, key, call, turn) {
+  if (holder.firstChild) return fill(holder);
+  fill(holder, h("p.quiet", null, "Loading …"));
+  try {
+    const found = await get("/api/tokens", { key, id: call, turn });
+    drawStrip(holder, found);
+  } catch (error) {
+    fill(holder, h("p.problem", null, error.message));
+  }
+}
+
+function drawStrip(holder, found) {
+  const modes = ["logprob", "advantage", "version"].filter((name) => found[`${name}s`]);
+  const about = h("p.about", { "aria-live": "polite" }, summary(found));
+  const strip = h("div.strip", { tabindex: "0", role: "group", "aria-label": "tokens" });
+  const choose = h("select", { "aria-label": "what the colour of a token says" }, modes.map((name) => h("option", { value: name }, `colour: ${name}`)));
+  const given = h("label", null, h("input", { type: "checkbox" }), " given tokens");
+  const draw = (most) => {
+    const start = given.firstChild.checked ? 0 : found.given.length;
+    const all = [...found.given, ...found.sampled].slice(start);
+    const tokens = all.slice(0, most).map((id, index) => token(found, id, start + index, choose.value));
+    fill(strip, tokens, all.length > most ? h("button.small", { type: "button", onclick: () => draw(all.length) }, `${(all.length - most).toLocaleString("en-US")} more`) : null);
+  };
+  const say = (event) => {
+    const at = event.target.closest("[data-at]");
+    if (at) fill(about, describe(found, Number(at.dataset.at)));
+  };
+  strip.addEventListener("mouseover", say);
+  strip.addEventListener("click", say);
+  choose.onchange = () => draw(MAX_SHOWN);
+  given.firstChild.onchange = () => draw(MAX_SHOWN);
+  draw(MAX_SHOWN);
+  fill(holder, h("div.strip-tools", null, modes.length ? choose : null, found.given.length ? given : null, about), strip);
+}
+
+function summary(found) {
+  const parts = [`${found.reused.toLocaleString("en-US")} kept, ${found.given.length.toLocaleString("en-US")} given, ${found.sampled.length.toLocaleString("en-US")} sampled`];
+  if (found.logprobs?.length) parts.push(`mean logprob ${number(found.logprobs.reduce((a, b) => a + b, 0) / found.logprobs.length)}`);
+  if (found.advantages) {
+    const unique = [...new Set(found.advantages)];
+    parts.push(unique.length === 1 ? `advantage ${number(unique[0])}` : "advantages differ");
+  }
+  if (found.versions) parts.push(`version ${[...new Set(found.versions)].join(", ")}`);
+  return parts.join(" · ");
+}
+
+function describe(found, at) {
+  const id = [...found.given, ...found.sampled][at], index = at - found.given.length, text = found.texts ? ` ${JSON.stringify(found.texts[at])}` : "";
+  if (index < 0) return `token ${id}${text} · given`;
+  const parts = [`token ${id}${text}`, "sampled"];
+  if (found.logprobs) parts.push(`logprob ${number(found.logprobs[index])} (p ${number(Math.exp(found.logprobs[index]))})`);
+  if (found.advantages) parts.push(`advantage ${number(found.advantages[index])}`);
+  if (found.versions) parts.push(`version ${found.versions[index]}`);
+  return parts.join(" · ");
+}
+
+function token(found, id, at, mode) {
+  const index = at - found.given.length;
+  const text = found.texts ? visible(found.texts[at]) : String(id);
+  const element = h("span.tok", { "data-at": String(at), class: index < 0 ? "given" : "sampled" }, text || "·");
+  if (index >= 0) {
+    const [tone, strength] = colouring(found, index, mode);
+    if (tone) {
+      element.classList.add(`t-${tone}`);
+      element.style.setProperty("--strength", strength.toFixed(2));
+    }
+  }
+  if (found.texts && found.texts[at].includes("\n")) return [element, h("br")];
+  return element;
+}
+
+// [tone, 0…1]: unlikely tokens are strong; advantages are good or bad by their size; versions alternate.
+function colouring(found, index, mode) {
+  if (mode === "logprob" && found.logprobs) return ["odd", Math.min(1, -found.logprobs[index] / 4)];
+  if (mode === "advantage" && found.advantages) {
+    const most = Math.max(...found.advantages.map(Math.abs), 1e-9), value = found.advantages[index];
+    return [value >= 0 ? "good" : "bad", Math.abs(value) / most];
+  }
+  if (mode === "version" && found.versions) return [["one", "two", "three"][((found.versions[index] % 3) + 3) % 3], 0.6];
+  return ["", 0];
+}
+
+function visible(text) {
+  return text.replace(/\n/g, "⏎").replace(/\t/g, "⇥");
+}

@@ -1,0 +1,166 @@
+"""A folder of ``ramify train`` as its page shows it: every measured name over the steps, and the rollouts that were kept.
+
+metrics.jsonl          {"names": {"reward": [[step, …], [value, …]], …}, "evaluations": {…}, "stages": […]}
+rollouts/step-N.jsonl  the trajectories of a step, best and worst first to be looked at, and what each depth did
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ramify.errors import StoreError
+from ramify.train.metrics import FILE, Measured
+from ramify.types.trajectory import SCHEMA_VERSION, Call, Trajectory
+from ramify.viewer.picture import glance
+
+FINAL = ("first", "last", "best")
+"""Stages of evaluations that stand apart from the curves."""
+_STEP = re.compile(r"step-(\d+)\.jsonl")
+_decoder = msgspec.json.Decoder(Measured)
+_trajectory = msgspec.json.Decoder(Trajectory)
+
+
+class Curves:
+    """What was measured so far, brought up to date by reading what the file gained."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.path = folder / FILE
+        self.offset = self._inode = 0
+        self._clear()
+
+    def _clear(self) -> None:
+        self.offset = 0
+        self.names: dict[str, tuple[list[int], list[float]]] = {}
+        self.stages: list[tuple[str, int]] = []
+        """(stage, its first step)"""
+        self.final: list[dict[str, Any]] = []
+        """Evaluations before rollouts and at the end: {stage, step, values}."""
+        self.at_s = 0.0
+        self.step = 0
+        self.problems: list[str] = []
+        self.version = 0
+
+    def size_changed(self) -> bool:
+        """Whether there is something new to read; one system call."""
+        try:
+            stat = self.path.stat()
+        except OSError:
+            return False
+        return stat.st_size != self.offset or stat.st_ino != self._inode
+
+    def refresh(self) -> bool:
+        """Read what is new. A file that was cut or replaced, as by a resumed run, is read anew."""
+        try:
+            stat = self.path.stat()
+            if stat.st_ino != self._inode or stat.st_size < self.offset:
+                self._clear()
+                self._inode = stat.st_ino
+            with self.path.open("rb") as file:
+                file.seek(self.offset)
+                data = file.read()
+        except OSError as error:
+            self.problems = [f"cannot read {self.path}: {error.strerror}"]
+            return True
+        whole = data[: data.rfind(b"\n") + 1]
+        self.offset += len(whole)
+        for line in whole.splitlines():
+            if line.strip():
+                self._add(line)
+        return bool(whole)
+
+    def _add(self, line: bytes) -> None:
+        self.version += 1
+        try:
+            measured = _decoder.decode(line)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            if len(self.problems) < 10:
+                self.problems.append(f"{self.path}, line {self.version} is damaged and left out: {error}")
+            return
+        self.step, self.at_s = measured.step, measured.at_s
+        if measured.stage in FINAL:
+            self.final.append({"stage": measured.stage, "step": measured.step, "values": measured.values})
+            if measured.stage != "first":
+                return
+        elif not self.stages or self.stages[-1][0] != measured.stage:
+            self.stages.append((measured.stage, measured.step))
+        for name, value in measured.values.items():
+            steps, values = self.names.setdefault(name, ([], []))
+            if steps and steps[-1] == measured.step:
+                values[-1] = value
+            else:
+                steps.append(measured.step)
+                values.append(value)
+
+    def data(self) -> dict[str, Any]:
+        return {
+            "name": self.folder.name, "folder": str(self.folder), "step": self.step, "at_s": self.at_s, "names": self.names,
+            "stages": self.stages, "final": self.final, "kept": sorted(kept(self.folder)), "problems": self.problems,
+        }  # fmt: skip
+
+
+def kept(folder: Path) -> dict[int, Path]:
+    """Step -> the file with its rollouts."""
+    found = {}
+    for path in (folder / "rollouts").glob("step-*.jsonl"):
+        if named := _STEP.fullmatch(path.name):
+            found[int(named[1])] = path
+    return found
+
+
+def samples(folder: Path, step: int, key: str) -> dict[str, Any]:
+    """The rollouts of ``step``, best first; ``key`` is how its file is addressed. Raises StoreError where none are kept."""
+    path = kept(folder).get(step)
+    if path is None:
+        raise StoreError(f"{folder} kept no rollouts of step {step}: cadence.rollouts says how often they are kept")
+    rows, problems, trajectories = [], [], []
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+        try:
+            tree = _trajectory.decode(line)
+        except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
+            problems.append(f"{path}, line {number} is damaged and left out: {error}")
+            continue
+        if tree.schema_version > SCHEMA_VERSION:
+            problems.append(f"{path}, line {number} was written by a newer Ramify and is left out")
+            continue
+        trajectories.append(tree)
+        rows.append(_sample(tree, f"{key}:{number}"))
+    rows.sort(key=lambda row: -1e9 if row["reward"] is None else -row["reward"])
+    return {"step": step, "path": str(path), "rows": rows, "problems": problems, "depths": _by_depth(trajectories)}
+
+
+def _sample(tree: Trajectory, key: str) -> dict[str, Any]:
+    return {
+        "key": key, "id": tree.id, "task": tree.task, "question": glance(tree.question), "answer": glance(tree.answer),
+        "stop": tree.stop, "reward": next(iter(tree.rewards.values()), None), "rewards": tree.rewards,
+        "num_calls": len(tree.calls), "depth": tree.depth, "tokens": tree.usage.total_tokens,
+        "error": glance(tree.errors[0]) if tree.errors else "",
+    }  # fmt: skip
+
+
+def _by_depth(trajectories: list[Trajectory]) -> list[dict[str, Any]]:
+    """What the calls of each depth and kind did: rewards, turns, sampled tokens, surprise, how many were cut short."""
+    groups: dict[tuple[int, str], list[tuple[Call, float | None]]] = defaultdict(list)
+    for tree in trajectories:
+        for call in tree.calls:
+            rewards = tree.call_rewards.get(call.id) or (tree.rewards if call.parent is None else {})
+            groups[call.depth, call.kind].append((call, next(iter(rewards.values()), None)))
+    return [_measured(depth, kind, groups[depth, kind]) for depth, kind in sorted(groups)]
+
+
+def _measured(depth: int, kind: str, members: list[tuple[Call, float | None]]) -> dict[str, Any]:
+    calls = [call for call, _ in members]
+    rewards = [reward for _, reward in members if reward is not None]
+    replies = [turn.reply for call in calls for turn in call.turns]
+    logprobs = [value for reply in replies for value in reply.logprobs or ()]
+    return {
+        "depth": depth, "kind": kind, "calls": len(calls), "reward": sum(rewards) / len(rewards) if rewards else None,
+        "turns": len(replies) / len(calls), "sampled": sum(len(reply.token_ids or ()) for reply in replies) / len(calls),
+        "surprise": -sum(logprobs) / len(logprobs) if logprobs else None,
+        "truncated": sum(call.stop is not None and call.stop.is_truncated() for call in calls) / len(calls),
+    }  # fmt: skip

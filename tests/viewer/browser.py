@@ -1,0 +1,122 @@
+"""A real browser over a real server: headless Chromium, driven by Playwright.
+
+Where either is missing the browser's tests are skipped, and the run's last lines say so (``tests/conftest.py`` prints them).
+Screenshots go to the folder that ``RAMIFY_ARTEFACTS`` names, else beside the test's other files.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import os
+import shutil
+import threading
+from collections.abc import Coroutine, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ramify.viewer.library import Library
+from ramify.viewer.server import ViewServer
+
+T = TypeVar("T")
+FLAGS = ["--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"]
+"""Chromium does not start as root with its own sandbox, and the pages are our own."""
+WIDE, NARROW = (1280, 800), (390, 844)
+
+
+@functools.cache
+def why_not() -> str:
+    """Why there is no browser here; empty where there is one."""
+    try:
+        import playwright.sync_api  # noqa: F401
+    except ImportError:
+        return "Playwright is not installed: scripts/setup"
+    return "" if executable() else "there is no Chromium: apt-get install chromium, or set RAMIFY_CHROMIUM"
+
+
+def executable() -> str | None:
+    return os.environ.get("RAMIFY_CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
+
+
+class Loop:
+    """An event loop in a thread, so that a test can serve and look at the same time."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, T], timeout_s: float = 30) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(timeout_s)
+
+    def close(self) -> None:
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+        self.loop.close()
+
+
+@contextlib.contextmanager
+def served(*paths: str | Path, **options: Any) -> Iterator[ViewServer]:
+    """A viewer of ``paths`` on a free port."""
+    loop = Loop()
+    try:
+        server = ViewServer(Library(paths), port=0, **options)
+        loop.run(server.__aenter__())
+        try:
+            yield server
+        finally:
+            loop.run(server.__aexit__(None, None, None))
+    finally:
+        loop.close()
+
+
+class Tab:
+    """One page at one width, and all that it complained about."""
+
+    def __init__(self, page: Any) -> None:
+        self.page = page
+        self.complaints: list[str] = []
+        page.on(
+            "console", lambda said: self.complaints.append(said.text) if said.type in ("error", "warning") else None
+        )
+        page.on("pageerror", lambda error: self.complaints.append(str(error)))
+
+    def open(self, address: str) -> Any:
+        self.page.goto(address)
+        return self.page
+
+
+@contextlib.contextmanager
+def chromium() -> Iterator[Any]:
+    """One browser for many tests. While it is open this thread has an event loop, so no test beside it may start one."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as play:
+        browser = play.chromium.launch(executable_path=executable(), args=FLAGS)
+        try:
+            yield browser
+        finally:
+            browser.close()
+
+
+@contextlib.contextmanager
+def tab(browser: Any, size: Sequence[int] = WIDE, **options: Any) -> Iterator[Tab]:
+    """A tab of a browser that knows nothing yet; it must not have complained by the end."""
+    context = browser.new_context(viewport={"width": size[0], "height": size[1]}, **options)
+    context.set_default_timeout(30_000)
+    made = Tab(context.new_page())
+    try:
+        yield made
+    finally:
+        context.close()
+    assert made.complaints == []
+
+
+def photograph(page: Any, name: str, folder: Path) -> None:
+    """A screenshot in the folder of artefacts; and nothing may stick out to the side."""
+    folder = Path(os.environ.get("RAMIFY_ARTEFACTS") or folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    page.screenshot(path=folder / f"{name}.png")
+    width = page.viewport_size["width"]
+    assert page.evaluate("document.documentElement.scrollWidth") <= width, f"{name} is wider than {width} pixels"

@@ -1,0 +1,46 @@
+"""Runs that many tests look at, made once; and one browser for a file of tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from ramify import Store
+from tests.viewer import golden
+from tests.viewer.browser import chromium, why_not
+
+
+class World(NamedTuple):
+    """What there is to look at. Tests read it and do not change it."""
+
+    folder: Path
+    store: Path
+    tree: str
+    plain: str
+    other: str
+    hostile: str
+    trainings: Path
+    """Two folders of ``ramify train``, ``base`` and ``second``; the second run of ``base``'s rollouts is the hostile one."""
+
+
+@pytest.fixture(scope="session")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    folder = tmp_path_factory.mktemp("world")
+    store = Store(folder / "store")
+    tree, hostile = golden.tree(store), golden.hostile(store)
+    plain, other = golden.plain(store, "How many days has May?", "31"), golden.other_way(store)
+    rollouts = [golden.scored(run, store, reward) for run, reward in ((tree, 1.0), (hostile, 0.0), (other, 0.5))]
+    golden.training(folder / "train" / "base", rollouts)
+    golden.training(folder / "train" / "second", rollouts[:1], seed=3)
+    return World(folder, store.root, tree, plain, other, hostile, folder / "train")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    if why_not():
+        pytest.skip(f"NO BROWSER HERE: {why_not()}")
+    with chromium() as made:
+        yield made

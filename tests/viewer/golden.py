@@ -1,0 +1,269 @@
+"""Runs for the page to show: real ones, by a scripted model in real sessions, with everything that a page must draw.
+
+``tree`` asks about a log: sub-calls in a batch, two of which fail; an error at a line; a child that has children of its own.
+``hostile`` says HTML, scripts and addresses wherever a model or a document can say something.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from ramify import RLM, Limits, SandboxSpec, Scaffold, ScriptedClient, Store
+from ramify.clients.base import Price
+from ramify.clients.scripted import ByteIds, refused
+from ramify.types.message import Message
+from ramify.types.trajectory import Trajectory
+
+ALWAYS = Scaffold(name="test", system="You drive a session with `context`. {{tools}}", direct_chars=0)
+"""A session also where the context would fit into one request."""
+SPEC = SandboxSpec(provider="process", allow_weaker=True)
+LOG = "\n".join(
+    f"2026-03-01T12:{n // 60:02}:{n % 60:02} web-{n % 7} {'ERROR disk full' if n % 97 == 5 else 'INFO ok'}"
+    for n in range(3000)
+)
+QUESTION = "Which host failed first, and why?"
+ROOT = [
+    "First its size and shape.\n```repl\nlines = context.splitlines()\nprint(len(context), len(lines))\n"
+    "print('\\n'.join(lines[:6]))\nlines[5]\n```",
+    """The log is long, so each part is read by a model of its own.
+```repl
+import re
+
+PARTS = 24
+
+def part(n):
+    \"\"\"Part n of the log, with its lines numbered.\"\"\"
+    size = len(lines) // PARTS
+    return [f"{i}: {line}" for i, line in enumerate(lines[n * size:(n + 1) * size])]
+
+try:
+    seen = llm_query_batched([f"part {n} of {PARTS}: which hosts fail here? {part(n)[:3]}" for n in range(PARTS)])
+except SubcallError as error:
+    seen = error.results
+print([each for each in seen if each][:3], f"{sum(each is None for each in seen)} failed")
+first = min(re.findall(r"web-\\d", line)[0] for line in seen)
+```""",
+    "Two parts failed, so `seen` has None in it. Once more without those, and a closer look by children.\n```repl\n"
+    "hits = [line for line in lines if 'ERROR' in line]\n"
+    "checked = rlm_query_batched(['When did it fail first?', 'Why did it fail?'], "
+    "[hits[:20], hits[-5:]])\nprint(checked)\n```",
+    "```repl\nFINAL({'host': hits[0].split()[1], 'at': hits[0].split()[0], 'why': checked[1]})\n```",
+]
+CHILDREN = {
+    "When": ["```repl\nfor line in context[:3]:\n    print(line)\nrows = [line.split() for line in context]\n```",
+             "```repl\nagreed = llm_query_batched(['is this the first? ' + row[0] for row in rows[:4]])\nprint(agreed)\n```",
+             "```repl\nFINAL(min(row[0] for row in rows))\n```"],
+    "Why": ["```repl\nwhy = rlm_query('Say it in two words', context[0])\nprint(why)\n```", "```repl\nFINAL(why)\n```"],
+    "Say": ["```repl\nFINAL(' '.join(context.split()[-2:]))\n```"],
+}  # fmt: skip
+EVIL = (
+    '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script><b id=evil>bold</b> '
+    "javascript:alert(1) ]]> --> </script>"
+)
+Wait = Callable[[str], Awaitable[None]]
+
+
+def model(wait: Wait | None = None) -> Callable[[tuple[Message, ...]], Awaitable[Any]]:
+    """``wait`` is awaited before each reply, with what is asked: a test that watches a live run says when it goes on."""
+
+    async def tell(messages: tuple[Message, ...]) -> Any:
+        last = messages[-1].content
+        asked = messages[1].content if messages[0].role == "system" and len(messages) > 1 else last
+        said = sum(message.role == "assistant" for message in messages)
+        if wait is not None:
+            await wait(asked if messages[0].role == "system" else last)
+        if messages[0].role != "system":
+            number = re.match(r"part (\d+)", last)
+            await asyncio.sleep(0.01 + 0.003 * (int(number[1]) % 5 if number else 1))
+            return (
+                refused(text="the prompt was filtered")
+                if number and int(number[1]) in (7, 15)
+                else f"web-{len(last) % 7} fails"
+            )
+        lines = next((lines for word, lines in CHILDREN.items() if word in asked.partition("\n")[0][:60]), ROOT)
+        await asyncio.sleep(0.04)
+        return lines[said]
+
+    return tell
+
+
+def rlm(script: Any, store: Store | None, scaffold: str | Scaffold = "default", **options: Any) -> RLM:
+    client = ScriptedClient(script, price=Price(1.0, 4.0), **{"name": "scripted:reader", "ids": ByteIds(3), **options})
+    return RLM(
+        client, sandbox=SPEC, store=store, scaffold=scaffold, limits=Limits(max_depth=3, max_cost=0.5, max_seconds=60)
+    )
+
+
+def tree(store: Store, question: str = QUESTION) -> str:
+    """The id of a finished run."""
+    with rlm(model(), store) as made:
+        return made.completion(LOG, question).run_id or ""
+
+
+async def held_tree(store: Store, wait: Wait) -> str:
+    """As ``tree``, but each reply waits for ``wait``; how it stopped."""
+    async with rlm(model(wait), store) as made:
+        return str((await made.acompletion(LOG, QUESTION)).stop)
+
+
+def plain(store: Store, question: str, answer: str) -> str:
+    """A run of one request."""
+    with rlm([answer], store, ids=None) as made:
+        return made.completion(question).run_id or ""
+
+
+def other_way(store: Store) -> str:
+    """A run that parts from ``tree`` at its second turn."""
+    lines = [ROOT[0], "```repl\nhits = [line for line in lines if 'ERROR' in line]\nFINAL(hits[0].split()[1])\n```"]
+    with rlm(lines, store) as made:
+        return made.completion(LOG, QUESTION).run_id or ""
+
+
+def hostile(store: Store) -> str:
+    """A run in which everything that can be said says HTML."""
+    evil = repr(EVIL)
+
+    def tell(messages: tuple[Message, ...]) -> Any:
+        if messages[0].role != "system":
+            return Message("assistant", EVIL, reasoning=EVIL)
+        said = sum(message.role == "assistant" for message in messages)
+        lines = [
+            f"{EVIL}\n```repl\n# {EVIL}\nprint({evil})\n{evil}\n```",
+            f"```repl\nx = llm_query({evil})\nraise ValueError({evil})\n```",
+            f"```html\n{EVIL}\n```\n```repl\nFINAL({evil})\n```",
+        ]
+        return Message("assistant", lines[said], reasoning=EVIL)
+
+    with rlm(tell, store, ALWAYS, ids=None, name="scripted:<i>evil</i>") as made:
+        return made.completion(EVIL, f"{EVIL} who?").run_id or ""
+
+
+def scored(run: str, store: Store, reward: float) -> Trajectory:
+    """The run as a rollout of training: with rewards, versions and advantages."""
+    found = store.load(run)
+    found.rewards = {"correct": reward}
+    found.call_rewards = {
+        call.id: {"correct": float(call.stop == "final")} for call in found.calls if call.kind == "rlm" and call.depth
+    }
+    found.metadata["advantages"] = {
+        "0/0": reward - 0.5,
+        "0/1": [0.1, -0.2, *[0.0] * (len(found.root.turns[1].reply.token_ids or ()) - 2)],
+    }
+    return found
+
+
+def training(folder: Path, trajectories: list[Trajectory], steps: int = 40, seed: int = 1) -> Path:
+    """A folder as ``ramify train`` leaves it, with the rollouts of every tenth step."""
+    from ramify.train.metrics import Metrics
+    from ramify.train.sft import write
+
+    folder.mkdir(parents=True)
+    metrics = Metrics(folder)
+    for step in range(1, steps + 1):
+        share = step / steps
+        stage = "sft" if step <= steps // 4 else "rl"
+        values = {"loss": 2 / step, "grad_norm": 0.1 + share / seed, "tokens_per_s": 900 + 7 * (step * seed % 11)}
+        if stage == "rl":
+            values |= {"reward": share * 0.8 + 0.01 * (step * seed % 7), "child_reward": share * 0.9, "entropy": 1 - share / 2,
+                       "clip_fraction": 0.01 * (step % 5), "approx_kl": 0.002 * (step % 3), "mismatch": 1e-6 * (step % 4),
+                       "ess": 1 - 0.01 * (step % 6), "sampled_tokens": 8000 + step}  # fmt: skip
+        metrics.write(step, stage, 1.5 * step, values)
+        if step % 5 == 0:
+            metrics.write(
+                step, stage, 1.5 * step, {"validation/reward": share * 0.85, "validation/pass@4": min(1.0, share + 0.1)}
+            )
+        if step % 10 == 0 and stage == "rl":
+            (folder / "rollouts").mkdir(exist_ok=True)
+            write(folder / "rollouts" / f"step-{step:06d}.jsonl", trajectories)
+    metrics.write(steps, "last", 1.5 * steps, {"test/reward": 0.81})
+    metrics.close()
+    return folder
+
+
+def journal_of(num_calls: int, path: Path) -> Path:
+    """A journal of one session with ``num_calls`` plain sub-calls, 64 at once, as the engine writes it."""
+    from ramify.store.line import encode_line
+    from ramify.store.secrets import Secrets
+    from ramify.types.event import AnyEvent, CallEnded, CallStarted, CellRan, Replied, Requested, RunEnded, RunStarted
+    from ramify.types.message import Reply, Usage
+    from ramify.types.trajectory import Cell, Parent, Stop
+
+    code = "replies = llm_query_batched(parts)\nprint(len(replies))"
+    ask = (Message("system", "You have `context`."), Message("user", "Summarise each part."))
+    events: list[AnyEvent] = [
+        RunStarted(
+            id=path.stem, question="Summarise each part.", started_at=1.7e9, config={"limits": {"max_calls": 20_000}}
+        ),
+        CallStarted(id="0", kind="rlm", model="scripted:root", depth=0, question="Summarise each part."),
+        Requested(at_s=0.1, call="0", turn=0, reused=0, prompt=ask, prompt_hash="0" * 64),
+        Replied(
+            at_s=0.6,
+            call="0",
+            turn=0,
+            reply=Reply(Message("assistant", f"```repl\n{code}\n```"), Usage(80, 30, calls=1)),
+        ),
+    ]
+    ends: list[tuple[float, int, AnyEvent]] = []
+    for n in range(num_calls - 1):
+        begin, id = 0.6 + (n // 64) * 0.5 + (n % 64) * 0.004, f"0.{n}"
+        words = f"part {n}: " + "the words of a part that is read by a model of its own; " * 4
+        failed = n % 501 == 7
+        ends += [
+            (
+                begin,
+                4 * n,
+                CallStarted(
+                    at_s=begin,
+                    id=id,
+                    kind="lm",
+                    model="scripted:leaf",
+                    depth=1,
+                    question=words,
+                    parent=Parent("0", 0, 0),
+                ),
+            ),
+            (
+                begin,
+                4 * n + 1,
+                Requested(
+                    at_s=begin, call=id, turn=0, reused=0, prompt=(Message("user", words),), prompt_hash="1" * 64
+                ),
+            ),
+        ]
+        end = begin + 0.2 + (n * 7919 % 100) / 400
+        if not failed:
+            ends.append(
+                (
+                    end,
+                    4 * n + 2,
+                    Replied(
+                        at_s=end,
+                        call=id,
+                        turn=0,
+                        reply=Reply(Message("assistant", f"summary {n}"), Usage(60, 4, calls=1)),
+                    ),
+                )
+            )
+        last = (
+            CallEnded(at_s=end, id=id, stop=Stop.ERROR, error="Refused: filtered")
+            if failed
+            else CallEnded(at_s=end, id=id, stop=Stop.FINAL, answer=f"summary {n}")
+        )
+        ends.append((end, 4 * n + 3, last))
+    events += [event for _, _, event in sorted(ends, key=lambda each: each[:2])]
+    over = events[-1].at_s + 0.1
+    events += [
+        CellRan(at_s=over, call="0", turn=0, cell=0, result=Cell(code, f"{num_calls - 1}\n", stdout_chars=6)),
+        CallEnded(at_s=over, id="0", stop=Stop.FINAL, answer="done"), RunEnded(at_s=over, stop=Stop.FINAL, answer="done"),
+    ]  # fmt: skip
+    path.write_bytes(b"".join(encode_line(event, Secrets(environ={})) for event in events))
+    return path
+
+
+def append(path: Path, line: bytes) -> None:
+    with path.open("ab") as file:
+        file.write(line)

@@ -1,0 +1,417 @@
+"""The pages in a real browser: each is clicked through on finished runs and on one that goes on meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ramify import Store
+from ramify.viewer.export import page as exported
+from ramify.viewer.library import Library
+from tests.viewer import golden
+from tests.viewer.browser import NARROW, WIDE, Loop, photograph, served, tab
+from tests.viewer.conftest import World
+
+SIZES = pytest.mark.parametrize("size", [WIDE, NARROW], ids=["1280", "390"])
+SHIFTS = """
+window.shifts = [];
+new PerformanceObserver((list) => {
+  for (const entry of list.getEntries()) if (!entry.hadRecentInput) window.shifts.push(entry.value);
+}).observe({ type: "layout-shift", buffered: true });
+"""
+HACKED = "[window.hacked, document.querySelectorAll('#evil, img, iframe, main script').length]"
+
+
+def text(page: Any, selector: str) -> str:
+    return str(page.locator(selector).first.inner_text())
+
+
+# --- one run -----------------------------------------------------------------------------------------------------------
+
+
+@SIZES
+def test_a_run(browser: Any, world: World, tmp_path: Path, size: tuple[int, int]) -> None:
+    with served(world.store) as server, tab(browser, size) as shown:
+        page = shown.open(f"{server.url}#/run/{world.tree}")
+        page.locator("canvas[data-drawn='32']").wait_for()
+        assert text(page, "h1") == golden.QUESTION
+        assert text(page, ".status") == "final"
+        assert re.fullmatch(r"cost\s*\$0\.0\d+ / \$0\.50", text(page, ".budget > div:nth-child(3)"))
+        photograph(page, f"run-{size[0]}", tmp_path)
+
+        turns = page.locator(".turn")
+        assert turns.count() == 4
+        broken = turns.nth(1)
+        broken.scroll_into_view_if_needed()
+        assert broken.locator(".line.wrong").get_attribute("data-n") == "15"
+        assert "TypeError: expected string" in broken.locator(".fault").inner_text()
+        assert broken.locator(".sub .bad").count() == 2
+        assert turns.nth(2).locator(".sub").count() == 2
+        assert "disk full" in turns.nth(2).locator(".out").inner_text()
+        assert turns.nth(3).locator(".kept summary").inner_text() == "7 earlier messages kept"
+        assert page.locator(".c-keyword").count() > 3
+        photograph(page, f"run-error-{size[0]}", tmp_path)
+
+        turns.nth(2).locator(".sub").first.click()
+        page.locator(".crumbs b", has_text="call 0.24").wait_for()
+        assert page.url.endswith("/call/0.24")
+        page.locator(".turn .sub").first.wait_for()
+        photograph(page, f"run-child-{size[0]}", tmp_path)
+        page.locator(".crumbs a").first.click()
+        page.locator(".crumbs b", has_text=re.compile("call 0$")).wait_for()
+        assert page.url.endswith("/call/0/turn/3")
+
+
+def test_the_list_of_calls_opens_filters_and_follows_keys(browser: Any, world: World) -> None:
+    with served(world.store) as server, tab(browser) as shown:
+        page = shown.open(f"{server.url}#/run/{world.tree}")
+        rows = page.locator(".call-row:visible")
+        page.locator(".call-row .text", has_text="llm_query × 24").wait_for()
+        assert rows.count() == 9
+        page.locator(".call-row .text", has_text="llm_query × 24").click()
+        page.locator(".call-row .id", has_text=re.compile(r"^0\.7$")).wait_for()
+        assert rows.count() == 32 or page.locator(".vspace").first.evaluate("(it) => it.offsetHeight") == 32 * 30
+        page.keyboard.press("j")
+        page.locator(".crumbs b", has_text="call 0.").wait_for()
+        page.keyboard.press("u")
+        page.locator(".crumbs b", has_text=re.compile("call 0$")).wait_for()
+        page.get_by_label("filter calls").fill("filtered")
+        page.locator(".tally", has_text="2 of 32").wait_for()
+        assert [row.inner_text() for row in rows.locator(".id").all()] == ["0.7", "0.15"]
+        page.get_by_label("filter calls").fill("")
+        page.locator(".sub.all").click()
+        page.locator(".tally", has_text="24 of 32").wait_for()
+        page.get_by_role("button", name="all calls").click()
+        page.locator(".tally", has_text=re.compile("^32$")).wait_for()
+
+
+def test_the_picture_is_clicked_zoomed_and_recoloured(browser: Any, world: World, tmp_path: Path) -> None:
+    with served(world.store) as server, tab(browser, color_scheme="light") as shown:
+        page = shown.open(f"{server.url}#/run/{world.tree}")
+        canvas = page.locator("canvas[data-drawn='32']")
+        canvas.wait_for()
+        box = canvas.bounding_box()
+        canvas.click(position={"x": box["width"] * 0.5, "y": 30})
+        page.locator(".crumbs b", has_text=re.compile("call 0$")).wait_for()
+        page.locator(".tip b", has_text="0 ").wait_for()
+        page.get_by_label("zoom in").click()
+        page.get_by_label("what colours mean").select_option("stop")
+        assert "limit" in text(page, ".legend")
+        photograph(page, "run-light-1280", tmp_path)
+        page.get_by_label("show all of it").click()
+        page.keyboard.press("t")
+        assert page.evaluate("document.documentElement.dataset.theme") == "dark"
+        page.reload()
+        page.locator("canvas[data-drawn='32']").wait_for()
+        assert page.evaluate("document.documentElement.dataset.theme") == "dark"
+
+
+def test_search_links_copy_tokens_and_the_journal(browser: Any, world: World, tmp_path: Path) -> None:
+    with served(world.store) as server, tab(browser, permissions=["clipboard-read", "clipboard-write"]) as shown:
+        page = shown.open(f"{server.url}#/run/{world.tree}/call/0/turn/4")
+        page.locator("#turn-3.pointed").wait_for()
+        assert page.locator("#turn-3").evaluate("(it) => it.getBoundingClientRect().top < innerHeight")
+        page.keyboard.press("/")
+        page.keyboard.type("two words")
+        page.keyboard.press("Enter")
+        hit = page.locator(".hit", has_text="0.25.0 · question")
+        hit.wait_for()
+        photograph(page, "run-search-1280", tmp_path)
+        hit.click()
+        page.locator(".crumbs b", has_text="call 0.25.0").wait_for()
+        page.get_by_role("button", name="close").click()
+        page.locator(".cell .copy").first.click()
+        page.locator("#toast.shown").wait_for()
+        assert page.evaluate("navigator.clipboard.readText()") == "FINAL(' '.join(context.split()[-2:]))"
+        page.locator(".turn-head .small").first.click()
+        page.locator(".tok.sampled").first.wait_for()
+        assert "version 3" in text(page, ".about")
+        page.locator(".tok.sampled").first.hover()
+        assert "logprob -0.5" in text(page, ".about")
+        with page.expect_download() as coming:
+            page.get_by_role("link", name="journal").click()
+        assert Path(coming.value.path()).read_bytes() == (world.store / "runs" / f"{world.tree}.jsonl").read_bytes()
+
+
+def test_keys_are_told(browser: Any, world: World) -> None:
+    with served(world.store) as server, tab(browser) as shown:
+        page = shown.open(f"{server.url}#/run/{world.tree}")
+        page.locator(".turn").first.wait_for()
+        page.keyboard.press("?")
+        keys = text(page, "#help")
+        assert all(words in keys for words in ("next call", "next turn", "dark or light", "search the run"))
+        page.keyboard.press("Escape")
+        page.keyboard.press("n")
+        page.keyboard.press("e")
+        page.keyboard.press("g")
+        page.keyboard.press("r")
+        page.locator(".run-row").first.wait_for()
+        assert page.url.endswith("#/")
+
+
+# --- a run that goes on ------------------------------------------------------------------------------------------------
+
+
+class Gate:
+    """Holds the model's replies to what begins with one of these words, until it is opened."""
+
+    def __init__(self, *words: str) -> None:
+        self._words, self._open = words, threading.Event()
+        self.reached = threading.Event()
+
+    async def __call__(self, asked: str) -> None:
+        if any(word in asked.partition("\n")[0] for word in self._words):
+            self.reached.set()
+            while not self._open.is_set():
+                await asyncio.sleep(0.005)
+
+    def open(self) -> None:
+        self._open.set()
+
+
+@SIZES
+def test_a_live_run(browser: Any, tmp_path: Path, size: tuple[int, int]) -> None:
+    """It is opened before it makes children, and watched to its end; nothing that is looked at moves meanwhile."""
+    store, gate, loop = Store(tmp_path / "store"), Gate("Why did it fail"), Loop()
+    try:
+        running = asyncio.run_coroutine_threadsafe(golden.held_tree(store, gate), loop.loop)
+        assert gate.reached.wait(30)
+        with served(store.root) as server, tab(browser, size) as shown:
+            page = shown.page
+            page.add_init_script(SHIFTS)
+            shown.open(f"{server.url}#/")
+            page.locator(".run-row .stop", has_text="running").wait_for()
+            page.locator(".run-row").first.click()
+            page.locator(".status.live").wait_for()
+            page.locator(".sub .took", has_text="running").first.wait_for()
+            page.wait_for_timeout(300)
+            before = page.evaluate("window.shifts.length")
+            clock = text(page, ".clock")
+            photograph(page, f"live-{size[0]}", tmp_path)
+            gate.open()
+            page.locator(".status.good").wait_for()
+            page.locator(".answer").wait_for()
+            assert running.result(30) == "final"
+            page.locator(".turn").nth(3).wait_for()
+            assert page.locator(".turn").count() == 4
+            assert text(page, ".clock") != clock
+            assert sum(page.evaluate("window.shifts")[before:]) < 0.02
+            page.locator("#help").wait_for(state="detached")
+            photograph(page, f"live-end-{size[0]}", tmp_path)
+    finally:
+        gate.open()
+        running.result(30)
+        loop.close()
+
+
+def test_following_stays_with_the_session_that_works(browser: Any, tmp_path: Path) -> None:
+    store, gate, loop = Store(tmp_path / "store"), Gate("Say it in"), Loop()
+    try:
+        running = asyncio.run_coroutine_threadsafe(golden.held_tree(store, gate), loop.loop)
+        assert gate.reached.wait(30)
+        with served(store.root) as server, tab(browser) as shown:
+            page = shown.open(f"{server.url}#/run/{next((store.root / 'runs').glob('*.jsonl')).stem}")
+            page.locator(".status.live").wait_for()
+            page.keyboard.press("f")
+            page.locator(".crumbs b", has_text="call 0.25.0").wait_for()
+            page.locator(".turn.pending .live").wait_for()
+            gate.open()
+            page.locator(".status.good").wait_for()
+            running.result(30)
+    finally:
+        gate.open()
+        running.result(30)
+        loop.close()
+
+
+def test_a_run_that_was_killed_is_shown_as_far_as_it_got(browser: Any, world: World, tmp_path: Path) -> None:
+    whole = (world.store / "runs" / f"{world.tree}.jsonl").read_bytes()
+    (tmp_path / "killed.jsonl").write_bytes(whole[: len(whole) * 2 // 3])
+    with served(tmp_path) as server, tab(browser) as shown:
+        page = shown.open(f"{server.url}#/run/p0%2Fkilled.jsonl")
+        page.locator(".turn").first.wait_for()
+        assert "ends in the middle of a line" in text(page, ".problem")
+        assert text(page, ".status") == "cut off"
+        assert "was cut off here" in text(page, ".call-foot")
+        photograph(page, "killed-1280", tmp_path)
+
+
+# --- the other pages ---------------------------------------------------------------------------------------------------
+
+
+@SIZES
+def test_runs(browser: Any, world: World, tmp_path: Path, size: tuple[int, int]) -> None:
+    with served(world.store, world.trainings) as server, tab(browser, size) as shown:
+        page = shown.open(server.url)
+        rows = page.locator(".run-row:visible")
+        page.locator(".run-row .question", has_text="days has May").wait_for()
+        assert text(page, ".runs-head .quiet") == "16"
+        photograph(page, f"runs-{size[0]}", tmp_path)
+        page.locator("#filter").fill("MAY scripted")
+        page.locator(".runs-head .quiet", has_text="1 of 16").wait_for()
+        assert rows.count() == 1
+        page.locator("#filter").fill("")
+        page.locator(".thead .tokens").click()
+        page.locator(".thead [aria-sort='descending']", has_text="tokens").wait_for()
+        page.locator(".thead .tokens").click()
+        page.locator(".thead [aria-sort='ascending']", has_text="tokens").wait_for()
+        assert "days has May" in rows.locator(".question").first.inner_text()
+        rows.first.click()
+        page.locator(".answer").wait_for()
+        assert text(page, ".answer .said") == "31"
+        page.go_back()
+        page.locator(".run-row").first.wait_for()
+        page.keyboard.press("k")
+        page.keyboard.press("Enter")
+        page.locator(".answer").wait_for()
+
+
+def test_thousands_of_runs_are_a_few_elements(browser: Any, world: World, tmp_path: Path) -> None:
+    line = (world.trainings / "second/rollouts/step-000020.jsonl").read_bytes()
+    (tmp_path / "many.jsonl").write_bytes(line * 300)
+    with served(tmp_path) as server, tab(browser) as shown:
+        page = shown.open(server.url)
+        page.locator(".runs-head .quiet", has_text="300").wait_for()
+        assert page.locator(".run-row").count() < 60
+        page.locator(".vlist").evaluate("(it) => { it.scrollTop = it.scrollHeight }")
+        page.locator(".run-row[data-index='299']").wait_for()
+        assert page.locator(".run-row").count() < 60
+
+
+@SIZES
+def test_training(browser: Any, world: World, tmp_path: Path, size: tuple[int, int]) -> None:
+    with served(world.trainings) as server, tab(browser, size) as shown:
+        page = shown.open(f"{server.url}#/training")
+        page.locator(".chart[data-name='reward'] canvas").wait_for()
+        titles = [title.inner_text() for title in page.locator(".group-title").all()]
+        assert titles[:3] == ["reward", "pass@k and other evaluations", "loss"]
+        page.locator(".rollout").first.wait_for()
+        assert [each.inner_text() for each in page.locator(".rollout b").all()] == ["1", "0.5", "0"]
+        photograph(page, f"training-{size[0]}", tmp_path)
+        page.get_by_label("laid over it").select_option(label="second")
+        page.locator(".chart[data-name='grad_norm'] h3 span", has_text=re.compile("·")).wait_for()
+        photograph(page, f"training-overlay-{size[0]}", tmp_path)
+        page.get_by_label("filter curves").fill("entropy")
+        page.locator(".chart[data-name='loss']").wait_for(state="detached")
+        assert page.locator(".chart").count() == 1
+        page.keyboard.press("Escape")
+        page.keyboard.press("[")
+        page.locator(".samples select").evaluate("(it) => it.value")
+        page.locator(".rollout").first.click()
+        page.locator("canvas[data-drawn='32']").wait_for()
+        assert "correct 1" in text(page, ".meta")
+        page.locator(".turn-head .small").first.click()
+        page.locator(".tok.sampled").first.wait_for()
+        page.get_by_label("what the colour of a token says").select_option("advantage")
+        page.locator(".tok.t-good").first.wait_for()
+
+
+def test_training_as_it_goes_on(browser: Any, tmp_path: Path) -> None:
+    from ramify.train.metrics import Metrics
+
+    folder = golden.training(tmp_path / "mine", [], steps=20)
+    with served(folder) as server, tab(browser) as shown:
+        page = shown.open(f"{server.url}#/training")
+        page.locator(".wide-head .quiet", has_text="step 20").wait_for()
+        metrics = Metrics(folder)
+        metrics.write(21, "rl", 40.0, {"reward": 0.123, "brand_new": 7.0})
+        metrics.close()
+        page.locator(".wide-head .quiet", has_text="step 21").wait_for()
+        page.locator(".chart[data-name='reward'] h3 span", has_text="0.123").wait_for()
+        page.locator(".chart[data-name='brand_new'] canvas").wait_for()
+
+
+@SIZES
+def test_compare(browser: Any, world: World, tmp_path: Path, size: tuple[int, int]) -> None:
+    with served(world.store) as server, tab(browser, size) as shown:
+        page = shown.open(f"{server.url}#/run/{world.tree}")
+        page.get_by_role("link", name="compare", exact=True).click()
+        page.locator("#parting").wait_for()
+        assert text(page, "#parting") == "Here they part, at turn 2: the model says something else."
+        assert page.locator(".aligned.same").count() == 1
+        photograph(page, f"compare-{size[0]}", tmp_path)
+        page.get_by_label("right run").select_option(world.tree)
+        page.locator(".note", has_text="They never part").wait_for()
+        page.get_by_label("which call").select_option("0.24")
+        page.locator(".answer", has_text="2026-03-01T12:00:05").first.wait_for()
+
+
+def test_bad_files_are_named_on_the_page(browser: Any, tmp_path: Path) -> None:
+    from tests.viewer.test_server import bad_files
+
+    expected = bad_files(tmp_path / "bad" if (tmp_path / "bad").mkdir() is None else tmp_path)
+    golden.append(tmp_path / "bad" / "good.jsonl", (Path(__file__).parents[1] / "data" / "golden.jsonl").read_bytes())
+    with served(tmp_path / "bad") as server, tab(browser) as shown:
+        page = shown.open(server.url)
+        page.locator(".run-row .question", has_text="its first line is not JSON").wait_for()
+        assert page.locator(".run-row:visible").count() == len(expected) + 1
+        photograph(page, "runs-bad-1280", tmp_path)
+        for name, words in expected.items():
+            page.goto(f"{server.url}#/run/p0%2F{name}")
+            page.locator(".problem", has_text=words).first.wait_for()
+        photograph(page, "run-bad-1280", tmp_path)
+        page.goto(f"{server.url}#/run/p0%2Fgood.jsonl/call/0.2")
+        page.locator(".answer.failed", has_text="prompt too long").wait_for()
+        page.goto(f"{server.url}#/run/p0%2Fgood.jsonl/call/0")
+        page.locator(".kept.warned", has_text="history was compacted: 1 of 5 messages kept").wait_for()
+        page.goto(f"{server.url}#/run/p0%2Fgood.jsonl/call/1")
+        page.locator(".note", has_text="goes on from turn 4 of call 0").wait_for()
+        photograph(page, "run-fork-1280", tmp_path)
+
+
+# --- hostile text, and a file that works offline ------------------------------------------------------------------------
+
+
+def test_what_a_model_says_is_never_html(browser: Any, world: World, tmp_path: Path) -> None:
+    """HTML in the question, context, prose, code, output, value, error, reasoning, model's name, sub-calls and answer."""
+    with served(world.store, world.trainings) as server, tab(browser) as shown:
+        page = shown.open(server.url)
+        page.locator(".run-row .question", has_text="<img src=x").first.wait_for()
+        assert page.evaluate(HACKED) == [None, 0]
+        for where in (f"#/run/{world.hostile}", f"#/run/{world.hostile}/call/0.0"):
+            page.goto(server.url + where)
+            page.locator(".turn .said", has_text="<b id=evil>").first.wait_for()
+            assert page.evaluate(HACKED) == [None, 0]
+        page.goto(f"{server.url}#/run/{world.hostile}")
+        page.locator(".fault", has_text="<script>window.hacked=1</script>").first.wait_for()
+        page.locator(".reasoning summary").first.wait_for()
+        page.evaluate("for (const each of document.querySelectorAll('details')) each.open = true")
+        page.locator("#search").fill("<script>")
+        page.keyboard.press("Enter")
+        page.locator(".hit mark", has_text="<script>").first.wait_for()
+        page.mouse.move(640, 205)
+        photograph(page, "hostile-1280", tmp_path)
+        assert page.evaluate(HACKED) == [None, 0]
+        page.goto(f"{server.url}#/compare/{world.hostile}/{world.tree}")
+        page.locator("#parting").wait_for()
+        page.goto(f"{server.url}#/training")
+        page.locator(".rollout", has_text="<img src=x").first.wait_for()
+        assert page.evaluate(HACKED) == [None, 0]
+
+
+@pytest.mark.parametrize("name", ["tree", "hostile"])
+def test_a_file_that_works_offline(browser: Any, world: World, tmp_path: Path, name: str) -> None:
+    run = getattr(world, name)
+    file = tmp_path / "run.html"
+    file.write_bytes(exported(Library([world.store]).find(run)))
+    with tab(browser) as shown:
+        page = shown.page
+        asked: list[str] = []
+        page.on("request", lambda request: asked.append(request.url))
+        page.context.set_offline(True)
+        shown.open(file.as_uri())
+        page.locator("canvas[data-drawn]").wait_for()
+        page.locator(".turn").first.wait_for()
+        page.locator(".sub").first.click()
+        page.locator(".crumbs b", has_text="call 0.").wait_for()
+        page.locator("#search").fill("disk" if name == "tree" else "script")
+        page.keyboard.press("Enter")
+        page.locator(".hit mark").first.wait_for()
+        photograph(page, f"export-{name}-1280", tmp_path)
+        assert page.evaluate(HACKED) == [None, 0]
+        assert asked == [file.as_uri()]

@@ -1,0 +1,387 @@
+"""What the server knows of files good and bad, who may ask it, and what it tells while a run grows."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from ramify import Store
+from ramify.errors import ConfigError
+from ramify.viewer.library import Library, kind_of
+from ramify.viewer.picture import COLUMNS
+from ramify.viewer.server import POLICY, STATIC, ViewServer
+from tests.data.golden import JOURNAL
+from tests.viewer import golden
+from tests.viewer.conftest import World
+
+GOLDEN_ID = "20260301-142501-5gk0x7m-which-host"
+Get = Callable[..., Awaitable[Any]]
+
+
+def asked(paths: list[Path], ask: Callable[[Get, ViewServer], Awaitable[Any]], **options: Any) -> Any:
+    """What ``ask(get, server)`` gives, of a server of ``paths``; ``get(path, **query)`` is the answer's JSON."""
+
+    async def main() -> Any:
+        async with ViewServer(Library(paths), port=0, **options) as server, aiohttp.ClientSession() as http:
+
+            async def get(path: str, **query: Any) -> Any:
+                async with http.get(f"http://127.0.0.1:{server.port}{path}", params=query) as response:
+                    return await response.json()
+
+            return await ask(get, server)
+
+    return asyncio.run(main())
+
+
+def seen(paths: list[Path], path: str, **query: Any) -> Any:
+    return asked(paths, lambda get, _: get(path, **query))
+
+
+# --- good runs ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_list_has_runs_of_stores_files_and_trainings(world: World) -> None:
+    found = seen([world.store, world.trainings], "/api/runs")
+    keys = [run["key"] for run in found["runs"]]
+    assert {world.tree, world.plain, world.other, world.hostile} < set(keys)
+    assert found["problems"] == []
+    rollouts = {run["key"]: run.get("reward") for run in found["runs"] if "/rollouts/" in run["key"]}
+    assert rollouts["p1/base/rollouts/step-000020.jsonl:1"] == 1.0
+    assert rollouts["p1/base/rollouts/step-000020.jsonl:2"] == 0.0
+    assert [each["key"] for each in found["trainings"]] == ["p1/base", "p1/second"]
+    tree = next(run for run in found["runs"] if run["key"] == world.tree)
+    assert (tree["question"], tree["depth"], tree["num_calls"], tree["stop"]) == (golden.QUESTION, 2, 32, "final")
+
+
+def test_a_run_is_rows_of_the_columns_that_the_page_knows(world: World) -> None:
+    found = seen([world.store], "/api/run", key=world.tree)
+    assert tuple(found["columns"]) == COLUMNS
+    source = (STATIC / "run.js").read_text()
+    named = re.search(r"function callOf\(\[(.*?)\]\)", source)
+    assert named is not None
+    assert tuple(named[1].split(", ")) == COLUMNS
+    calls = [dict(zip(COLUMNS, row, strict=True)) for row in found["calls"]]
+    assert [call["id"] for call in calls if call["parent"] == 0][:3] == ["0.0", "0.1", "0.2"]
+    assert [call["stop"] for call in calls].count("error") == 2
+    assert len(calls[0]["spans"]) == 8  # four turns, each asked and answered
+    assert calls[0]["spans"] == sorted(calls[0]["spans"])
+    assert found["head"]["limits"]["max_cost"] == 0.5
+
+
+def test_a_call_is_told_turn_by_turn(world: World) -> None:
+    call = seen([world.store], "/api/call", key=world.tree, id="0")
+    assert [turn["reused"] for turn in call["turns"]] == [0, 3, 5, 7]
+    assert [bool(turn["cells"][0]["error"]) for turn in call["turns"]] == [False, True, False, False]
+    assert call["answer"] == '{"host":"web-5","at":"2026-03-01T12:00:05","why":"disk full"}'
+    later = seen([world.store], "/api/call", **{"key": world.tree, "id": "0", "from": 2})
+    assert [turn["index"] for turn in later["turns"]] == [2, 3]
+
+
+def test_long_texts_are_cut_until_they_are_asked_for_whole(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    run = golden.plain(store, "What is " + "a" * 30_000, "b" * 30_000)
+
+    async def ask(get: Get, _: ViewServer) -> None:
+        cut = await get("/api/call", key=run, id="0")
+        assert (len(cut["answer"]["text"]), cut["answer"]["chars"]) == (20_000, 30_000)
+        whole = await get("/api/call", key=run, id="0", full=1)
+        assert whole["answer"] == "b" * 30_000
+
+    asked([tmp_path], ask)
+
+
+def test_the_golden_journal_with_everything_that_there_is() -> None:
+    async def ask(get: Get, _: ViewServer) -> None:
+        run = await get("/api/run", key="p0/")
+        assert [row[0] for row in run["calls"]] == ["0", "0.0", "0.1", "0.2", "1"]
+        assert run["head"]["problems"] == []
+        lost = await get("/api/call", key="p0/", id="0.1")
+        assert [note["kind"] for note in lost["notes"]] == ["attempt", "note"]
+        compacted = await get("/api/call", key="p0/", id="0")
+        assert compacted["turns"][2]["reused"] == 1
+        second = await get("/api/call", key="p0/", id="1")
+        assert second["fork"] == {"call": "0", "turn": 3}
+        tokens = await get("/api/tokens", key="p0/", id="0.0", turn=0)
+        assert (tokens["given"], tokens["sampled"], tokens["versions"]) == ([1, 5, 9], [7, 8, 2], [4, 4, 5])
+        (hit, *_) = (await get("/api/search", key="p0/", q="HOST-7 AT"))["found"]
+        assert (hit["call"], hit["where"]) == ("0", "user")
+
+    asked([JOURNAL], ask)
+
+
+def test_tokens_have_advantages_where_training_noted_them(world: World) -> None:
+    async def ask(get: Get, _: ViewServer) -> None:
+        key = "p0/base/rollouts/step-000020.jsonl:1"
+        first = await get("/api/tokens", key=key, id="0", turn=0)
+        assert set(first["advantages"]) == {0.5}
+        second = await get("/api/tokens", key=key, id="0", turn=1)
+        assert second["advantages"][:3] == [0.1, -0.2, 0.0]
+        assert set(second["versions"]) == {3}
+
+    asked([world.trainings], ask)
+
+
+def test_training_has_curves_and_samples(world: World) -> None:
+    async def ask(get: Get, _: ViewServer) -> None:
+        found = await get("/api/training", key="p0/base")
+        assert found["stages"] == [["sft", 1], ["rl", 11]]
+        assert found["names"]["reward"][0] == list(range(11, 41))
+        assert found["kept"] == [20, 30, 40]
+        assert [each["stage"] for each in found["final"]] == ["last"]
+        samples = await get("/api/samples", key="p0/base", step=20)
+        assert [row["reward"] for row in samples["rows"]] == [1.0, 0.5, 0.0]
+        run = await get("/api/run", key=samples["rows"][0]["key"])
+        assert run["head"]["rewards"] == {"correct": 1.0}
+        depths = {(each["depth"], each["kind"]): each["calls"] for each in samples["depths"]}
+        assert depths[0, "rlm"] == 3
+        assert (await get("/api/samples", key="p0/base", step=7))["error"].endswith("says how often they are kept")
+
+    asked([world.trainings], ask)
+
+
+# --- bad files ---------------------------------------------------------------------------------------------------------
+
+
+def bad_files(folder: Path) -> dict[str, str]:
+    """File -> a piece of what is said of it."""
+    whole = JOURNAL.read_bytes()
+    lines = whole.splitlines(keepends=True)
+    (folder / "torn.jsonl").write_bytes(whole[:-40])
+    (folder / "damaged.jsonl").write_bytes(b"".join([*lines[:9], b'{"type":"Replied","call":"0","oops\n', *lines[9:]]))
+    (folder / "newer.jsonl").write_bytes(whole.replace(b'"schema_version":1', b'"schema_version":99', 1))
+    (folder / "unknown.jsonl").write_bytes(b"".join([lines[0], *lines[2:]]))
+    (folder / "notes.jsonl").write_text("these are my notes\n")
+    (folder / "other.jsonl").write_text('{"a": 1}\n')
+    (folder / "empty.jsonl").write_text("")
+    return {
+        "torn.jsonl": "ends in the middle of a line", "damaged.jsonl": "line 10 is damaged",
+        "newer.jsonl": "was written by a newer Ramify (schema 99; this one reads up to 1)",
+        "unknown.jsonl": "line 2 does not follow from those before it", "notes.jsonl": "its first line is not JSON",
+        "other.jsonl": "its first line is neither a RunStarted event nor a trajectory", "empty.jsonl": "is empty",
+    }  # fmt: skip
+
+
+def test_each_bad_file_is_named_and_the_rest_is_shown(tmp_path: Path) -> None:
+    expected = bad_files(tmp_path)
+    (tmp_path / "good.jsonl").write_bytes(JOURNAL.read_bytes())
+
+    async def ask(get: Get, _: ViewServer) -> None:
+        rows = {run["key"]: run for run in (await get("/api/runs"))["runs"]}
+        assert len(rows) == 8
+        assert rows["p0/good.jsonl"].get("problem") is None
+        assert all(
+            rows[f"p0/{name}"]["problem"] for name in ("newer.jsonl", "notes.jsonl", "other.jsonl", "empty.jsonl")
+        )
+        for name, words in expected.items():
+            run = await get("/api/run", key=f"p0/{name}")
+            (problem,) = run["head"]["problems"]
+            assert words in problem
+            assert str(tmp_path / name) in problem
+        assert len((await get("/api/run", key="p0/damaged.jsonl"))["calls"]) == 3
+        assert len((await get("/api/run", key="p0/torn.jsonl"))["calls"]) == 5
+
+    asked([tmp_path], ask)
+
+
+def test_what_is_not_there(tmp_path: Path, world: World) -> None:
+    with pytest.raises(ConfigError, match="there is no file or folder"):
+        Library([tmp_path / "nothing"])
+    (tmp_path / "texts").mkdir()
+    (problem,) = seen([tmp_path / "texts"], "/api/runs")["problems"]
+    assert "holds no runs" in problem["text"]
+
+    async def ask(get: Get, _: ViewServer) -> None:
+        assert "there is no run 'nope'" in (await get("/api/run", key="nope"))["error"]
+        assert "has no call '7.7'" in (await get("/api/call", key=world.tree, id="7.7"))["error"]
+        assert (await get("/api/run"))["error"] == "/api/run needs ?key="
+        assert "is not a number" in (await get("/api/tokens", key=world.tree, id="0", turn="x"))["error"]
+
+    asked([world.store], ask)
+
+
+def test_a_line_of_a_file_of_trajectories_may_be_bad(world: World, tmp_path: Path) -> None:
+    good = (world.trainings / "base/rollouts/step-000020.jsonl").read_bytes().splitlines(keepends=True)[0]
+    (tmp_path / "mixed.jsonl").write_bytes(good + b'{"id": "x", "calls": 3}\n' + good)
+    rows = seen([tmp_path], "/api/runs")["runs"]
+    assert [bool(row.get("problem")) for row in sorted(rows, key=lambda row: str(row["key"]))] == [False, True, False]
+
+
+def test_damaged_metrics_are_told_and_the_rest_is_shown(world: World, tmp_path: Path) -> None:
+    lines = (world.trainings / "base/metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (tmp_path / "metrics.jsonl").write_bytes(b"".join([*lines[:5], b"{oops}\n", *lines[5:]]))
+    found = seen([tmp_path], "/api/training", key="p0/")
+    assert "metrics.jsonl, line 6 is damaged" in found["problems"][0]
+    assert found["step"] == 40
+
+
+def test_kinds(tmp_path: Path) -> None:
+    record = tmp_path / "eval.jsonl"
+    record.write_text('{"type":"plan","model":"m"}\n')
+    assert "evaluation's record" in kind_of(record)
+    assert kind_of(JOURNAL) == "journal"
+
+
+# --- who may ask -------------------------------------------------------------------------------------------------------
+
+
+def test_another_address_needs_a_token() -> None:
+    with pytest.raises(ConfigError, match=r"0\.0\.0\.0 can be reached from other machines: give a token"):
+        ViewServer(Library([JOURNAL]), host="0.0.0.0")
+
+
+def test_without_a_token_only_names_of_this_machine_are_answered() -> None:
+    async def main() -> None:
+        async with ViewServer(Library([JOURNAL]), port=0) as server, aiohttp.ClientSession() as http:
+            url = f"http://127.0.0.1:{server.port}/api/runs"
+            for host, status in {"evil.example": 403, "localhost": 200, "127.0.0.1": 200, "[::1]": 200}.items():
+                async with http.get(url, headers={"Host": f"{host}:{server.port}"}) as response:
+                    assert response.status == status
+
+    asyncio.run(main())
+
+
+def test_the_token_moves_from_the_address_to_a_cookie() -> None:
+    async def main() -> None:
+        async with ViewServer(Library([JOURNAL]), host="0.0.0.0", port=0, token="s3cret/+") as server:
+            base = f"http://127.0.0.1:{server.port}"
+            async with aiohttp.ClientSession(cookie_jar=aiohttp.CookieJar(unsafe=True)) as http:
+                for path in ("/", "/api/runs", "/static/main.js", "/?token=wrong"):
+                    async with http.get(base + path) as response:
+                        assert response.status == 401
+                        assert "s3cret" not in await response.text()
+                async with http.get(server.url.replace("0.0.0.0", "127.0.0.1"), allow_redirects=False) as response:
+                    assert (response.status, response.headers["Location"]) == (303, "/")
+                    assert "HttpOnly" in response.headers["Set-Cookie"]
+                    assert "SameSite=Strict" in response.headers["Set-Cookie"]
+                async with http.get(f"{base}/api/runs") as response:
+                    assert response.status == 200
+            bearer = {"Authorization": "Bearer s3cret/+"}
+            async with aiohttp.ClientSession() as http, http.get(f"{base}/api/runs", headers=bearer) as response:
+                assert response.status == 200
+
+    asyncio.run(main())
+
+
+def test_nothing_beside_the_named_places_is_read(world: World, tmp_path: Path) -> None:
+    (tmp_path / "secret.jsonl").write_bytes(JOURNAL.read_bytes())
+    (tmp_path / "shown").mkdir()
+    (tmp_path / "shown" / "run.jsonl").write_bytes(JOURNAL.read_bytes())
+    (tmp_path / "shown" / "link.jsonl").symlink_to(tmp_path / "secret.jsonl")
+
+    async def ask(get: Get, server: ViewServer) -> None:
+        for key in ("p0/../secret.jsonl", f"p0/{tmp_path}/secret.jsonl", "p0/link.jsonl", "p9/run.jsonl", "../secret"):
+            for path in ("/api/run", "/api/journal", "/api/events"):
+                assert "there is no" in (await get(path, key=key))["error"]
+        async with aiohttp.ClientSession() as http:
+            for path in ("/static/../server.py", "/static/%2e%2e/server.py", "/static/..%2fserver.py"):
+                async with http.get(f"http://127.0.0.1:{server.port}{path}") as response:
+                    assert response.status in (403, 404)
+
+    asked([tmp_path / "shown"], ask)
+
+
+def test_every_answer_has_the_policy(world: World) -> None:
+    async def ask(_: Get, server: ViewServer) -> None:
+        async with aiohttp.ClientSession() as http:
+            for path in ("/", "/static/main.js", "/api/runs", "/nothing"):
+                async with http.get(f"http://127.0.0.1:{server.port}{path}") as response:
+                    assert response.headers["Content-Security-Policy"] == POLICY
+                    assert response.headers["X-Content-Type-Options"] == "nosniff"
+            async with http.get(f"http://127.0.0.1:{server.port}/api/journal", params={"key": world.tree}) as response:
+                assert await response.read() == (world.store / "runs" / f"{world.tree}.jsonl").read_bytes()
+                assert response.headers["Content-Disposition"].startswith("attachment")
+
+    asked([world.store], ask)
+
+
+def test_no_module_makes_html_of_a_string() -> None:
+    ours = list(STATIC.glob("*.js"))
+    assert len(ours) > 10
+    sinks = re.compile(
+        r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|DOMParser|\beval\(|new Function|srcdoc|ContextualFragment"
+    )
+    assert {path.name: found for path in ours if (found := sinks.findall(path.read_text()))} == {}
+
+
+def test_what_is_vendored_has_its_licence() -> None:
+    vendored = STATIC / "vendor"
+    assert {path.stem.split("-")[0] for path in vendored.glob("*.js")} == {
+        path.stem for path in vendored.glob("*.LICENSE")
+    }
+
+
+# --- what changes ------------------------------------------------------------------------------------------------------
+
+
+async def messages(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
+    """The data of each event; ends with the one named ``end``."""
+    async for line in response.content:
+        if line.startswith(b"event: end"):
+            return
+        if line.startswith(b"data: "):
+            yield json.loads(line[6:])
+
+
+def test_what_is_written_is_told_to_every_page_and_the_end_too(tmp_path: Path) -> None:
+    """A run is written event by event; two pages follow, the second from the middle on, and both know it all."""
+    lines = JOURNAL.read_bytes().splitlines(keepends=True)
+    store = Store(tmp_path)
+
+    async def main() -> None:
+        from ramify.store.reading import decode_line
+
+        events = [decode_line(line[:-1], JOURNAL, 1) for line in lines]
+        journal = store.create(GOLDEN_ID)
+        for event in events[:10]:
+            journal.append(event)
+        async with ViewServer(Library([tmp_path]), port=0) as server, aiohttp.ClientSession() as http:
+            url = f"http://127.0.0.1:{server.port}/api/"
+            async with http.get(f"{url}run", params={"key": GOLDEN_ID}) as response:
+                picture = await response.json()
+            assert picture["head"]["alive"] is True
+
+            async def follow(version: int) -> list[list[Any]]:
+                rows = list(picture["calls"]) if version else []
+                async with http.get(f"{url}events", params={"key": GOLDEN_ID, "version": version}) as response:
+                    async for message in messages(response):
+                        for index, row in message["rows"]:
+                            rows[index : index + 1] = [row]
+                        heads.append(message["head"])
+                return rows
+
+            heads: list[dict[str, Any]] = []
+            pages = [asyncio.create_task(follow(version)) for version in (picture["head"]["version"], 0)]
+            for event in events[10:]:
+                await asyncio.sleep(0.005)
+                journal.append(event)
+            await asyncio.sleep(0.1)
+            journal.close()
+            both = await asyncio.wait_for(asyncio.gather(*pages), 20)
+            async with http.get(f"{url}run", params={"key": GOLDEN_ID}) as response:
+                whole = await response.json()
+            assert both == [whole["calls"], whole["calls"]]
+            assert heads[-1]["alive"] is False
+            assert heads[-1]["version"] == whole["head"]["version"] == len(events)
+
+    asyncio.run(main())
+
+
+def test_a_resumed_training_is_read_anew(world: World, tmp_path: Path) -> None:
+    from ramify.train.metrics import cut
+    from ramify.viewer.training import Curves
+
+    folder = golden.training(tmp_path / "mine", [])
+    curves = Curves(folder)
+    curves.refresh()
+    assert curves.data()["step"] == 40
+    cut(folder, 20)
+    assert curves.size_changed()
+    curves.refresh()
+    assert curves.data()["names"]["loss"][0] == list(range(1, 21))
