@@ -1,0 +1,33 @@
+"""Figures of the faces: the page (``faces_view.py``) and the server of runs (``faces_serve.py``), each in its own words.
+
+    python benchmarks/faces.py            a table; --quick for fewer rounds, within five minutes
+    python benchmarks/faces.py --json     also prints, as its last line, {"figures": [{"name", "value", …}, …]}
+
+Exits with 1 where a figure misses what is promised. Without a browser the page's figures stay empty.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+import faces_serve
+import faces_view
+from engine import show
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Figures of ramify view and ramify serve.")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON on the last line")
+    options = parser.parse_args()
+    found = [*faces_view.figures(options.quick), *faces_serve.figures(options.quick)]
+    show(found)
+    if options.json:
+        print(json.dumps({"figures": [figure.as_json() for figure in found]}))
+    return 1 if any(figure.holds is False for figure in found) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
