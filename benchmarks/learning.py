@@ -219,7 +219,8 @@ def picture(runs: Sequence[Trained]) -> str:
     for index, name in enumerate(dict.fromkeys(run.name for run in runs)):
         parts.append(f'<text x="{left + 110 * index}" y="{height - 6}" fill="{colours[name]}">{name}</text>')
     parts.append(
-        f'<text x="{width - 250}" y="{height - 22}">CPU seconds of rollouts and learning, 0 to {longest:.0f}</text></svg>'
+        f'<text x="{width - 20}" y="{height - 6}" text-anchor="end">'
+        f"CPU seconds of rollouts and learning, 0 to {longest:.0f}</text></svg>"
     )
     return "\n".join(parts) + "\n"
 
