@@ -5,23 +5,15 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from ramify.cli.ask import KINDS, NO_MODEL, SETTINGS, make_rlm, mcp_tools, open_store, sandbox_spec
+from ramify.cli.ask import make_rlm, mcp_tools, open_store, sandbox_spec
 from ramify.cli.exits import Exit
-from ramify.cli.notes import Notes, write
 from ramify.cli.parser import Command
-from ramify.cli.settings import fill, unknown_variables
-
-_NOT_HERE = ("cite", "cache", "json", "verbose")
+from ramify.cli.serving import LIMITS, begin
 
 
 def mcp(words: list[str], **given: Any) -> int:
-    settings = fill(given, KINDS)
-    notes = Notes(bool(settings.get("quiet")))
-    notes.take_warnings()
-    for line in unknown_variables(KINDS):
-        notes.say(f"ramify: warning: {line}")
-    if not settings.get("model"):
-        write(NO_MODEL.replace("ramify ask", "ramify mcp"))
+    settings, _ = begin(given, "mcp")
+    if settings is None:
         return Exit.ERROR
     from ramify.engine.mcp import need_extra
 
@@ -41,5 +33,5 @@ Protocol, over standard input and output. The options of ask set what a question
     run=mcp,
     words="ROOT…",
     max_words=None,
-    options=tuple(option for option in SETTINGS if option.name not in _NOT_HERE),
+    options=LIMITS,
 )

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 from typing import TYPE_CHECKING, Any
 
-from ramify.cli.ask import KINDS, NO_MODEL, SETTINGS, make_rlm, mcp_tools, open_store, sandbox_spec
+from ramify.cli.ask import make_rlm, mcp_tools, open_store, sandbox_spec
 from ramify.cli.exits import Exit
 from ramify.cli.measures import parse_size
 from ramify.cli.notes import Notes, write
 from ramify.cli.parser import Command, Option, UsageError
-from ramify.cli.settings import fill, unknown_variables
+from ramify.cli.serving import LIMITS, begin, on_stop
 from ramify.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -37,19 +36,12 @@ OF_A_SERVER = (
     Option("max_body", str, "of one request (default: 64MB)", "SIZE"),
     Option("grace", float, "seconds that runs may go on after the first Ctrl-C (default: 30)"),
 )
-_NOT_HERE = ("cite", "cache", "json", "verbose")
-_SETTINGS = tuple(option for option in SETTINGS if option.name not in _NOT_HERE)
 
 
 def serve(words: list[str], **given: Any) -> int:
     own = {option.name: given.pop(option.name) for option in OF_A_SERVER}
-    settings = fill(given, KINDS)
-    notes = Notes(bool(settings.get("quiet")))
-    notes.take_warnings()
-    for line in unknown_variables(KINDS):
-        notes.say(f"ramify: warning: {line}")
-    if not settings.get("model"):
-        write(NO_MODEL.replace("ramify ask", "ramify serve"))
+    settings, notes = begin(given, "serve")
+    if settings is None:
         return Exit.ERROR
     for name in ("max_runs", "grace"):
         if own[name] is not None and not own[name] >= 1 * (name == "max_runs"):
@@ -88,14 +80,12 @@ def _keys(own: dict[str, Any], root: Path | None) -> Keys:
 
 
 async def _serve(server: RunServer, grace_s: float, notes: Notes) -> None:
-    loop = asyncio.get_running_loop()
     asked, again = asyncio.Event(), asyncio.Event()
 
     def stop() -> None:
         (again if asked.is_set() else asked).set()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop)
+    on_stop(stop)
     async with server:
         write(f"{server.name} at {server.url} (Ctrl-C to stop)")
         await asked.wait()
@@ -114,5 +104,5 @@ COMMAND = Command(
 Serve whole recursive runs as an OpenAI-compatible API: chat completions and responses, also streamed. A
 client needs nothing but another base URL. The options of ask set what a request may spend at most.""",
     run=serve,
-    options=(*OF_A_SERVER, *_SETTINGS),
+    options=(*OF_A_SERVER, *LIMITS),
 )

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 from typing import TYPE_CHECKING
 
 from ramify.cli.exits import Exit
 from ramify.cli.notes import write
 from ramify.cli.parser import Command, Option, UsageError
+from ramify.cli.serving import on_stop
 
 if TYPE_CHECKING:
     from ramify.inference.local.client import LocalClient
@@ -51,9 +51,7 @@ def serve_policy(
 
 async def _serve(server: PolicyServer, client: LocalClient) -> None:
     stopped = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stopped.set)
+    on_stop(stopped.set)
     async with server:
         write(f"{server.name} at {server.url} (Ctrl-C to stop)")
         await stopped.wait()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
@@ -12,6 +11,7 @@ from urllib.parse import quote
 from ramify.cli.exits import Exit
 from ramify.cli.notes import write
 from ramify.cli.parser import Command, Option, UsageError
+from ramify.cli.serving import on_stop
 from ramify.errors import ConfigError, StoreError
 
 if TYPE_CHECKING:
@@ -87,9 +87,7 @@ def _export(library: Library, keys: list[str], export: str) -> int:
 
 async def _serve(server: ViewServer, first: str, is_opened: bool) -> None:
     stopped = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stopped.set)
+    on_stop(stopped.set)
     async with server:
         write(f"open {server.url}{first} (Ctrl-C to stop)")
         if is_opened:
