@@ -52,6 +52,8 @@ class Reading(msgspec.Struct, eq=False):
     """Why it says nothing, in a word or a few, where it does not; metrics count them."""
     outcome: float | None = None
     """A reward of the whole trajectory, where the signal gives one."""
+    counts: dict[str, float] = msgspec.field(default_factory=dict)
+    """What happened on the way, for the metrics: votes, those outside the format, hints rejected and why."""
     calls: list[Call] = msgspec.field(default_factory=list)
     """What was asked of judges, of kind ``judge``: put on the tree once its streams are made, so that it is never trained."""
 
@@ -119,28 +121,29 @@ class Judge(Protocol):
 
 
 class Row(msgspec.Struct, frozen=True, eq=False):
-    """Tokens to be scored: the last ``num`` of ``ids``. They are given as ids, never as text."""
+    """A path of tokens, some of which are to be scored. They are given as ids, never as text."""
 
     ids: Sequence[int]
     """[T]"""
-    num: int
+    spans: Sequence[tuple[int, int]]
+    """The stretches ``[start, end)`` to be scored, in order; N tokens in all. The first token of a path has no score."""
     candidates: Sequence[Sequence[int]] = ()
-    """[num, k] further ids that are scored at each position; empty for none."""
+    """[N, k] further ids that are scored at each position; empty for none."""
     temperature: float = 1.0
     """Logits are divided by it: the one that the tokens were sampled at."""
 
 
 class Scores(msgspec.Struct, frozen=True, eq=False):
-    """What a model thinks of a row's last ``num`` tokens."""
+    """What a model thinks of a row's spans, one after the other."""
 
     logprobs: list[float]
-    """[num]"""
+    """[N]"""
     candidates: list[list[float]] = []
-    """[num, k] of the row's candidates, where it has any."""
+    """[N, k] of the row's candidates, where it has any."""
     top_ids: list[list[int]] = []
-    """[num, k] the likeliest tokens, where they were asked for."""
+    """[N, k] the likeliest tokens, where they were asked for."""
     top: list[list[float]] = []
-    """[num, k] their log-probabilities."""
+    """[N, k] their log-probabilities."""
 
 
 class Scorer(Protocol):
