@@ -117,14 +117,14 @@ class Single:
         found = []
         with torch.no_grad(), self._trunk.scope():
             for batch in batches:
-                entries = self._entries(batch, "no")
-                columns = {"logprobs": entries.logprobs.cpu().numpy()}
-                if entries.teacher_ids_logprobs is not None:
-                    columns["candidates"] = entries.teacher_ids_logprobs.cpu().numpy()
                 if top:
-                    ids, logprobs = self._top(batch, top)
-                    columns |= {"top_ids": ids.cpu().numpy(), "top": logprobs.cpu().numpy()}
-                found.append(columns)
+                    columns = self._top(batch, top)
+                else:
+                    entries = self._entries(batch, "no")
+                    columns = {"logprobs": entries.logprobs}
+                    if entries.teacher_ids_logprobs is not None:
+                        columns["candidates"] = entries.teacher_ids_logprobs
+                found.append({name: column.cpu().numpy() for name, column in columns.items()})
         return found
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -189,19 +189,22 @@ class Single:
             teacher_ids_logprobs=logprobs[:, 1:] if logprobs.shape[1] > 1 else None,
         )
 
-    def _top(self, batch: Batch, num: int) -> tuple[Tensor, Tensor]:
-        """The ``num`` likeliest tokens of each entry and their log-probabilities, at the entry's temperature."""
-        temperature = self._tensor(batch.streams["temperature"])
-        parts = []
+    def _top(self, batch: Batch, num: int) -> dict[str, Tensor]:
+        """Log-probabilities of each entry's token and of its ``num`` likeliest, at the entry's temperature."""
+        temperature, targets = self._tensor(batch.streams["temperature"]), self._tensor(batch.targets)[:, None]
+        parts: list[tuple[Tensor, Tensor, Tensor]] = []
         with self._autocast():
             rows, places = (self._tensor(each) for each in np.unique(batch.sources, return_inverse=True))
             tokens = self._tensor(batch.token_ids), self._tensor(batch.positions)
             h_ED = self._trunk.hidden(*tokens, batch.segments, rows).index_select(0, places)
             size = max(1, (1 << 22) // self._policy.config.vocab_size)
             for start in range(0, len(h_ED), size):
-                z_nV = self._trunk.logits(h_ED[start : start + size]) / temperature[start : start + size, None]
-                parts.append(z_nV.log_softmax(-1).topk(num))
-        return torch.cat([ids for _, ids in parts]), torch.cat([logprobs for logprobs, _ in parts])
+                at = slice(start, start + size)
+                z_nV = self._trunk.logits(h_ED[at]) / temperature[at, None]
+                logprobs_nV = z_nV.log_softmax(-1)
+                parts.append((logprobs_nV.gather(1, targets[at])[:, 0], *logprobs_nV.topk(num)))
+        logprobs, top, top_ids = (torch.cat(each) for each in zip(*parts, strict=True))
+        return {"logprobs": logprobs, "top": top, "top_ids": top_ids}
 
     def _asked(self, batch: Batch, streams: Mapping[str, Tensor], entropy: Literal["no", "value", "gradient"]) -> Asked:
         targets = self._tensor(batch.targets)[:, None]

@@ -181,8 +181,9 @@ def check_vocabulary(policy: Policy, teacher: Policy, name: str) -> None:
         texts = sorted(text for text in ours.keys() | theirs.keys() if ours.get(text) != theirs.get(text))
         text = texts[0]
         raise ConfigError(
-            f"teacher '{name}' has another vocabulary: {text!r} is token {ours.get(text)} of the policy and {theirs.get(text)} of "
-            f"the teacher ({len(texts)} differ); a teacher scores the policy's own ids, so both need one tokenizer"
+            f"teacher '{name}' has another vocabulary: {text!r} is token {ours.get(text)} of the policy and "
+            f"{theirs.get(text)} of the teacher ({len(texts)} differ); a teacher scores the policy's own ids, so both need "
+            "one tokenizer"
         )
 
 
@@ -202,7 +203,6 @@ class Teachers:
         self._executor = ThreadPoolExecutor(1, "ramify-teacher")
         self._models: dict[str, Any] = {}
         self._scorers: dict[str, Any] = {}
-        self._num_tokens = 0.0
         for name in self._sources:
             if name not in ("reference", "ema", "live", "random") and not name.startswith("client:"):
                 self._models[name] = self._other(name)

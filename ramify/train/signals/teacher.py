@@ -200,7 +200,7 @@ class Teacher(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         plain = await self._plain(chosen, scorer, context)
         old = await self._old(chosen, group, context)
         for index, (each, scores) in enumerate(zip(chosen, teacher, strict=True)):
-            reading = found[each.index].reading
+            reading = found[each.number].reading
             if self.choose == "overlap" and each.hint and reading.notes:
                 reading.notes = dict.fromkeys(reading.notes, each.hint) if len(reading.notes) == 1 else reading.notes
             evidence = None if plain is None else plain[index].logprobs
@@ -210,7 +210,7 @@ class Teacher(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         """One row per trajectory and place."""
         by_place: dict[tuple[int, Place], list[_Hinted]] = {}
         for row in rows:
-            by_place.setdefault((row.index, row.place), []).append(row)
+            by_place.setdefault((row.number, row.place), []).append(row)
         if self.choose == "first":
             return [candidates[0] for candidates in by_place.values()]
         several = [row for candidates in by_place.values() if len(candidates) > 1 for row in candidates]
@@ -244,7 +244,7 @@ class Teacher(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             return [scores.logprobs for scores in await context.scorers["live"].score(plain)]
         found = []
         for each in chosen:
-            turns = {(c.id, i): t for c in group.trajectories[each.index].calls for i, t in enumerate(c.turns)}
+            turns = {(c.id, i): t for c in group.trajectories[each.number].calls for i, t in enumerate(c.turns)}
             found.append([value for span in each.spans for value in turns[span.call, span.turn].reply.logprobs or ()])
         return found
 
@@ -279,7 +279,7 @@ class _CannotWrite(Exception):
 class _Hinted(NamedTuple):
     """One row to be scored."""
 
-    index: int
+    number: int
     """Of the trajectory in its group."""
     place: Place
     hint: str
