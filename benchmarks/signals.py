@@ -15,9 +15,9 @@ import json
 import random
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from engine import Figure
@@ -43,7 +43,7 @@ class Cost(NamedTuple):
     tokens: float
 
 
-def scorer(executor: ThreadPoolExecutor) -> PolicyScorer:
+def scorer() -> PolicyScorer:
     from transformers import AutoConfig
 
     torch.set_num_threads(1)
@@ -51,7 +51,12 @@ def scorer(executor: ThreadPoolExecutor) -> PolicyScorer:
     made = {"vocab_size": len(tokenizer), "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
     config = AutoConfig.for_model("qwen3", **{**made, "pad_token_id": tokenizer.pad_token_id, **SHAPE})
     policy = from_config(config, tokenizer, 0)
-    return PolicyScorer(Single(policy, None, Compute(precision="fp32")), policy.window, len(tokenizer), executor)
+    backend = Single(policy, None, Compute(precision="fp32"))
+
+    async def here(function: Callable[[], Any]) -> Any:
+        return function()
+
+    return PolicyScorer(backend, policy.window, len(tokenizer), here)
 
 
 def rows(prompt: int, siblings: int, hint: int) -> list[list[Row]]:
@@ -82,16 +87,15 @@ def measured(scores: PolicyScorer, groups: list[list[Row]]) -> Cost:
 
 def figures(rounds: int) -> list[Figure]:
     found = []
-    with ThreadPoolExecutor(1) as executor:
-        scores = scorer(executor)
-        for prompt in PROMPTS:
-            whole, teacher = rows(prompt, SIBLINGS, 0), rows(prompt, HINTED, HINT)
-            measured(scores, whole)
-            pairs = [(measured(scores, whole), measured(scores, teacher)) for _ in range(rounds)]
-            seconds = median(b.cpu_s / a.cpu_s for a, b in pairs)
-            tokens = pairs[0][1].tokens / pairs[0][0].tokens
-            name = f"teacher scoring, prompt of {prompt} tokens"
-            found.append(Figure(name, round(seconds, 3), "of a forward pass", {"tokens": round(tokens, 3)}, FLOOR))
+    scores = scorer()
+    for prompt in PROMPTS:
+        whole, teacher = rows(prompt, SIBLINGS, 0), rows(prompt, HINTED, HINT)
+        measured(scores, whole)
+        pairs = [(measured(scores, whole), measured(scores, teacher)) for _ in range(rounds)]
+        seconds = median(b.cpu_s / a.cpu_s for a, b in pairs)
+        tokens = pairs[0][1].tokens / pairs[0][0].tokens
+        name = f"teacher scoring, prompt of {prompt} tokens"
+        found.append(Figure(name, round(seconds, 3), "of a forward pass", {"tokens": round(tokens, 3)}, FLOOR))
     return found
 
 

@@ -69,6 +69,7 @@ def test_two_steps_with_every_signal(tmp_path: Path) -> None:
         assert 0 < row["teacher/mean_abs"] <= 2
         assert row["ce_loss"] > 0
         assert row["teacher_s"] > 0
+        assert row["signals_wait_s"] >= 0
         assert 0 < row["signal_share/teacher"] < 1
         assert row["judge_calls"] <= row["process/votes"] * 2
     assert rows[1]["teacher/weight"] == pytest.approx(0.98)
