@@ -121,8 +121,8 @@ class Hybrid(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             raise ConfigError("a hybrid wraps another algorithm, not a hybrid: add its terms to the one")
         if getattr(getattr(self.outcome, "needs", None), "streams", None) and self.w_rl != 1.0:
             raise ConfigError(
-                f"w_rl={self.w_rl} cannot weigh {type(self.outcome).__name__}, whose advantages are finished after the terms were "
-                "added: leave it at 1 and weigh the terms"
+                f"w_rl={self.w_rl} cannot weigh {type(self.outcome).__name__}, whose advantages are finished after the terms "
+                "were added: leave it at 1 and weigh the terms"
             )
 
     @property
