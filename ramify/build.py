@@ -32,6 +32,7 @@ from ramify.errors import ConfigError
 from ramify.tasks.base import Item, Task, items_of, task_of, total
 from ramify.tasks.validate import validate
 from ramify.train.algorithms import ALGORITHMS
+from ramify.train.algorithms.base import needs_of
 from ramify.train.checkpoint import State, check_config, find, read_state
 from ramify.train.compile import sequences
 from ramify.train.config import CHOICES, Run, SftSpec, plain
@@ -41,7 +42,7 @@ from ramify.train.override import of_name, override
 from ramify.train.rollout import RolloutOptions, Rollouts
 from ramify.train.selfcheck import Seen, SelfCheck
 from ramify.train.sft import DEMOS, Tokeniser, read, trajectory_of
-from ramify.train.stages import Imitate, Reinforce, Stage, WarmUp
+from ramify.train.stages import Imitate, Reinforce, Stage, WarmUp, scheduled
 from ramify.types.message import Message
 from ramify.types.sequence import Sequence as Row
 from ramify.types.trajectory import Group, Trajectory
@@ -51,12 +52,12 @@ if TYPE_CHECKING:
 
     from ramify.inference.local.client import LocalClient
     from ramify.policy.load import Policy
-    from ramify.train.backends.base import Backend, Optim
+    from ramify.train.backends.base import Backend
 
 NUM_TOKENIZER_TEXTS = 3000
 """Demonstrations that a tokenizer is trained on; more change little."""
-FREE = ("cadence.", "evaluate.", "name")
-"""Fields of a run that a resumed one may have otherwise: they change no weight."""
+FREE = ("cadence.", "evaluate.", "guard.", "name")
+"""Fields of a run that a resumed one may have otherwise: they change no weight, but for how long it is trained."""
 _SWITCH_S = 5e-4
 """How long one thread may keep the interpreter from another: the loop's, which speaks to sessions, waits for the engine's
 after each system call. At Python's 5 ms a step of rollouts takes a fifth longer."""
@@ -263,10 +264,25 @@ class Made:
         spec = self.run.policy
         return LocalClient(self.serving, name=f"local:{self.run.name}", slots=spec.slots, cache_bytes=spec.cache_bytes)
 
-    def _backend_of(self, out: Path) -> Callable[[Optim], Backend]:
+    def _backend_of(self, out: Path) -> Callable[[Stage], Backend]:
+        from ramify.train.backends.own_critic import OwnCritic
         from ramify.train.backends.single import Single
 
-        return lambda optim: Single(self.policy, optim, self.run.compute, dumps=out)
+        compute = self.run.compute
+
+        def backend(stage: Stage) -> Backend:
+            if not stage.critic:
+                return Single(self.policy, stage.optim, compute, dumps=out)
+            assert self.run.rl is not None
+            spec = self.run.rl.critic
+            if spec.model == "shared":
+                return Single(self.policy, stage.optim, compute, dumps=out, critic=True)
+            own = dataclasses.replace(self.policy, model=copy.deepcopy(self.policy.model))
+            optim = scheduled(spec.optim, stage.optim.num_steps) if spec.optim is not None else stage.optim
+            critic = Single(own, optim, compute, dumps=out, critic=True)
+            return OwnCritic(Single(self.policy, stage.optim, compute, dumps=out), critic)
+
+        return backend
 
     def _reference_of(self, out: Path) -> Callable[[Path], Backend]:
         from ramify.policy.load import load
@@ -289,7 +305,10 @@ class Made:
             stages.append(
                 Reinforce(
                     rl.steps, rl.optim, rl.loss, task=self.task, items=items_of(self.task, "train"),
-                    rollouts=Rollouts(self.rlm, self.task, rl.rollout, seed=run.seed, on_stall=self._say),
+                    rollouts=Rollouts(
+                        self.rlm, self.task, rl.rollout, seed=run.seed, on_stall=self._say,
+                        greedy=needs_of(rl.algorithm).greedy,
+                    ),
                     algorithm=rl.algorithm, sample=rl.sample, temperature=rl.rollout.temperature,
                 )
             )  # fmt: skip
@@ -307,8 +326,8 @@ class Made:
         )  # fmt: skip
         loop = Loop(
             out, self._stages(), self._backend_of(out), published, self.evaluate,
-            first=run.evaluate.first, final=run.evaluate.final, cadence=run.cadence, config=plain(run), check=check,
-            reference_of=self._reference_of(out), listener=listener, say=self._say,
+            first=run.evaluate.first, final=run.evaluate.final, cadence=run.cadence, guard=run.guard,
+            config=plain(run), check=check, reference_of=self._reference_of(out), listener=listener, say=self._say,
         )  # fmt: skip
         first = run.rl.sample.first_item if run.rl is not None else 0
         loop.state.next_item = max(first, run.sft.num if run.sft is not None and run.sft.demos else 0)
@@ -333,6 +352,10 @@ class Published:
 
     def __init__(self, trained: Policy, serving: Policy, client: LocalClient) -> None:
         self._trained, self._serving, self._client = trained, serving, client
+
+    @property
+    def version(self) -> int:
+        return self._trained.version
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """The trained weights as the engine should have them."""
