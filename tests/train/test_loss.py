@@ -42,7 +42,7 @@ P_OLD = np.array([0.5, 0.50, 0.45, 0.02, 0.40])
 P_SAMPLER = np.array([0.6, 0.55, 0.50, 0.02, 0.45])
 A = np.array([1.0, -2.0, 0.5, -1.0, 3.0])
 R, RHO = P_NOW / P_OLD, P_NOW / P_SAMPLER  # r = 1.8, 0.6, 1.11, 5, 1;  rho = 1.5, 0.55, 1, 5, 0.89
-L, O, M = np.log(P_NOW), np.log(P_OLD), np.log(P_SAMPLER)
+L, OLD, M = np.log(P_NOW), np.log(P_OLD), np.log(P_SAMPLER)
 CHOSEN = [0, 1, 1, 0, 0]
 LAG = np.array([0, 1, 3, 0, 1])
 
@@ -56,17 +56,17 @@ def sigmoid(x: np.ndarray) -> np.ndarray:
     return 1 / (1 + np.exp(-x))
 
 
-S = np.exp(of_sequence(L - O))  # 1.0627, 2.2361: gspo's ratios, above bounds of 1.2 and 0.8 in the second alone
+S = np.exp(of_sequence(L - OLD))  # 1.0627, 2.2361: gspo's ratios, above bounds of 1.2 and 0.8 in the second alone
 TAU = np.where(A > 0, 1.0, 1.05)
 MEAN_A = of_sequence(A)  # -1/6, 1
-BOUNDED = np.where(MEAN_A > 0, np.minimum(L - O, 0.4), np.maximum(L - O, -0.4))
+BOUNDED = np.where(MEAN_A > 0, np.minimum(L - OLD, 0.4), np.maximum(L - OLD, -0.4))
 G = np.exp(of_sequence(BOUNDED))
 NEAR = M + LAG / (LAG + 1) * (L - M)  # prox_approx: sampler, halfway, three quarters
 W_NEAR, R_NEAR = np.exp(NEAR - M), np.exp(L - NEAR)
 PPO = [-1.28, 0.8 * 2, -R[2] * 0.5, 5.0, -3.0]
 PPO_SLOPES = [0.0, 0.0, -R[2] * 0.5, 5.0, -3.0]
 W_OLD = np.minimum(P_OLD / P_SAMPLER, 0.9)
-SIGN = np.sign(L - O)
+SIGN = np.sign(L - OLD)
 DPPO_KL = P_SAMPLER * np.log(P_SAMPLER / P_NOW) + (1 - P_SAMPLER) * np.log((1 - P_SAMPLER) / (1 - P_NOW))
 
 
@@ -142,7 +142,7 @@ CASES: list[tuple[Any, list[float], list[float]]] = [
     (ClipCov(), [PPO[0], 0.0, 0.0, PPO[3], PPO[4]], [PPO_SLOPES[0], 0.0, 0.0, PPO_SLOPES[3], PPO_SLOPES[4]]),
     (
         KlCov(beta=0.5),
-        (-R * A + 0.5 * np.abs(L - O) * CHOSEN).tolist(),
+        (-R * A + 0.5 * np.abs(L - OLD) * CHOSEN).tolist(),
         (-R * A + 0.5 * SIGN * CHOSEN).tolist(),
     ),
     (
