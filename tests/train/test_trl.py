@@ -1,8 +1,8 @@
 """The losses that TRL has, too, over the same logits and the same batch: the same loss and gradient, to 1e-6.
 
 What TRL's own ``GRPOTrainer._compute_loss`` gives is in ``tests/data/trl_grpo.json``, which ``tests/data/trl_grpo.py`` wrote
-(TRL 1.16.0, torch 2.13.0). Ours goes through packing, the head and ``loss.compute``. What TRL calls a loss type is a formula and a
-reduction here.
+(TRL 1.16.0, torch 2.13.0). Ours goes through packing, the head and ``loss.compute``. What TRL calls a loss type is a formula
+and a reduction here.
 """
 
 from __future__ import annotations
