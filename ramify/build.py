@@ -160,7 +160,7 @@ class Made:
         self._check_prompts()
         self.rows = self._rows(run.sft, demonstrations) if run.sft is not None else []
         self.client = self._client()
-        self.seen = Seen(self.client)
+        self.seen = Seen(self.client, run.rl.sample.max_staleness if run.rl is not None else 0)
         self.rlm = RLM(self.seen, limits=run.limits, scaffold=self.scaffold, sandbox=run.sandbox)
 
     # --- checks --------------------------------------------------------------------------------------------------
@@ -175,6 +175,13 @@ class Made:
             warnings.warn(
                 "a group of one has nothing to be compared with: every advantage is 0, and nothing will be learnt; set "
                 "rl.rollout.group to 2 or more",
+                stacklevel=2,
+            )
+
+        if run.rl is not None and run.rl.loss.kl_beta and run.rl.loss.kl == "k1":
+            warnings.warn(
+                "rl.loss.kl=k1: the gradient of k1 does not know the reference, so that it holds the policy nowhere; use k2 or "
+                "k3+, or rl.algorithm.kl_reward, which is by k1",
                 stacklevel=2,
             )
 
@@ -229,12 +236,13 @@ class Made:
         return from_config(config, tokenizer, self.run.seed, device=device)
 
     def _serving(self) -> Policy:
-        """The policy that the engine holds: the trained one itself, or where that is kept in another precision or with
-        adapters, a copy that each publication renews."""
+        """The policy that the engine holds: the trained one itself, or where that is kept in another precision, with
+        adapters, or is trained while rollouts go on, a copy that each publication renews."""
         from ramify.train.lora import attach
 
         lora, policy = self.run.policy.lora, self.policy
-        if lora is None and str(policy.dtype) == "torch.float32":
+        waits = self.run.rl is None or not self.run.rl.sample.max_staleness
+        if lora is None and str(policy.dtype) == "torch.float32" and waits:
             return policy
         serving = dataclasses.replace(policy, model=copy.deepcopy(policy.model))
         if lora is not None:

@@ -125,7 +125,9 @@ def test_in_a_run_as_well() -> None:
 
 
 def test_what_cannot_be_stored_is_not_registered() -> None:
-    with pytest.raises(ConfigError, match=r"'grpo' is taken by ramify\.train\.algorithms\.grpo:GRPO: choose another name"):
+    with pytest.raises(
+        ConfigError, match=r"'grpo' is taken by ramify\.train\.algorithms\.grpo:GRPO: choose another name"
+    ):
 
         @ALGORITHMS.register("grpo")
         class Mine(GroupOptions, frozen=True, kw_only=True, tag_field="name", tag="grpo"):
