@@ -34,6 +34,7 @@ from ramify.store.store import Store
 from ramify.tasks.base import Item, Task, items_of, task_of, total
 from ramify.tasks.validate import validate
 from ramify.train.algorithms import ALGORITHMS
+from ramify.train.algorithms.base import needs_of
 from ramify.train.checkpoint import State, check_config, find, read_state
 from ramify.train.compile import sequences
 from ramify.train.config import CHOICES, Run, SftSpec, plain
@@ -47,7 +48,7 @@ from ramify.train.signals.compose import Hybrid
 from ramify.train.signals.reading import Signals
 from ramify.train.signals.scorer import Teachers
 from ramify.train.signals.teacher import needed
-from ramify.train.stages import Imitate, Reinforce, Stage, WarmUp
+from ramify.train.stages import Imitate, Reinforce, Stage, WarmUp, scheduled
 from ramify.types.message import Message
 from ramify.types.sequence import Sequence as Row
 from ramify.types.trajectory import Group, Trajectory
@@ -57,12 +58,12 @@ if TYPE_CHECKING:
 
     from ramify.inference.local.client import LocalClient
     from ramify.policy.load import Policy
-    from ramify.train.backends.base import Backend, Optim
+    from ramify.train.backends.base import Backend
 
 NUM_TOKENIZER_TEXTS = 3000
 """Demonstrations that a tokenizer is trained on; more change little."""
-FREE = ("cadence.", "evaluate.", "name")
-"""Fields of a run that a resumed one may have otherwise: they change no weight."""
+FREE = ("cadence.", "evaluate.", "guard.", "name")
+"""Fields of a run that a resumed one may have otherwise: they change no weight, but for how long it is trained."""
 _SWITCH_S = 5e-4
 """How long one thread may keep the interpreter from another: the loop's, which speaks to sessions, waits for the engine's
 after each system call. At Python's 5 ms a step of rollouts takes a fifth longer."""
@@ -168,7 +169,7 @@ class Made:
         self._check_prompts()
         self.rows = self._rows(run.sft, demonstrations) if run.sft is not None else []
         self.client = self._client()
-        self.seen = Seen(self.client)
+        self.seen = Seen(self.client, run.rl.sample.max_staleness if run.rl is not None else 0)
         self.rlm = RLM(self.seen, limits=run.limits, scaffold=self.scaffold, sandbox=run.sandbox)
 
     # --- checks --------------------------------------------------------------------------------------------------
@@ -183,6 +184,13 @@ class Made:
             warnings.warn(
                 "a group of one has nothing to be compared with: every advantage is 0, and nothing will be learnt; set "
                 "rl.rollout.group to 2 or more",
+                stacklevel=2,
+            )
+
+        if run.rl is not None and run.rl.loss.kl_beta and run.rl.loss.kl == "k1":
+            warnings.warn(
+                "rl.loss.kl=k1: the gradient of k1 does not know the reference, so that it holds the policy nowhere; use k2 or "
+                "k3+, or rl.algorithm.kl_reward, which is by k1",
                 stacklevel=2,
             )
 
@@ -237,12 +245,13 @@ class Made:
         return from_config(config, tokenizer, self.run.seed, device=device)
 
     def _serving(self) -> Policy:
-        """The policy that the engine holds: the trained one itself, or where that is kept in another precision or with
-        adapters, a copy that each publication renews."""
+        """The policy that the engine holds: the trained one itself, or where that is kept in another precision, with
+        adapters, or is trained while rollouts go on, a copy that each publication renews."""
         from ramify.train.lora import attach
 
         lora, policy = self.run.policy.lora, self.policy
-        if lora is None and str(policy.dtype) == "torch.float32":
+        waits = self.run.rl is None or not self.run.rl.sample.max_staleness
+        if lora is None and str(policy.dtype) == "torch.float32" and waits:
             return policy
         serving = dataclasses.replace(policy, model=copy.deepcopy(policy.model))
         if lora is not None:
@@ -272,10 +281,25 @@ class Made:
         spec = self.run.policy
         return LocalClient(self.serving, name=f"local:{self.run.name}", slots=spec.slots, cache_bytes=spec.cache_bytes)
 
-    def _backend_of(self, out: Path) -> Callable[[Optim], Backend]:
+    def _backend_of(self, out: Path) -> Callable[[Stage], Backend]:
+        from ramify.train.backends.own_critic import OwnCritic
         from ramify.train.backends.single import Single
 
-        return lambda optim: Single(self.policy, optim, self.run.compute, dumps=out)
+        compute = self.run.compute
+
+        def backend(stage: Stage) -> Backend:
+            if not stage.critic:
+                return Single(self.policy, stage.optim, compute, dumps=out)
+            assert self.run.rl is not None
+            spec = self.run.rl.critic
+            if spec.model == "shared":
+                return Single(self.policy, stage.optim, compute, dumps=out, critic=True)
+            own = dataclasses.replace(self.policy, model=copy.deepcopy(self.policy.model))
+            optim = scheduled(spec.optim, stage.optim.num_steps) if spec.optim is not None else stage.optim
+            critic = Single(own, optim, compute, dumps=out, critic=True)
+            return OwnCritic(Single(self.policy, stage.optim, compute, dumps=out), critic)
+
+        return backend
 
     def _reference_of(self, out: Path) -> Callable[[Path], Backend]:
         from ramify.policy.load import load
@@ -328,7 +352,10 @@ class Made:
             stages.append(
                 Reinforce(
                     rl.steps, rl.optim, rl.loss, task=self.task, items=items_of(self.task, "train"),
-                    rollouts=Rollouts(self.rlm, self.task, rl.rollout, seed=run.seed, on_stall=self._say),
+                    rollouts=Rollouts(
+                        self.rlm, self.task, rl.rollout, seed=run.seed, on_stall=self._say,
+                        greedy=needs_of(rl.algorithm).greedy,
+                    ),
                     algorithm=rl.algorithm, sample=rl.sample, temperature=rl.rollout.temperature,
                     signals=self._signals(out),
                 )
@@ -347,8 +374,8 @@ class Made:
         )  # fmt: skip
         loop = Loop(
             out, self._stages(out), self._backend_of(out), published, self.evaluate,
-            first=run.evaluate.first, final=run.evaluate.final, cadence=run.cadence, config=plain(run), check=check,
-            reference_of=self._reference_of(out), listener=listener, say=self._say,
+            first=run.evaluate.first, final=run.evaluate.final, cadence=run.cadence, guard=run.guard,
+            config=plain(run), check=check, reference_of=self._reference_of(out), listener=listener, say=self._say,
         )  # fmt: skip
         first = run.rl.sample.first_item if run.rl is not None else 0
         loop.state.next_item = max(first, run.sft.num if run.sft is not None and run.sft.demos else 0)
@@ -373,6 +400,10 @@ class Published:
 
     def __init__(self, trained: Policy, serving: Policy, client: LocalClient) -> None:
         self._trained, self._serving, self._client = trained, serving, client
+
+    @property
+    def version(self) -> int:
+        return self._trained.version
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """The trained weights as the engine should have them."""

@@ -26,8 +26,10 @@ from ramify.train.algorithms import ALGORITHMS
 from ramify.train.algorithms.dr_grpo import DrGRPO
 from ramify.train.algorithms.sft import SFT
 from ramify.train.backends.base import Compute, Optim
+from ramify.train.guards import Guard
 from ramify.train.loop import Cadence
 from ramify.train.loss import Loss
+from ramify.train.policy_losses import POLICY_LOSSES
 from ramify.train.rollout import RolloutOptions
 from ramify.train.signals.asking import BUDGET
 from ramify.train.signals.compose import Hybrid
@@ -124,6 +126,16 @@ class SftSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             )
 
 
+class CriticSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The critic of an algorithm that has one (``ppo``)."""
+
+    model: Literal["shared", "own"] = "shared"
+    """``shared``: a value head on the policy's own layers. ``own``: a second model, which begins as a copy of the policy
+    with a value head: twice the memory, and what the critic learns does not move the policy."""
+    optim: Optim | None = None
+    """Of a model of its own; None: as the policy's."""
+
+
 class RlSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Reinforcement learning."""
 
@@ -131,7 +143,7 @@ class RlSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     sample: Sample = Sample()
     rollout: RolloutOptions = RolloutOptions()
     algorithm: Any = DrGRPO()
-    """Implements ``algorithms.base.Algorithm``; on the command line by name: grpo, dr_grpo, rloo, sft."""
+    """Implements ``algorithms.base.Algorithm``; on the command line by a name of ``docs/algorithms.md`` or a dotted path."""
     signals: dict[str, Any] = {}
     """Name -> signal: what is read off rollouts besides their reward, for ``algorithm=Hybrid(…)`` to weigh. One of
     ``signals.registry.SIGNALS`` by name, made already, or a mapping with ``name`` and options."""
@@ -140,6 +152,7 @@ class RlSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     judge_cache: str = ""
     """A folder in which judges' replies are kept, so that a run that is repeated does not pay for them again."""
     loss: Loss = Loss()
+    critic: CriticSpec = CriticSpec()
     optim: Optim = Optim()
 
     def __post_init__(self) -> None:
@@ -186,6 +199,7 @@ class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     sandbox: SandboxSpec = SandboxSpec()
     evaluate: EvaluateSpec = EvaluateSpec()
     cadence: Cadence = Cadence()
+    guard: Guard = Guard()
     compute: Compute = Compute()
     """How the trainer computes."""
     threads: int = 0
@@ -196,7 +210,7 @@ class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
             raise ConfigError(f"run '{self.name}' has no stage: give warmup, sft or rl")
 
 
-CHOICES = {"rl.algorithm": ALGORITHMS}
+CHOICES = {"rl.algorithm": ALGORITHMS, "rl.loss.policy": POLICY_LOSSES}
 """Fields that hold one of several classes -> name -> class."""
 
 

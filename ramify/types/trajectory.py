@@ -252,3 +252,5 @@ class Group(msgspec.Struct):
 
     task: str
     trajectories: list[Trajectory]
+    greedy: Trajectory | None = None
+    """An attempt beside them at temperature 0, where a baseline wants one; nothing is learnt from it."""

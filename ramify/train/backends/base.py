@@ -125,6 +125,11 @@ class Backend(Protocol):
         within the kept sets that they were sampled with. ``pack.attach`` brings them back to the sequences."""
         ...
 
+    def values(self, batches: Many[Batch]) -> list[Floats]:
+        """For each batch, [E]: what the critic expects a call to come to, before the entry's token is sampled. Raises
+        ConfigError where there is no critic."""
+        ...
+
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Name -> parameter, under Hugging Face's names; views, valid until the next ``optim_step``."""
         ...

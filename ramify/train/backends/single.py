@@ -32,15 +32,19 @@ from ramify.policy.load import Policy
 from ramify.policy.trunk import trunk_of
 from ramify.policy.weights import load_weights
 from ramify.train import loss as losses
+from ramify.train import whole_step
 from ramify.train.backends.base import Compute, Optim
 from ramify.train.backends.heap import keep_freed_memory
 from ramify.train.backends.optimizers import Optimizers
 from ramify.train.head import Asked, entry_logprobs
 from ramify.train.loss import Entries, Loss, Tally
 from ramify.train.pack import Cost, Packing
+from ramify.train.policy_losses import Critic
 from ramify.types.sequence import Batch, Floats
 
 _STATE = "backend.pt"
+Wanted = Literal["no", "value", "gradient", "values alone"]
+"""Of entries: log-probabilities without entropy, with, with its gradient; or what a critic says and nothing else."""
 _FILL_TOKENS = 4096
 _GAIN = 1.2
 """bf16 is taken on a CPU where its products are this many times faster."""
@@ -50,10 +54,12 @@ class Single:
     """Implements ``Backend``."""
 
     def __init__(
-        self, policy: Policy, optim: Optim | None = None, compute: Compute | None = None, *, dumps: Path | None = None
-    ) -> None:
+        self, policy: Policy, optim: Optim | None = None, compute: Compute | None = None, *, dumps: Path | None = None,
+        critic: bool = False,
+    ) -> None:  # fmt: skip
         """``policy``'s weights are trained in place, in fp32: lower ones are converted. Batches whose loss is not finite
-        are written into ``dumps``, by default the working directory."""
+        are written into ``dumps``, by default the working directory. ``critic``: with a value head on the trunk, which
+        begins at 0 everywhere."""
         self._policy, self._optim, self._compute = policy, optim or Optim(), compute or Compute()
         self._dumps = dumps or Path()
         self._model: nn.Module = policy.model.float()
@@ -64,7 +70,9 @@ class Single:
         self._cost = _cost(self._model, policy.config, self._device.type)
         self._uses_bf16 = self._wants_bf16()
         _recompute_layers(self._model, self._compute.recompute)
-        self._optimizers = Optimizers(self._model, self._optim)
+        self._value_head = _value_head(policy.config.hidden_size).to(self._device) if critic else None
+        self._trained = _trained(self._model, self._value_head)
+        self._optimizers = Optimizers(self._trained, self._optim)
         self._num_steps = 0
 
     @property
@@ -78,10 +86,14 @@ class Single:
         return self._num_steps
 
     def forward_backward(self, batches: Many[Batch], loss: Loss) -> dict[str, float]:
+        if loss.is_over_sequences:
+            whole_step.check_whole(batches)
+        if whole_step.chooses(loss):
+            batches = whole_step.choose(batches, loss, self.logprobs(batches))
         tally = Tally()
         for batch in batches:
             with self._trunk.scope():
-                entries = self._entries(batch, _entropy_wanted(loss, batch))
+                entries = self._entries(batch, _wanted(loss, batch))
                 value, measured = losses.compute(loss, entries)
                 if not bool(torch.isfinite(value)):
                     self._fail(batch, entries, loss)
@@ -91,10 +103,10 @@ class Single:
 
     def optim_step(self) -> dict[str, float]:
         lr = self._optim.lr_at(self._num_steps)
-        gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
+        gradients = [p.grad for p in self._trained.parameters() if p.grad is not None]
         norm = float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
         if not math.isfinite(norm):
-            self._model.zero_grad(set_to_none=True)
+            self._trained.zero_grad(set_to_none=True)
             raise TrainError(
                 f"the gradient of step {self._num_steps + 1} is not finite, though its loss is; the weights are as before "
                 "the step: lower optim.lr, or try compute.precision=fp32"
@@ -103,7 +115,7 @@ class Single:
             torch._foreach_mul_(gradients, self._optim.max_grad_norm / norm)
         if gradients:
             self._optimizers.step(lr)
-        self._model.zero_grad(set_to_none=True)
+        self._trained.zero_grad(set_to_none=True)
         self._num_steps += 1
         return {"grad_norm": norm, "lr": lr}
 
@@ -127,6 +139,17 @@ class Single:
                 found.append({name: column.cpu().numpy() for name, column in columns.items()})
         return found
 
+    def values(self, batches: Many[Batch]) -> list[Floats]:
+        if self._value_head is None:
+            raise ConfigError("this backend has no critic: make it with one, as rl.critic does")
+        found = []
+        with torch.no_grad(), self._trunk.scope():
+            for batch in batches:
+                values = self._entries(batch, "values alone").values
+                assert values is not None
+                found.append(values.cpu().numpy())
+        return found
+
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self._model.named_parameters():
             yield name, parameter.detach()
@@ -138,6 +161,7 @@ class Single:
         folder.mkdir(parents=True, exist_ok=True)
         state = {
             "weights": dict(self.weights()),
+            "value_head": {} if self._value_head is None else self._value_head.state_dict(),
             "optimizers": self._optimizers.state_dict(),
             "optim": msgspec.json.encode(self._optim).decode(),
             "num_steps": self._num_steps,
@@ -156,6 +180,8 @@ class Single:
         with torch.no_grad():
             for name, parameter in self._model.named_parameters():
                 parameter.copy_(state["weights"][name])
+        if self._value_head is not None:
+            self._value_head.load_state_dict(state["value_head"])
         self._optimizers.load_state_dict(state["optimizers"])
         self._num_steps, self._uses_bf16 = state["num_steps"], state["uses_bf16"]
         torch.set_rng_state(state["random"].cpu())
@@ -164,7 +190,7 @@ class Single:
 
     # --- one batch -----------------------------------------------------------------------------------------------
 
-    def _entries(self, batch: Batch, entropy: Literal["no", "value", "gradient"]) -> Entries:
+    def _entries(self, batch: Batch, entropy: Wanted) -> Entries:
         window = self._policy.window
         longest = int(batch.positions.max()) + 1
         if longest > window:
@@ -173,20 +199,26 @@ class Single:
                 f"a path of {longest} tokens does not fit the policy's window of {window}; it is one of: {names}"
             )
         streams = {name: self._tensor(column) for name, column in batch.streams.items()}
-        asked = self._asked(batch, streams, entropy)
         with self._autocast():
             rows, places = (self._tensor(each) for each in np.unique(batch.sources, return_inverse=True))
             tokens = self._tensor(batch.token_ids), self._tensor(batch.positions)
             h_ED = self._trunk.hidden(*tokens, batch.segments, rows).index_select(0, places)
-            num_ids, max_logits = self._policy.config.vocab_size, self._compute.max_logits
-            max_logits = max_logits or (1 << 26 if self._device.type == "cuda" else 1 << 22)
-            logprobs, entropies = entry_logprobs(h_ED, self._trunk.logits, asked, num_ids, max_logits)
+            if entropy == "values alone":
+                logprobs, entropies = h_ED.new_zeros(len(h_ED), 1, dtype=torch.float32), h_ED.new_zeros(0)
+            else:
+                asked = self._asked(batch, streams, entropy)
+                num_ids, max_logits = self._policy.config.vocab_size, self._compute.max_logits
+                max_logits = max_logits or (1 << 26 if self._device.type == "cuda" else 1 << 22)
+                logprobs, entropies = entry_logprobs(h_ED, self._trunk.logits, asked, num_ids, max_logits)
+        _, sequences = np.unique(batch.owners[:, 0], return_inverse=True)
         return Entries(
             logprobs=logprobs[:, 0],
             streams=streams,
             denominators=batch.denominators,
-            entropy=entropies if entropy != "no" else None,
+            entropy=entropies if entropy in ("value", "gradient") else None,
             teacher_ids_logprobs=logprobs[:, 1:] if logprobs.shape[1] > 1 else None,
+            sequences=(self._tensor(sequences), len(batch.sequences)),
+            values=None if self._value_head is None else self._value_head(h_ED.float())[:, 0],
         )
 
     def _top(self, batch: Batch, num: int) -> dict[str, Tensor]:
@@ -218,7 +250,7 @@ class Single:
 
     def _fail(self, batch: Batch, entries: Entries, loss: Loss) -> None:
         """Write the batch down, name the first sequence whose loss is not finite, and stop."""
-        self._model.zero_grad(set_to_none=True)
+        self._trained.zero_grad(set_to_none=True)
         bad = ~torch.isfinite(losses.per_entry(loss, entries).detach())
         index, token = batch.owners[int(bad.int().argmax())].tolist() if bool(bad.any()) else batch.owners[0].tolist()
         self._dumps.mkdir(parents=True, exist_ok=True)
@@ -267,6 +299,10 @@ class Single:
             shapes = [tuple(each[name].shape) if name in each else None for each in (saved, ours)]
             if shapes[0] != shapes[1]:
                 raise ConfigError(f"{folder} is of another model: '{name}' is {shapes[0]} there and {shapes[1]} here")
+        if (self._value_head is not None) != bool(state.get("value_head")):
+            raise ConfigError(
+                f"{folder} is of a backend {'without' if self._value_head is not None else 'with'} a critic"
+            )
         there = msgspec.json.decode(state["optim"])
         here = msgspec.json.decode(msgspec.json.encode(self._optim))
         if there["kind"] != here["kind"]:
@@ -275,10 +311,24 @@ class Single:
             )
 
 
-def _entropy_wanted(loss: Loss, batch: Batch) -> Literal["no", "value", "gradient"]:
+def _wanted(loss: Loss, batch: Batch) -> Wanted:
     if "rl" not in batch.denominators:
         return "no"
+    if isinstance(loss.policy, Critic):
+        return "values alone"
     return "gradient" if loss.entropy else "value"
+
+
+def _value_head(width: int) -> nn.Linear:
+    head = nn.Linear(width, 1)
+    nn.init.zeros_(head.weight)
+    nn.init.zeros_(head.bias)
+    return head
+
+
+def _trained(model: nn.Module, value_head: nn.Module | None) -> nn.Module:
+    """What the optimizer moves."""
+    return model if value_head is None else nn.ModuleDict({"model": model, "value_head": value_head})
 
 
 def _gain_of_bf16(width: int) -> float:

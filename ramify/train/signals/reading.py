@@ -75,19 +75,19 @@ class Signals:
                 scorers=await self._teachers.at(number) if self._teachers is not None else {}, writing=self._writing,
                 temperature=self._temperature,
             )  # fmt: skip
-            yield Reader(wanted, self._hybrid, context, self._teachers, judges, self._say)
+            yield Reader(wanted, context, self._teachers, judges, self._say)
 
 
 class Reader:
     """The readings of one step."""
 
     def __init__(
-        self, signals: Mapping[str, Signal], hybrid: Hybrid, context: Context, teachers: Scoring | None,
-        judges: Judges | None, say: Callable[[str], None],
+        self, signals: Mapping[str, Signal], context: Context, teachers: Scoring | None, judges: Judges | None,
+        say: Callable[[str], None],
     ) -> None:  # fmt: skip
         self.context = context
         self.readings: dict[str, dict[str, Reading]] = {name: {} for name in signals}
-        self._signals, self._hybrid, self._teachers, self._judges, self._say = signals, hybrid, teachers, judges, say
+        self._signals, self._teachers, self._judges, self._say = signals, teachers, judges, say
         self._at_work: dict[str, tuple[int, float]] = {}
         """Signal -> (groups that it reads now, since when)."""
         self._seconds = dict.fromkeys(signals, 0.0)
@@ -104,9 +104,10 @@ class Reader:
         await asyncio.gather(*(self._read(name, signal, group) for name, signal in self._signals.items()))
         self._read_at = time.perf_counter()
 
-    def algorithm(self) -> Algorithm:
-        """The recipe's, with what was read."""
-        return self._hybrid.given(self.readings, self.context.step)
+    def composed(self, algorithm: Algorithm) -> Algorithm:
+        """The recipe's hybrid, as it is at this step, with what was read."""
+        assert isinstance(algorithm, Hybrid)
+        return algorithm.given(self.readings, self.context.step)
 
     def put_on_trees(self, groups: Sequence[Group]) -> None:
         """Once streams are made: what judges were asked and said, and each signal's numbers, beside what they are about."""

@@ -17,9 +17,26 @@ from ramify.types.trajectory import Call, Trajectory, Turn
 
 
 def is_scored(trajectory: Trajectory) -> bool:
-    """Whether the rollout came to a reward; one that failed for reasons not its own has none and teaches nothing. Nor does
-    one whose reward is no finite number, as a file of trajectories may hold it."""
-    return bool(trajectory.rewards) and bool(trajectory.calls) and all(map(math.isfinite, trajectory.rewards.values()))
+    """Whether the rollout came to a reward; one that failed for reasons not its own has none and teaches nothing."""
+    return not why_unscored(trajectory)
+
+
+def why_unscored(trajectory: Trajectory) -> str:
+    """Why a rollout cannot be learnt from, in half a sentence; empty where it can."""
+    if not trajectory.calls:
+        return "has no call" + _its_error(trajectory)
+    if not trajectory.rewards:
+        return "has no reward" + _its_error(trajectory)
+    everywhere = {"": trajectory.rewards, **{f" of call {id}": own for id, own in trajectory.call_rewards.items()}}
+    for where, rewards in everywhere.items():
+        for name, value in rewards.items():
+            if not math.isfinite(value):
+                return f"has the reward {name}={value}{where}"
+    return ""
+
+
+def _its_error(trajectory: Trajectory) -> str:
+    return f": {trajectory.errors[-1]}" if trajectory.errors else ""
 
 
 def tree_of(trajectory: Trajectory, weights: Mapping[str, float]) -> dict[str, Node]:
@@ -28,7 +45,8 @@ def tree_of(trajectory: Trajectory, weights: Mapping[str, float]) -> dict[str, N
     for call in in_order(trajectory):
         rewards = trajectory.rewards if not tree else trajectory.call_rewards.get(call.id, {})
         asked = (call.question, call.context.digest if call.context else None)
-        tree[call.id] = Node(parent_of(trajectory, call), call.depth, total(rewards, weights), call.kind, asked)
+        own, num = total(rewards, weights), num_sampled(call)
+        tree[call.id] = Node(parent_of(trajectory, call), call.depth, own, call.kind, asked, num)
     return tree
 
 
@@ -53,6 +71,11 @@ def sampled(call: Call) -> Iterator[tuple[int, Turn, int]]:
     for index, turn in enumerate(call.turns):
         if turn.num_ids is not None and turn.reply.token_ids and turn.reply.logprobs is not None:
             yield index, turn, len(turn.reply.token_ids)
+
+
+def num_sampled(call: Call) -> int:
+    """Tokens of ``call`` that can carry policy-gradient weight."""
+    return sum(num for _, _, num in sampled(call))
 
 
 def was_cut_off(call: Call) -> bool:
