@@ -29,6 +29,7 @@ from ramify.engine import observe
 from ramify.engine.rlm import RLM
 from ramify.engine.scaffold import Scaffold, scaffold_of
 from ramify.errors import ConfigError
+from ramify.progress import doing
 from ramify.tasks.base import Item, Task, items_of, task_of, total
 from ramify.tasks.validate import validate
 from ramify.train.algorithms import ALGORITHMS
@@ -197,7 +198,10 @@ class Made:
             make = of_name(spec.demos, DEMOS, "demos")
             task = task_of(spec.task.name, **spec.task.options) if spec.task is not None else self.task
             found = make(task, spec.num, self.run.seed, self.scaffold, **spec.options)
-            yield from map(trajectory_of, found)
+            with doing("demonstrations", spec.num, "items") as work:
+                for conversations in found:
+                    yield trajectory_of(conversations)
+                    work.more()
         if spec.trajectories:
             yield from read(Path(spec.trajectories))
 
@@ -215,7 +219,8 @@ class Made:
         if spec.tokenizer:
             tokenizer = load_tokenizer(Path(spec.tokenizer))
         elif demonstrations:
-            tokenizer = train_tokenizer(_texts(demonstrations), spec.vocab_size)
+            with doing("tokenizer", note="trained on the demonstrations"):
+                tokenizer = train_tokenizer(_texts(demonstrations), spec.vocab_size)
         else:
             raise ConfigError("policy: a model made from nothing needs a tokenizer, or demonstrations to train one on")
         config = AutoConfig.for_model(
@@ -243,7 +248,11 @@ class Made:
 
     def _rows(self, spec: SftSpec, demonstrations: Sequence[Trajectory]) -> list[Row]:
         tokeniser = Tokeniser(self.policy.renderer)
-        groups = [Group(each.task, [tokeniser.tokenised(each)]) for each in demonstrations]
+        groups = []
+        with doing("tokenising", len(demonstrations), "trajectories") as work:
+            for each in demonstrations:
+                groups.append(Group(each.task, [tokeniser.tokenised(each)]))
+                work.more()
         stamping = spec.algorithm.stamp(groups, self.task.weights)
         if stamping.silence:
             raise ConfigError(f"sft has nothing to learn from: {stamping.silence}")
@@ -325,7 +334,7 @@ class Made:
         found = items_of(self.task, split)
         num = spec.num if split != "validation" or spec.validation is None else spec.validation
         items = [found[index] for index in range(min(num, len(found)))]
-        return report(split, items, await rollouts.groups(items, -1), self.task.weights)
+        return report(split, items, await rollouts.groups(items, -1, f"evaluating {split}"), self.task.weights)
 
 
 class Published:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -17,7 +18,10 @@ from ramify.cli.ask import KINDS, NO_MODEL, SETTINGS, make_rlm, open_store, sand
 from ramify.cli.exits import Exit
 from ramify.cli.notes import Notes, write
 from ramify.cli.parser import Command, Option, UsageError
+from ramify.cli.progress import Screen, form_of
 from ramify.cli.settings import fill, unknown_variables
+from ramify.cli.text import dollars
+from ramify.progress import Work, doing
 
 if TYPE_CHECKING:
     from ramify.evaluate.record import Record
@@ -25,7 +29,7 @@ if TYPE_CHECKING:
     from ramify.tasks.base import Task
     from ramify.types.trajectory import Trajectory
 
-_OUTPUT = ("store", "json", "quiet", "verbose")
+_OUTPUT = ("store", "json", "quiet", "verbose", "progress")
 """Settings that do not decide what an attempt comes to."""
 OF_AN_EVALUATION = (
     Option("split", str, "of the task (default: test)"),
@@ -61,16 +65,17 @@ def evaluate(words: list[str], k: int | None, resume: str | None, against: str |
         return Exit.ERROR
     if resume is not None and settings.get("store") is False:
         raise UsageError("--resume goes on with what is stored: leave out --no-store")
-    return _Command(settings, notes, k, against, concurrency or 16).run(words, resume, about)
+    with Screen(notes, form_of(settings.get("progress"), notes)) as screen:
+        return _Command(settings, screen, k, against, concurrency or 16).run(words, resume, about)
 
 
 class _Command:
     """One evaluation from the command line."""
 
     def __init__(
-        self, settings: dict[str, Any], notes: Notes, k: int | None, against: str | None, concurrency: int
+        self, settings: dict[str, Any], screen: Screen, k: int | None, against: str | None, concurrency: int
     ) -> None:
-        self._settings, self._notes, self._k, self._against = settings, notes, k, against
+        self._settings, self._screen, self._notes, self._k, self._against = settings, screen, screen.notes, k, against
         self._concurrency = concurrency
         self._store = open_store(settings)
 
@@ -120,17 +125,27 @@ class _Command:
 
         settings = {**plan.settings, "model": plan.model}
         rlm = make_rlm(settings, sandbox_spec(settings), self._store)
-        progress = _Progress(self._notes, min(plan.items, len(task.splits.get(plan.split, ()))) * plan.attempts, record)
-        work = evaluate(
-            rlm, task, plan, sampling=Sampling(temperature=settings.get("temperature")), record=record,
-            concurrency=self._concurrency, on_outcome=progress,
-        )  # fmt: skip
+        num = min(plan.items, len(task.splits.get(plan.split, ()))) * plan.attempts
+        with doing(f"evaluating {plan.split}", num, "attempts") as work:
+            progress = _Progress(self._screen, work, num, record)
+            evaluating = evaluate(
+                rlm, task, plan, sampling=Sampling(temperature=settings.get("temperature")), record=record,
+                concurrency=self._concurrency, on_outcome=progress,
+            )  # fmt: skip
+            return self._run(evaluating, progress, record, other)
+
+    def _run(
+        self, evaluating: Coroutine[Any, Any, Evaluation], progress: _Progress, record: Record | None,
+        other: Evaluation | None,
+    ) -> Exit:  # fmt: skip
         try:
-            found = asyncio.run(work)
+            found = asyncio.run(evaluating)
         except KeyboardInterrupt:
             again = f"; go on with it: ramify eval --resume {record.id}" if record is not None else ""
             self._notes.say(f"ramify: stopped after {progress.done:,} attempts{again}")
             return Exit.STOPPED
+        if self._screen.form == "live":  # the figures stand alone
+            self._screen.close()
         return self._shown(found, record, other)
 
     def _shown(self, found: Evaluation, record: Record | None, other: Evaluation | None) -> Exit:
@@ -159,20 +174,37 @@ class _Command:
 
 
 class _Progress:
-    """Says how far it is: each tenth, and each attempt to those who asked for more."""
+    """Says how far it is: on the bar, or in lines each tenth; and each attempt to those who asked for more."""
 
-    def __init__(self, notes: Notes, num: int, record: Record | None) -> None:
-        self.done = len(record.outcomes) if record is not None else 0
-        self._notes, self._num = notes, num
-        self._right = sum(each.reward or 0.0 for each in record.outcomes) if record is not None else 0.0
+    def __init__(self, screen: Screen, work: Work, num: int, record: Record | None) -> None:
+        before = record.outcomes if record is not None else []
+        self.done = len(before)
+        self._screen, self._notes, self._work, self._num = screen, screen.notes, work, num
+        self._right, self._failed = sum(each.reward or 0.0 for each in before), 0
+        self._cost = sum(each.cost or 0.0 for each in before)
+        work.at(self.done)
 
     def __call__(self, outcome: Outcome, trajectory: Trajectory) -> None:
         self.done += 1
         self._right += outcome.reward or 0.0
+        self._failed += outcome.reward is None
+        self._cost += outcome.cost or 0.0
         worth = "failed: " + outcome.error if outcome.reward is None else f"{outcome.reward:g}"
-        self._notes.detail(f"{outcome.item} attempt {outcome.attempt}: {worth} {outcome.run}".rstrip())
-        if 10 * self.done // self._num > 10 * (self.done - 1) // self._num and self._num >= 10:
+        if self._notes.verbose:
+            self._notes.say(f"{outcome.item} attempt {outcome.attempt}: {worth} {outcome.run}".rstrip())
+        self._screen.event(
+            "attempt", item=outcome.item, attempt=outcome.attempt, reward=outcome.reward, error=outcome.error,
+            run=outcome.run,
+        )  # fmt: skip
+        self._work.at(self.done, self._note())
+        is_tenth = 10 * self.done // self._num > 10 * (self.done - 1) // self._num and self._num >= 10
+        if self._screen.form == "lines" and is_tenth:
             self._notes.say(f"{self.done:,} of {self._num:,} attempts, average {self._right / self.done:.3f}")
+
+    def _note(self) -> str:
+        failed = f" · {self._failed:,} failed" if self._failed else ""
+        cost = f" · {dollars(self._cost)}" if self._cost else ""
+        return f"average {self._right / self.done:.3f}{failed}{cost}"
 
 
 def _task(plan: Plan, validates: bool) -> Task:

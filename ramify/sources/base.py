@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from ramify.errors import SourceError
+from ramify.progress import Work
 
 _SHOWN = 6
 """Names in a list, before "and 12 more"."""
@@ -103,8 +104,10 @@ class Loaded(msgspec.Struct, frozen=True):
 class Loading:
     """Collects what the readers find; refuses more than ``max_bytes`` of text and unpacked data in all."""
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int, work: Work | None = None) -> None:
+        """``work`` is told how much was read."""
         self.max_bytes = max_bytes
+        self._work = work
         self.texts: dict[str, str] = {}
         self.items: list[Item] = []
         self.problems: list[Problem] = []
@@ -121,6 +124,8 @@ class Loading:
 
     def spend(self, num_bytes: int, name: str) -> None:
         self._spent += num_bytes
+        if self._work is not None:
+            self._work.at(self._spent, name)
         if self._spent > self.max_bytes:
             raise SourceError(
                 f"{name} brings the sources to over {self.max_bytes / 1e6:,.0f} MB: "

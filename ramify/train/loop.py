@@ -22,6 +22,7 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from ramify.errors import TrainError
+from ramify.progress import doing
 from ramify.train import metrics as metric_file
 from ramify.train.backends.base import Backend, Optim
 from ramify.train.checkpoint import Checkpoints, State, read_state
@@ -136,8 +137,11 @@ class Loop:
         if stage.samples and not self.state.stage_step:
             for split in ("validation", *self._first):
                 await self.evaluate(split, "first")
-        async for work in self._works(stage):
-            await self._step(stage, work)
+        with doing(stage.name, stage.num_steps, "steps") as told:
+            told.at(self.state.stage_step)
+            async for work in self._works(stage):
+                await self._step(stage, work)
+                told.at(self.state.stage_step)
         self.state.stage, self.state.stage_step = self.state.stage + 1, 0
         self._backend = None
 

@@ -19,6 +19,7 @@ from ramify.clients.base import Sampling
 from ramify.engine.rlm import RLM
 from ramify.errors import ConfigError
 from ramify.evaluate.attempt import GRACE_S, attempt
+from ramify.progress import doing
 from ramify.tasks.base import Item, Task
 from ramify.types.trajectory import Group, Trajectory
 
@@ -58,21 +59,24 @@ class Rollouts:
         """``on_stall`` is told where a rollout stood that did not end."""
         self._rlm, self._task, self._options, self._seed, self._on_stall = rlm, task, options, seed, on_stall
 
-    async def groups(self, items: Sequence[Item], step: int) -> list[Group]:
-        """One group per item, in order, each with its rollouts in order; what failed is among them. Raises only what is
-        a bug, or a cancellation."""
+    async def groups(self, items: Sequence[Item], step: int, what: str = "rollouts") -> list[Group]:
+        """One group per item, in order, each with its rollouts in order; what failed is among them. ``what`` is said of
+        it while it goes on. Raises only what is a bug, or a cancellation."""
         room = asyncio.Semaphore(self._options.concurrency)
 
         async def one(item: Item, index: int, number: int) -> Trajectory:
             async with room:
-                return await self._rollout(item, f"step={step}/group={index}/rollout={number}")
+                trajectory = await self._rollout(item, f"step={step}/group={index}/rollout={number}")
+                work.more()
+                return trajectory
 
         try:
-            async with asyncio.TaskGroup() as tasks:
-                running = [
-                    [tasks.create_task(one(item, index, number)) for number in range(self._options.group)]
-                    for index, item in enumerate(items)
-                ]
+            with doing(what, len(items) * self._options.group, "attempts") as work:
+                async with asyncio.TaskGroup() as tasks:
+                    running = [
+                        [tasks.create_task(one(item, index, number)) for number in range(self._options.group)]
+                        for index, item in enumerate(items)
+                    ]
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
         return [
