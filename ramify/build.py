@@ -43,6 +43,7 @@ from ramify.train.rollout import RolloutOptions, Rollouts
 from ramify.train.selfcheck import Seen, SelfCheck
 from ramify.train.sft import DEMOS, Tokeniser, read, trajectory_of
 from ramify.train.stages import Imitate, Reinforce, Stage, WarmUp
+from ramify.train.trackers.base import Trackers
 from ramify.types.message import Message
 from ramify.types.sequence import Sequence as Row
 from ramify.types.trajectory import Group, Trajectory
@@ -56,7 +57,7 @@ if TYPE_CHECKING:
 
 NUM_TOKENIZER_TEXTS = 3000
 """Demonstrations that a tokenizer is trained on; more change little."""
-FREE = ("cadence.", "evaluate.", "name")
+FREE = ("cadence.", "evaluate.", "name", "tracker")
 """Fields of a run that a resumed one may have otherwise: they change no weight."""
 _SWITCH_S = 5e-4
 """How long one thread may keep the interpreter from another: the loop's, which speaks to sessions, waits for the engine's
@@ -116,9 +117,18 @@ def train(
     elif any(out.glob("checkpoints/step-*")):
         raise ConfigError(f"{out} holds a run already: resume it, or give another folder")
 
+    trackers = Trackers(run.trackers, run.tracker_options, say)
+    resumed_at = read_state(checkpoint).step if checkpoint is not None else None
+
+    def measured(each: Measured) -> None:
+        trackers(each)
+        if listener is not None:
+            listener(each)
+
     async def carry_out() -> State:
-        async with building(run, out, listener=listener, say=say) as loop:
-            return await loop.run(checkpoint)
+        async with building(run, out, listener=measured, say=say) as loop:
+            with trackers.opened(run.name, out, plain(run), resumed_at):
+                return await loop.run(checkpoint)
 
     return asyncio.run(carry_out())
 

@@ -8,8 +8,11 @@ ramify eval questions.jsonl question=q gold=a reward=f1 --model …
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
+import time
 from collections.abc import Coroutine
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -25,8 +28,11 @@ from ramify.progress import Work, doing
 
 if TYPE_CHECKING:
     from ramify.evaluate.record import Record
+    from ramify.evaluate.report import Report
     from ramify.evaluate.run import Evaluation, Outcome, Plan
     from ramify.tasks.base import Task
+    from ramify.train.metrics import Measured
+    from ramify.train.trackers.base import Trackers
     from ramify.types.trajectory import Trajectory
 
 _OUTPUT = ("store", "json", "quiet", "verbose", "progress")
@@ -41,6 +47,7 @@ OF_AN_EVALUATION = (
     Option("validate", bool, "prove first that right answers score 1 and wrong ones do not (default: yes)"),
     Option("resume", str, "go on with an evaluation that was cut off, as it began; last is the latest", "ID"),
     Option("against", str, "also the difference from another evaluation, over the same items", "ID"),
+    Option("track", list, "also send the figures to tensorboard, wandb, mlflow, trackio or module:Class; repeat it"),
 )
 _PLANNED = ("split", "items", "n", "seed", "validate")
 _NOT_HERE = ("cite", "cache", "mcp")
@@ -48,7 +55,9 @@ _SETTINGS = tuple(option for option in SETTINGS if option.name not in _NOT_HERE)
 _KINDS = {name: kind for name, kind in KINDS.items() if name not in _NOT_HERE}
 
 
-def evaluate(words: list[str], k: int | None, resume: str | None, against: str | None, **given: Any) -> int:
+def evaluate(
+    words: list[str], k: int | None, resume: str | None, against: str | None, track: list[str] | None, **given: Any
+) -> int:
     about = {option.name: given.pop(option.name) for option in OF_AN_EVALUATION if option.name in given}
     concurrency = about.pop("concurrency")
     if resume is not None:
@@ -66,18 +75,24 @@ def evaluate(words: list[str], k: int | None, resume: str | None, against: str |
     if resume is not None and settings.get("store") is False:
         raise UsageError("--resume goes on with what is stored: leave out --no-store")
     with Screen(notes, form_of(settings.get("progress"), notes)) as screen:
-        return _Command(settings, screen, k, against, concurrency or 16).run(words, resume, about)
+        return _Command(settings, screen, k, against, concurrency or 16, track or []).run(words, resume, about)
 
 
 class _Command:
     """One evaluation from the command line."""
 
     def __init__(
-        self, settings: dict[str, Any], screen: Screen, k: int | None, against: str | None, concurrency: int
-    ) -> None:
+        self, settings: dict[str, Any], screen: Screen, k: int | None, against: str | None, concurrency: int,
+        track: list[str],
+    ) -> None:  # fmt: skip
         self._settings, self._screen, self._notes, self._k, self._against = settings, screen, screen.notes, k, against
         self._concurrency = concurrency
         self._store = open_store(settings)
+        self._trackers: Trackers | None = None
+        if track:
+            from ramify.train.trackers.base import Trackers
+
+            self._trackers = Trackers(track, {}, self._notes.say)
 
     def run(self, words: list[str], resume: str | None, about: dict[str, Any]) -> Exit:
         from ramify.evaluate.record import Records
@@ -95,10 +110,19 @@ class _Command:
         if record is None and records is not None:
             record = records.create(plan)
         try:
-            return self._evaluated(task, plan, record, other)
+            with self._tracked(plan, record, resume is not None):
+                return self._evaluated(task, plan, record, other)
         finally:
             if record is not None:
                 record.close()
+
+    def _tracked(self, plan: Plan, record: Record | None, is_resumed: bool) -> contextlib.AbstractContextManager[None]:
+        """The trackers, open from the beginning, so that what is wrong with one is known before anything is spent."""
+        if self._trackers is None:
+            return contextlib.nullcontext()
+        id = record.id if record is not None else time.strftime("%Y%m%d-%H%M%S")
+        name, config = f"eval {plan.task}/{plan.split} {plan.model}", msgspec.to_builtins(plan)
+        return self._trackers.opened(name, Path("runs/evaluations") / id, config, 0 if is_resumed else None)
 
     def _other(self, records: Any) -> Evaluation | None:
         """The evaluation to compare with, read before anything is spent."""
@@ -154,6 +178,8 @@ class _Command:
         figures = report(found, k=self._k)
         against = difference(found, other) if other is not None else None
         id = record.id if record is not None else None
+        if self._trackers is not None:
+            self._trackers(_measured(figures))
         if self._settings.get("json"):
             named = (
                 None if against is None else {"evaluation": self._against, "items": against[1], "average": against[0]}
@@ -171,6 +197,23 @@ class _Command:
             if id is not None:
                 self._notes.say(f"evaluation {id}")
         return Exit.ERROR if figures.failed == figures.attempts else Exit.ANSWERED
+
+
+def _measured(figures: Report) -> Measured:
+    """The figures as trackers take them: ``{"all/average": 0.81, "all/pass@4": 0.9, "cost": 0.12, …}``"""
+    from ramify.train.metrics import Measured
+
+    values: dict[str, float | None] = {
+        "attempts": figures.attempts, "failed": figures.failed, "cost": figures.spent.cost,
+        "input_tokens": figures.spent.input_tokens, "output_tokens": figures.spent.output_tokens,
+        "seconds_mean": figures.spent.seconds_mean,
+        **{f"rewards/{name}": value for name, value in figures.rewards.items()},
+        **{f"metrics/{name}": value for name, value in figures.metrics.items()},
+    }  # fmt: skip
+    for row in figures.rows:
+        shown = (("average", row.average), (f"pass@{figures.k}", row.passes), (f"majority@{figures.k}", row.majority))
+        values |= {f"{row.kind}/{name}": None if figure is None else figure.value for name, figure in shown}
+    return Measured(0, "eval", 0.0, {name: float(value) for name, value in values.items() if value is not None})
 
 
 class _Progress:

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from ramify.cli.curves import Curves, line
 from ramify.cli.exits import Exit
 from ramify.cli.notes import Notes, write
@@ -20,6 +22,7 @@ from ramify.train.metrics import Measured, read
 if TYPE_CHECKING:
     from rich.text import Text
 
+TRACKERS = "tensorboard, wandb, mlflow, trackio"
 EVERY = 50
 """Steps between lines of a stage that is not sampled, where there is no live view."""
 
@@ -31,6 +34,7 @@ def train(
     plain: bool | None = None,
     quiet: bool | None = None,
     progress: str | None = None,
+    track: list[str] | None = None,
 ) -> int:
     recipes = [word for word in words if "=" not in word]
     overrides = [word for word in words if "=" in word]
@@ -45,6 +49,7 @@ def train(
             from ramify.build import recipe, stored, train  # everything heavy comes with it
 
             run = recipe(recipes[0], overrides) if recipes else stored(str(resume), overrides)
+            run = msgspec.structs.replace(run, trackers=(*run.trackers, *(track or ())))
         folder = Path(out or _folder(resume) or f"runs/{run.name}")
         listener = _listener(run.name, folder, screen, resume is not None)
         try:
@@ -121,6 +126,7 @@ COMMAND = Command(
             "go on from a run's last checkpoint, or from the one named; the recipe may be left out",
             "DIR",
         ),
+        Option("track", list, f"also send what is measured to {TRACKERS}, or module:Class; repeat it", "NAME"),
         Option("plain", bool, "lines instead of a live view, as where stderr is no terminal", has_no=False),
         Option("quiet", bool, "nothing but errors", has_no=False),
         OPTION,
