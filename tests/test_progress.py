@@ -14,11 +14,10 @@ from ramify.sources.load import load
 
 def test_work_is_told_from_beginning_to_end() -> None:
     told: list[Doing] = []
-    with heard(told.append):
-        with contextlib.suppress(ValueError), doing("counting", 3, "items") as work:
-            work.more()
-            work.at(2, note="b")
-            raise ValueError("it ends in the middle")
+    with heard(told.append), contextlib.suppress(ValueError), doing("counting", 3, "items") as work:
+        work.more()
+        work.at(2, note="b")
+        raise ValueError("it ends in the middle")
     assert [(each.done, each.note, each.is_over) for each in told] == [
         (0, "", False), (1, "", False), (2, "b", False), (2, "b", True),
     ]  # fmt: skip

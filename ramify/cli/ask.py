@@ -22,6 +22,7 @@ from ramify.cli.notes import Notes, write
 from ramify.cli.parser import Command, Option, UsageError
 from ramify.cli.progress import OPTION, Screen, form_of
 from ramify.cli.settings import fill, unknown_variables
+from ramify.cli.telemetry import exporting
 from ramify.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
@@ -94,14 +95,14 @@ def ask(words: list[str], answer_schema: str | None = None, resume: str | None =
         from ramify.cli.asking import run_again
 
         allow_weaker = bool(settings.get("allow_weaker"))
-        with Screen(notes, form) as screen:
+        with exporting(notes), Screen(notes, form) as screen:
             return run_again(resume, screen, as_json=bool(settings.get("json")), allow_weaker=allow_weaker)
     if not words or not words[0].strip():
         raise UsageError("say what you want to know: ramify ask QUESTION PATH…")
     if not settings.get("model"):
         write(NO_MODEL)
         return Exit.ERROR
-    with Screen(notes, form) as screen:
+    with exporting(notes), Screen(notes, form) as screen:
         return _ask(words[0], words[1:], answer_schema, settings, screen)
 
 

@@ -23,6 +23,7 @@ from ramify.cli.notes import Notes, write
 from ramify.cli.parser import Command, Option, UsageError
 from ramify.cli.progress import Screen, form_of
 from ramify.cli.settings import fill, unknown_variables
+from ramify.cli.telemetry import exporting
 from ramify.cli.text import dollars
 from ramify.progress import Work, doing
 
@@ -74,7 +75,7 @@ def evaluate(
         return Exit.ERROR
     if resume is not None and settings.get("store") is False:
         raise UsageError("--resume goes on with what is stored: leave out --no-store")
-    with Screen(notes, form_of(settings.get("progress"), notes)) as screen:
+    with exporting(notes), Screen(notes, form_of(settings.get("progress"), notes)) as screen:
         return _Command(settings, screen, k, against, concurrency or 16, track or []).run(words, resume, about)
 
 

@@ -15,6 +15,7 @@ from ramify.cli.measures import parse_size
 from ramify.cli.notes import Notes, write
 from ramify.cli.parser import Command, Option, UsageError
 from ramify.cli.serving import LIMITS, begin, on_stop
+from ramify.cli.telemetry import exporting
 from ramify.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def serve(words: list[str], **given: Any) -> int:
     for name in ("max_runs", "grace"):
         if own[name] is not None and not own[name] >= 1 * (name == "max_runs"):
             raise UsageError(f"--{name.replace('_', '-')} {own[name]}: give at least {1 if name == 'max_runs' else 0}")
-    with mcp_tools(settings) as tools:
+    with exporting(notes), mcp_tools(settings) as tools:
         server = _server(settings, own, open_store(settings), tools)
         asyncio.run(_serve(server, 30.0 if own["grace"] is None else own["grace"], notes))
     return Exit.ANSWERED

@@ -40,6 +40,7 @@ from ramify.engine.resources import Resources, Shared
 from ramify.engine.running import Result, Running, as_text, checked
 from ramify.engine.scaffold import Scaffold, scaffold_of
 from ramify.engine.setup import Setup
+from ramify.engine.spans import tracing
 from ramify.engine.tools import Tools, ToolSet
 from ramify.errors import ConfigError
 from ramify.sandbox.base import SandboxSpec, module_of
@@ -176,7 +177,7 @@ class RLM:
         which all runs of an RLM share."""
         asked = question(prompt, query, answer_type, cite)
         chosen = self._search if search is None else search_of(search)
-        listeners = checked_listener(on_event)
+        listeners = (*checked_listener(on_event), *tracing())
         journal = self.store.create(self.store.new_id(asked.text)) if self.store else None
         recorder = Recorder(journal, listeners)
         config = {**self._setup.config, **config_of(chosen), **(metadata or {})}
@@ -221,7 +222,7 @@ class RLM:
         recording = Recording(store.events(run))
         if recording.ended is not None:
             raise ConfigError(f"run {recording.started.id} has ended ({recording.ended.stop}): ask anew")
-        listeners = checked_listener(on_event)
+        listeners = (*checked_listener(on_event), *tracing())
         journal = store.reopen(run)
         recorder = Recorder(journal, listeners, held=recording.holds, since_s=recording.last_s)
         try:
