@@ -55,7 +55,12 @@ def spans_of(question: str, content: bool | None = None) -> list[ReadableSpan]:
 
     async def run() -> None:
         rlm = RLM(
-            client, scaffold=SESSION, sandbox=SANDBOX, limits=Limits(max_depth=1), tools={"grep": lambda word: [word]}
+            client,
+            scaffold=SESSION,
+            sandbox=SANDBOX,
+            limits=Limits(max_depth=1),
+            sampling=Sampling(temperature=0.5),
+            tools={"grep": lambda word: [word]},
         )
         async with rlm:
             listener = Spans(provider.get_tracer("test"), content)
@@ -116,7 +121,8 @@ def test_attributes_are_those_of_the_conventions() -> None:
     about = dict(chat.attributes or {})
     assert {key: about[key] for key in about if not key.startswith(("gen_ai.usage", "ramify.cost"))} == {
         "gen_ai.operation.name": "chat", "gen_ai.provider.name": "scripted", "gen_ai.request.model": "test",
-        "gen_ai.request.temperature": 0.5, "gen_ai.response.model": "test", "gen_ai.conversation.id": dict(run.attributes or {})["ramify.run"],
+        "gen_ai.request.temperature": 0.5, "gen_ai.response.model": "test",
+            "gen_ai.conversation.id": dict(run.attributes or {})["ramify.run"],
         "gen_ai.response.finish_reasons": ("stop",), "ramify.call": "0", "ramify.turn": 1,
     }  # fmt: skip
     chats = [dict(span.attributes or {}) for span in spans if span.name.startswith("chat")]
