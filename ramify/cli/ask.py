@@ -115,9 +115,8 @@ def _ask(question: str, paths: list[str], answer_schema: str | None, settings: d
     with mcp_tools(settings) as tools:
         rlm = make_rlm(settings, spec, open_store(settings), tools)
         loaded = load_sources(paths, screen.notes)
-        servers = tools.servers if tools is not None else ()
         cite, cache = bool(settings.get("cite")), bool(settings.get("cache"))
-        asked = asking.Asked(question, loaded, paths, schema, cite, cache, servers)
+        asked = asking.Asked(question, loaded, paths, schema, cite, cache)
         return asking.run(rlm, asked, screen, as_json=bool(settings.get("json")))
 
 

@@ -47,14 +47,12 @@ class Asked(msgspec.Struct, frozen=True):
     schema: dict[str, Any] | None
     cite: bool
     cache: bool
-    mcp: tuple[str, ...] = ()
-    """MCP servers whose tools the session has, as they are recorded."""
 
     def start(self, rlm: RLM, on_event: Callable[[AnyEvent], None]) -> Running:
         given = (self.question, None) if self.loaded is None else (self.loaded, self.question)
         return rlm.start(
             *given, answer_type=self.schema, cite=self.cite, cache=self.cache, on_event=on_event,
-            metadata={**source_record(self.loaded, self.paths), **({"mcp": self.mcp} if self.mcp else {})},
+            metadata=source_record(self.loaded, self.paths),
         )  # fmt: skip
 
 

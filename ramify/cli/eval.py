@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ramify.cli.ask import KINDS, NO_MODEL, SETTINGS, make_rlm, open_store, sandbox_spec
+from ramify.cli.ask import KINDS, NO_MODEL, SETTINGS, make_rlm, mcp_tools, open_store, sandbox_spec
 from ramify.cli.exits import Exit
 from ramify.cli.notes import Notes, write
 from ramify.cli.parser import Command, Option, UsageError
@@ -28,6 +28,7 @@ from ramify.cli.text import dollars
 from ramify.progress import Work, doing
 
 if TYPE_CHECKING:
+    from ramify.engine.rlm import RLM
     from ramify.evaluate.record import Record
     from ramify.evaluate.report import Report
     from ramify.evaluate.run import Evaluation, Outcome, Plan
@@ -51,7 +52,7 @@ OF_AN_EVALUATION = (
     Option("track", list, "also send the figures to tensorboard, wandb, mlflow, trackio or module:Class; repeat it"),
 )
 _PLANNED = ("split", "items", "n", "seed", "validate")
-_NOT_HERE = ("cite", "cache", "mcp")
+_NOT_HERE = ("cite", "cache")
 _SETTINGS = tuple(option for option in SETTINGS if option.name not in _NOT_HERE)
 _KINDS = {name: kind for name, kind in KINDS.items() if name not in _NOT_HERE}
 
@@ -139,22 +140,31 @@ class _Command:
 
         fields = {"split": about["split"], "items": about["items"], "attempts": about["n"], "seed": about["seed"]}
         settings = {name: value for name, value in self._settings.items() if name not in (*_OUTPUT, "model")}
+        if settings.get("mcp"):
+            from ramify.engine.mcp import recorded
+
+            settings["mcp"] = [recorded(server) for server in settings["mcp"]]
         return Plan(
             model=self._settings["model"], task=words[0], options=dict(map(_option, words[1:])), settings=settings,
             **{name: value for name, value in fields.items() if value is not None},
         )  # fmt: skip
 
     def _evaluated(self, task: Task, plan: Plan, record: Record | None, other: Evaluation | None) -> Exit:
+        settings = {**plan.settings, "model": plan.model}
+        given = self._settings.get("mcp") or settings.get("mcp")  # in the plan without the values of variables
+        with mcp_tools({"mcp": given}) as tools:
+            rlm = make_rlm(settings, sandbox_spec(settings), self._store, tools)
+            return self._attempted(rlm, task, plan, record, other)
+
+    def _attempted(self, rlm: RLM, task: Task, plan: Plan, record: Record | None, other: Evaluation | None) -> Exit:
         from ramify.clients.base import Sampling
         from ramify.evaluate.run import evaluate
 
-        settings = {**plan.settings, "model": plan.model}
-        rlm = make_rlm(settings, sandbox_spec(settings), self._store)
         num = min(plan.items, len(task.splits.get(plan.split, ()))) * plan.attempts
         with doing(f"evaluating {plan.split}", num, "attempts") as work:
             progress = _Progress(self._screen, work, num, record)
             evaluating = evaluate(
-                rlm, task, plan, sampling=Sampling(temperature=settings.get("temperature")), record=record,
+                rlm, task, plan, sampling=Sampling(temperature=plan.settings.get("temperature")), record=record,
                 concurrency=self._concurrency, on_outcome=progress,
             )  # fmt: skip
             return self._run(evaluating, progress, record, other)

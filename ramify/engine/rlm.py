@@ -105,7 +105,7 @@ class RLM:
         self._setup = Setup(
             self._connect, limits, chosen, spec, sampling or Sampling(), tool_set,
             tool_set if child_tools is None else ToolSet(child_tools), store.blobs if store else None,
-            _config(model, sub_model, limits, chosen, spec, sampling),
+            _config(model, sub_model, limits, chosen, spec, sampling, tool_set),
         )  # fmt: skip
 
     @property
@@ -355,13 +355,13 @@ class RLM:
 
 def _config(
     model: ModelSpec | Sequence[ModelSpec], sub_model: ModelSpec | Sequence[ModelSpec] | None, limits: Limits,
-    chosen: Scaffold, spec: SandboxSpec, sampling: Sampling | None,
+    chosen: Scaffold, spec: SandboxSpec, sampling: Sampling | None, tools: ToolSet,
 ) -> dict[str, Any]:  # fmt: skip
     names = [spec if isinstance(spec, str) else spec.name for spec in listed(model)]
     subs = [spec if isinstance(spec, str) else spec.name for spec in listed(sub_model or ())]
     config = {
         "model": names, "sub_model": subs, "limits": limits, "scaffold": chosen, "sandbox": spec,
-        "sampling": sampling or Sampling(),
+        "sampling": sampling or Sampling(), **({"mcp": tools.servers} if tools.servers else {}),
     }  # fmt: skip
     plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(config))  # as a reader of the journal will see it
     return plain
