@@ -17,6 +17,8 @@ import msgspec
 from ramify.errors import SourceError
 from ramify.progress import Work
 
+MAX_FILE_S = 60.0
+"""To parse one file of a kind that can be made to take for ever."""
 _SHOWN = 6
 """Names in a list, before "and 12 more"."""
 
@@ -102,11 +104,12 @@ class Loaded(msgspec.Struct, frozen=True):
 
 
 class Loading:
-    """Collects what the readers find; refuses more than ``max_bytes`` of text and unpacked data in all."""
+    """Collects what the readers find; refuses more than ``max_bytes`` of text and unpacked data in all, and a file that
+    takes more than ``max_file_s`` to parse."""
 
-    def __init__(self, max_bytes: int, work: Work | None = None) -> None:
+    def __init__(self, max_bytes: int, max_file_s: float = MAX_FILE_S, work: Work | None = None) -> None:
         """``work`` is told how much was read."""
-        self.max_bytes = max_bytes
+        self.max_bytes, self.max_file_s = max_bytes, max_file_s
         self._work = work
         self.texts: dict[str, str] = {}
         self.items: list[Item] = []
