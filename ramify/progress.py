@@ -37,6 +37,8 @@ class Doing(msgspec.Struct, frozen=True):
     note: str
     """What it is at, or what came of it so far: a file's name, an average."""
     is_over: bool = False
+    first: float = 0.0
+    """What ``done`` began with, where work goes on that was stopped before; in ``unit``."""
 
 
 Listener = Callable[[Doing], None]
@@ -46,9 +48,11 @@ Listener = Callable[[Doing], None]
 class Work:
     """One piece of work, for whoever does it."""
 
-    def __init__(self, what: str, total: float | None = None, unit: str = "", note: str = "") -> None:
+    def __init__(
+        self, what: str, total: float | None = None, unit: str = "", note: str = "", first: float = 0.0
+    ) -> None:
         self.id, self.what, self.total, self.unit, self.note = next(_ids), what, total, unit, note
-        self.done = 0.0
+        self.done = self.first = first
 
     def at(self, done: float, note: str | None = None) -> None:
         """It is ``done`` far; ``note``, where given, replaces the last one."""
@@ -63,15 +67,15 @@ class Work:
         self.at(self.done + num, note)
 
     def _tell(self, is_over: bool = False) -> None:
-        now = Doing(self.id, self.what, self.done, self.total, self.unit, self.note, is_over)
+        now = Doing(self.id, self.what, self.done, self.total, self.unit, self.note, is_over, self.first)
         for listener in _listeners:
             listener(now)
 
 
 @contextlib.contextmanager
-def doing(what: str, total: float | None = None, unit: str = "", note: str = "") -> Iterator[Work]:
-    """A piece of work that lasts as long as the block, however it ends."""
-    work = Work(what, total, unit, note)
+def doing(what: str, total: float | None = None, unit: str = "", note: str = "", first: float = 0.0) -> Iterator[Work]:
+    """A piece of work that lasts as long as the block, however it ends; ``first`` of it was done before."""
+    work = Work(what, total, unit, note, first)
     work._tell()
     try:
         yield work

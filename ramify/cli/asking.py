@@ -70,7 +70,9 @@ def run_again(run: str, screen: Screen, *, as_json: bool, allow_weaker: bool) ->
     rlm = again.rebuild(recorded.started, store, with_tools=recorded.ended is None, allow_weaker=allow_weaker)
     if recorded.ended is not None:
         notes.say(f"run {recorded.started.id} had ended; this is its answer")
-        return _print(asyncio.run(rlm.aresume(run)), notes, as_json, has_schema, is_stored=True)
+        result = asyncio.run(rlm.aresume(run))
+        screen.clear()
+        return _print(result, notes, as_json, has_schema, is_stored=True)
     notes.say(f"going on with run {recorded.started.id}: {text.one_line(recorded.started.question)}")
     return _finish(lambda on_event: rlm.restart(run, on_event=on_event), rlm, screen, as_json, has_schema)
 
@@ -95,8 +97,7 @@ def _finish(start: Start, rlm: RLM, screen: Screen, as_json: bool, has_schema: b
     except asyncio.CancelledError:
         notes.say("ramify: stopped")
         return interrupts.code
-    if screen.form == "live":  # the answer stands alone
-        screen.close()
+    screen.clear()
     return _print(result, notes, as_json, has_schema, is_stored=rlm.store is not None)
 
 

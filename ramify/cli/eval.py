@@ -161,7 +161,8 @@ class _Command:
         from ramify.evaluate.run import evaluate
 
         num = min(plan.items, len(task.splits.get(plan.split, ()))) * plan.attempts
-        with doing(f"evaluating {plan.split}", num, "attempts") as work:
+        done = len(record.outcomes) if record is not None else 0
+        with doing(f"evaluating {plan.split}", num, "attempts", first=done) as work:
             progress = _Progress(self._screen, work, num, record)
             evaluating = evaluate(
                 rlm, task, plan, sampling=Sampling(temperature=plan.settings.get("temperature")), record=record,
@@ -179,8 +180,7 @@ class _Command:
             again = f"; go on with it: ramify eval --resume {record.id}" if record is not None else ""
             self._notes.say(f"ramify: stopped after {progress.done:,} attempts{again}")
             return Exit.STOPPED
-        if self._screen.form == "live":  # the figures stand alone
-            self._screen.close()
+        self._screen.clear()
         return self._shown(found, record, other)
 
     def _shown(self, found: Evaluation, record: Record | None, other: Evaluation | None) -> Exit:
@@ -236,7 +236,6 @@ class _Progress:
         self._screen, self._notes, self._work, self._num = screen, screen.notes, work, num
         self._right, self._failed = sum(each.reward or 0.0 for each in before), 0
         self._cost = sum(each.cost or 0.0 for each in before)
-        work.at(self.done)
 
     def __call__(self, outcome: Outcome, trajectory: Trajectory) -> None:
         self.done += 1

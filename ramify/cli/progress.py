@@ -100,6 +100,11 @@ class Screen:
         """Leave the terminal as it was. Idempotent."""
         self._stack.close()
 
+    def clear(self) -> None:
+        """Take a live view away, so that what is printed now stands alone; the other forms go on."""
+        if self.form == "live":
+            self.close()
+
     def draw(self, picture: Picture) -> None:
         """From now on ``picture`` stands above the bars; at once, where there is a live view."""
         self._picture = picture
@@ -273,8 +278,8 @@ def _amount(work: Doing) -> str:
 
 def _time(work: Doing, since_s: float) -> str:
     """What is left where that can be told, else what went by."""
-    if work.total and 0 < work.done <= work.total and since_s > 1:
-        left_s = since_s * (work.total - work.done) / work.done
+    if work.total and work.first < work.done <= work.total and since_s > 1:
+        left_s = since_s * (work.total - work.done) / (work.done - work.first)
         return f"{seconds(round(left_s))} left" if left_s >= 1 else ""
     return seconds(round(since_s)) if since_s >= 1 else ""
 

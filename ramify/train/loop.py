@@ -137,8 +137,7 @@ class Loop:
         if stage.samples and not self.state.stage_step:
             for split in ("validation", *self._first):
                 await self.evaluate(split, "first")
-        with doing(stage.name, stage.num_steps, "steps") as told:
-            told.at(self.state.stage_step)
+        with doing(stage.name, stage.num_steps, "steps", first=self.state.stage_step) as told:
             async for work in self._works(stage):
                 await self._step(stage, work)
                 told.at(self.state.stage_step)

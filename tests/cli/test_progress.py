@@ -41,6 +41,8 @@ def test_a_bar() -> None:
     work = Doing(0, "evaluating", 250, 1000, "attempts", "average 0.81", False)
     drawn = "━" * 6 + "─" * 18
     assert bar(work, 20.0, 100) == f"evaluating   {drawn} 250 of 1,000 attempts · average 0.81 · 1 min left"
+    resumed = Doing(0, "rl", 250, 1000, "steps", "", False, first=200)  # fifty in twenty seconds
+    assert bar(resumed, 20.0, 100).endswith("250 of 1,000 steps · 5 min left")
     reading = Doing(0, "reading", 12_300_000, None, "bytes", "a\x1b]0;title\x07.txt", False)
     assert bar(reading, 0.0, 100).split("─ ")[-1] == "12.3 MB · a.txt"
     assert len(bar(reading, 3.0, 30)) == 30
