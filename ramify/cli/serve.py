@@ -6,6 +6,7 @@ Ctrl-C or SIGTERM once: no more requests are taken, and runs may end for a while
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from ramify.cli.exits import Exit
 from ramify.cli.measures import parse_size
 from ramify.cli.notes import Notes, write
 from ramify.cli.parser import Command, Option, UsageError
+from ramify.cli.progress import Screen, form_of
 from ramify.cli.serving import LIMITS, begin, on_stop
 from ramify.cli.telemetry import exporting
 from ramify.errors import ConfigError
@@ -87,7 +89,9 @@ async def _serve(server: RunServer, grace_s: float, notes: Notes) -> None:
         (again if asked.is_set() else asked).set()
 
     on_stop(stop)
-    async with server:
+    async with contextlib.AsyncExitStack() as stack:
+        with Screen(notes, form_of(None, notes)):  # a policy of this machine's is loaded now
+            await stack.enter_async_context(server)
         write(f"{server.name} at {server.url} (Ctrl-C to stop)")
         await asked.wait()
         draining, at_once = asyncio.ensure_future(server.drain(grace_s)), asyncio.ensure_future(again.wait())
