@@ -29,6 +29,7 @@ from ramify.engine import observe
 from ramify.engine.rlm import RLM
 from ramify.engine.scaffold import Scaffold, scaffold_of
 from ramify.errors import ConfigError
+from ramify.progress import doing
 from ramify.store.cache import CallCache
 from ramify.store.store import Store
 from ramify.tasks.base import Item, Task, items_of, task_of, total
@@ -49,6 +50,7 @@ from ramify.train.signals.reading import Signals
 from ramify.train.signals.scorer import Teachers
 from ramify.train.signals.teacher import needed
 from ramify.train.stages import Imitate, Reinforce, Stage, WarmUp, scheduled
+from ramify.train.trackers.base import Trackers
 from ramify.types.message import Message
 from ramify.types.sequence import Sequence as Row
 from ramify.types.trajectory import Group, Trajectory
@@ -62,7 +64,7 @@ if TYPE_CHECKING:
 
 NUM_TOKENIZER_TEXTS = 3000
 """Demonstrations that a tokenizer is trained on; more change little."""
-FREE = ("cadence.", "evaluate.", "guard.", "name")
+FREE = ("cadence.", "evaluate.", "guard.", "name", "tracker")
 """Fields of a run that a resumed one may have otherwise: they change no weight, but for how long it is trained."""
 _SWITCH_S = 5e-4
 """How long one thread may keep the interpreter from another: the loop's, which speaks to sessions, waits for the engine's
@@ -122,9 +124,18 @@ def train(
     elif any(out.glob("checkpoints/step-*")):
         raise ConfigError(f"{out} holds a run already: resume it, or give another folder")
 
+    trackers = Trackers(run.trackers, run.tracker_options, say)
+    resumed_at = read_state(checkpoint).step if checkpoint is not None else None
+
+    def measured(each: Measured) -> None:
+        trackers(each)
+        if listener is not None:
+            listener(each)
+
     async def carry_out() -> State:
-        async with building(run, out, listener=listener, say=say) as loop:
-            return await loop.run(checkpoint)
+        async with building(run, out, listener=measured, say=say) as loop:
+            with trackers.opened(run.name, out, plain(run), resumed_at):
+                return await loop.run(checkpoint)
 
     return asyncio.run(carry_out())
 
@@ -214,7 +225,10 @@ class Made:
             make = of_name(spec.demos, DEMOS, "demos")
             task = task_of(spec.task.name, **spec.task.options) if spec.task is not None else self.task
             found = make(task, spec.num, self.run.seed, self.scaffold, **spec.options)
-            yield from map(trajectory_of, found)
+            with doing("demonstrations", spec.num, "items") as work:
+                for conversations in found:
+                    yield trajectory_of(conversations)
+                    work.more()
         if spec.trajectories:
             yield from read(Path(spec.trajectories))
 
@@ -232,7 +246,8 @@ class Made:
         if spec.tokenizer:
             tokenizer = load_tokenizer(Path(spec.tokenizer))
         elif demonstrations:
-            tokenizer = train_tokenizer(_texts(demonstrations), spec.vocab_size)
+            with doing("tokenizer", note="trained on the demonstrations"):
+                tokenizer = train_tokenizer(_texts(demonstrations), spec.vocab_size)
         else:
             raise ConfigError("policy: a model made from nothing needs a tokenizer, or demonstrations to train one on")
         config = AutoConfig.for_model(
@@ -261,7 +276,11 @@ class Made:
 
     def _rows(self, spec: SftSpec, demonstrations: Sequence[Trajectory]) -> list[Row]:
         tokeniser = Tokeniser(self.policy.renderer)
-        groups = [Group(each.task, [tokeniser.tokenised(each)]) for each in demonstrations]
+        groups = []
+        with doing("tokenising", len(demonstrations), "trajectories") as work:
+            for each in demonstrations:
+                groups.append(Group(each.task, [tokeniser.tokenised(each)]))
+                work.more()
         stamping = spec.algorithm.stamp(groups, self.task.weights)
         if stamping.silence:
             raise ConfigError(f"sft has nothing to learn from: {stamping.silence}")
@@ -392,7 +411,7 @@ class Made:
         found = items_of(self.task, split)
         num = spec.num if split != "validation" or spec.validation is None else spec.validation
         items = [found[index] for index in range(min(num, len(found)))]
-        return report(split, items, await rollouts.groups(items, -1), self.task.weights)
+        return report(split, items, await rollouts.groups(items, -1, f"evaluating {split}"), self.task.weights)
 
 
 class Published:

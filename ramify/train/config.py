@@ -7,7 +7,7 @@
     ├── sft        ├ the stages, in this order; any may be None
     ├── rl         ┘
     ├── limits, sandbox, scaffold      how the engine runs a rollout
-    └── evaluate, cadence              what is measured and kept, and how often
+    └── evaluate, cadence, trackers    what is measured and kept, how often, and who is told
 
 A recipe is a function that returns one (``recipes/tiny.py``); ``ramify train`` overrides its fields by dotted names.
 """
@@ -202,6 +202,11 @@ class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     guard: Guard = Guard()
     compute: Compute = Compute()
     """How the trainer computes."""
+    trackers: tuple[str, ...] = ()
+    """Services that are told what is measured, besides ``metrics.jsonl``: of ``trackers.base.TRACKERS``, or
+    ``module:Class``."""
+    tracker_options: dict[str, dict[str, Any]] = {}
+    """Name of a tracker -> what its class takes: ``{"wandb": {"project": "mine"}}``."""
     threads: int = 0
     """Of torch, for one operation; 0: its own choice. One is best for small models, and on machines that are shared."""
 

@@ -19,6 +19,7 @@ from ramify.clients.base import Sampling
 from ramify.engine.rlm import RLM
 from ramify.errors import ConfigError
 from ramify.evaluate.attempt import GRACE_S, attempt
+from ramify.progress import doing
 from ramify.tasks.base import Item, Task
 from ramify.types.trajectory import Group, Trajectory
 
@@ -64,15 +65,20 @@ class Rollouts:
         self._greedy = greedy
 
     async def groups(
-        self, items: Sequence[Item], step: int, after: Callable[[Group], Awaitable[None]] | None = None
-    ) -> list[Group]:
-        """One group per item, in order, each with its rollouts in order; what failed is among them. ``after`` is done with
-        each group as soon as it is whole, while others go on. Raises only what is a bug, or a cancellation."""
+        self, items: Sequence[Item], step: int, what: str = "rollouts",
+        after: Callable[[Group], Awaitable[None]] | None = None,
+    ) -> list[Group]:  # fmt: skip
+        """One group per item, in order, each with its rollouts in order; what failed is among them. ``what`` is said of
+        it while it goes on. ``after`` is done with each group as soon as it is whole, while others go on. Raises only what
+        is a bug, or a cancellation."""
         room = asyncio.Semaphore(self._options.concurrency)
 
         async def one(item: Item, index: int, number: int | str) -> Trajectory:
             async with room:
-                return await self._rollout(item, f"step={step}/group={index}/rollout={number}", number == "greedy")
+                name = f"step={step}/group={index}/rollout={number}"
+                trajectory = await self._rollout(item, name, number == "greedy")
+                work.more()
+                return trajectory
 
         async def whole(
             item: Item, attempts: Sequence[asyncio.Task[Trajectory]], sure: asyncio.Task[Trajectory] | None
@@ -82,17 +88,19 @@ class Rollouts:
                 await after(group)
             return group
 
+        num = len(items) * (self._options.group + self._greedy)
         try:
-            async with asyncio.TaskGroup() as tasks:
-                running = [
-                    [tasks.create_task(one(item, index, number)) for number in range(self._options.group)]
-                    for index, item in enumerate(items)
-                ]
-                greedy = [
-                    tasks.create_task(one(item, index, "greedy")) if self._greedy else None
-                    for index, item in enumerate(items)
-                ]
-                groups = [tasks.create_task(whole(*each)) for each in zip(items, running, greedy, strict=True)]
+            with doing(what, num, "attempts") as work:
+                async with asyncio.TaskGroup() as tasks:
+                    running = [
+                        [tasks.create_task(one(item, index, number)) for number in range(self._options.group)]
+                        for index, item in enumerate(items)
+                    ]
+                    greedy = [
+                        tasks.create_task(one(item, index, "greedy")) if self._greedy else None
+                        for index, item in enumerate(items)
+                    ]
+                    groups = [tasks.create_task(whole(*each)) for each in zip(items, running, greedy, strict=True)]
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
         return [each.result() for each in groups]

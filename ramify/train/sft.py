@@ -20,8 +20,8 @@ import msgspec
 
 from ramify.engine.scaffold import Scaffold
 from ramify.errors import ConfigError, nearest
-from ramify.evaluate.record import FOLDER
 from ramify.evaluate.record import read as evaluation
+from ramify.store.files import EVALUATIONS
 from ramify.store.store import Store
 from ramify.tasks.base import Task
 from ramify.types.message import Message, Reply
@@ -184,7 +184,7 @@ def _stored(root: Path) -> Iterator[Trajectory]:
     """The runs of a store that came to an end, with the rewards that its evaluations gave them. What a user asked has no
     reward."""
     rewards: dict[str, dict[str, float]] = {}
-    for file in sorted((root / FOLDER).glob("*.jsonl")):
+    for file in sorted((root / EVALUATIONS).glob("*.jsonl")):
         rewards |= {outcome.run: outcome.rewards for outcome in evaluation(file).outcomes if outcome.run}
     store = Store(root)
     for summary in reversed(store.runs()):

@@ -212,7 +212,7 @@ class Reinforce:
         items = [self._items[index % len(self._items)] for index in range(first, first + num)]
         if reader is None:
             return await self._rollouts.groups(items, step)
-        return await self._rollouts.groups(items, step, reader.group)
+        return await self._rollouts.groups(items, step, after=reader.group)
 
     def _loud(self, groups: Sequence[Group], silent: list[Group], reader: Reader | None) -> list[Group]:
         """Those of ``groups`` that teach something; the others are added to ``silent``."""
