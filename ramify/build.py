@@ -49,18 +49,21 @@ from ramify.types.trajectory import Group, Trajectory
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from ramify.inference.http.client import HttpEngines
     from ramify.inference.local.client import LocalClient
     from ramify.policy.load import Policy
     from ramify.train.backends.base import Backend, Optim
 
 NUM_TOKENIZER_TEXTS = 3000
 """Demonstrations that a tokenizer is trained on; more change little."""
-FREE = ("cadence.", "evaluate.", "name")
+FREE = ("cadence.", "evaluate.", "inference", "name")
 """Fields of a run that a resumed one may have otherwise: they change no weight."""
 _SWITCH_S = 5e-4
 """How long one thread may keep the interpreter from another: the loop's, which speaks to sessions, waits for the engine's
 after each system call. At Python's 5 ms a step of rollouts takes a fifth longer."""
 _TOLERANCE = {"torch.float32": 1e-5}
+_FOREIGN_TOLERANCE = {"torch.float32": 1e-3}
+"""Where another engine's kernels computed them."""
 _COARSE = 0.1
 """Most that two log-probabilities may differ by in half precision."""
 
@@ -133,6 +136,7 @@ async def building(
     gc.collect()
     gc.freeze()  # demonstrations and their rows stay: to look through them again and again would cost a tenth of a step
     try:
+        await made.start(out)
         async with made.rlm:
             yield made.loop(out, listener)
     finally:
@@ -153,6 +157,7 @@ class Made:
         self.task: Task = task_of(run.task.name, **run.task.options)
         self.scaffold = scaffold_of(run.scaffold)
         self._check_task()
+        self._check_inference()
         demonstrations = list(self._demonstrations()) if run.sft is not None else []
         self.policy = self._policy(demonstrations)
         self.serving = self._serving()
@@ -175,6 +180,17 @@ class Made:
                 "a group of one has nothing to be compared with: every advantage is 0, and nothing will be learnt; set "
                 "rl.rollout.group to 2 or more",
                 stacklevel=2,
+            )
+
+    def _check_inference(self) -> None:
+        """Another engine does not say what top-p and top-k left, so nobody could compute the same probabilities."""
+        spec, rl = self.run.inference, self.run.rl
+        if spec is None or spec.engine == "ramify" or rl is None:
+            return
+        if (rl.rollout.top_p or 1) < 1 or rl.rollout.top_k:
+            raise ConfigError(
+                f"rl.rollout.top_p={rl.rollout.top_p} and top_k={rl.rollout.top_k} cannot be trained on with "
+                f"inference.engine={spec.engine}, which does not say what they left to draw from: leave them out"
             )
 
     def _check_prompts(self) -> None:
@@ -257,11 +273,32 @@ class Made:
             )
         return fitting
 
-    def _client(self) -> LocalClient:
+    def _client(self) -> LocalClient | HttpEngines:
+        if self.run.inference is not None:
+            from ramify.inference.http.client import HttpEngines
+
+            engine = self.run.inference.engine
+            return HttpEngines(self.serving, self.run.inference, name=f"{engine}:{self.run.name}", say=self._say)
         from ramify.inference.local.client import LocalClient
 
         spec = self.run.policy
         return LocalClient(self.serving, name=f"local:{self.run.name}", slots=spec.slots, cache_bytes=spec.cache_bytes)
+
+    async def start(self, out: Path) -> None:
+        """Bring up the engines that are not in this process."""
+        from ramify.inference.local.client import LocalClient
+        from ramify.policy.load import save
+
+        if not isinstance(self.client, LocalClient):
+            await self.client.start(out / "inference", lambda folder: save(self.serving, folder))
+
+    def _tolerance(self) -> float:
+        """Most that log-probabilities of engine and trainer may differ by."""
+        spec, dtype = self.run.inference, str(self.serving.dtype)
+        if spec is not None and spec.tolerance:
+            return spec.tolerance
+        same = spec is None or spec.engine == "ramify"
+        return (_TOLERANCE if same else _FOREIGN_TOLERANCE).get(dtype, _COARSE)
 
     def _backend_of(self, out: Path) -> Callable[[Optim], Backend]:
         from ramify.train.backends.single import Single
@@ -302,8 +339,7 @@ class Made:
         prompt = first_prompt(self.scaffold, run, items_of(self.task, "validation")[0])
         published = Published(self.policy, self.serving, self.client)
         check = SelfCheck(
-            self.seen, lambda: fingerprint_of(published.weights()), prompt,
-            _TOLERANCE.get(str(self.serving.dtype), _COARSE),
+            self.seen, lambda: fingerprint_of(published.weights()), prompt, self._tolerance()
         )  # fmt: skip
         loop = Loop(
             out, self._stages(), self._backend_of(out), published, self.evaluate,
@@ -331,7 +367,7 @@ class Made:
 class Published:
     """The policy as the loop sees it: to be given to the engine, saved, and gone back to."""
 
-    def __init__(self, trained: Policy, serving: Policy, client: LocalClient) -> None:
+    def __init__(self, trained: Policy, serving: Policy, client: LocalClient | HttpEngines) -> None:
         self._trained, self._serving, self._client = trained, serving, client
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -342,10 +378,17 @@ class Published:
         return ((name, weight.to(dtype)) for name, weight in merged(self._trained.model))
 
     async def publish(self) -> None:
+        from ramify.inference.local.client import LocalClient
+        from ramify.inference.weights.layout import source
+        from ramify.train.lora import unmerged
+
         self._trained.version += 1
+        if not isinstance(self._client, LocalClient):
+            tensors = [source(n, t, self._serving.dtype, make) for n, t, make in unmerged(self._trained.model)]
+            return await self._client.update(tensors, self._trained.version)
         shares = self._trained is self._serving
         given = self._trained.model if shares else dict(self.weights())
-        await self._client.update(given, self._trained.version)
+        return await self._client.update(given, self._trained.version)
 
     def save(self, folder: Path) -> None:
         """What the engine answers with, in its precision; the trainer's is in the checkpoint."""

@@ -19,7 +19,7 @@ import numpy as np
 
 from ramify.clients.base import Request, Sampling
 from ramify.errors import TrainError
-from ramify.inference.base import InferenceClient
+from ramify.inference.base import InferenceClient, engines_of
 from ramify.train.backends.base import Backend
 from ramify.train.pack import pack
 from ramify.types.message import Message, Reply
@@ -70,24 +70,42 @@ class SelfCheck:
         )
         self.worst = 0.0
         """Largest difference that a canary has shown."""
+        self.good_version: int | None = None
+        """Of the last weights that every engine was seen to answer with."""
 
     async def engine(self, backend: Backend, in_torch: InTorch) -> None:
-        """Raises TrainError where engine and trainer are not the same policy."""
+        """Raises TrainError where an engine and the trainer are not the same policy."""
         ours = await in_torch(self._fingerprint)
-        theirs = await self._seen.client.fingerprint()
-        if ours != theirs:
+        for engine in engines_of(self._seen.client):
+            await self._one(engine, ours, backend, in_torch)
+        self.good_version = self._seen.client.version
+
+    async def _one(self, engine: InferenceClient, ours: str, backend: Backend, in_torch: InTorch) -> None:
+        theirs = await engine.fingerprint()
+        if theirs is not None and ours != theirs:
             raise TrainError(
                 f"the engine answers with other weights (fingerprint {theirs}) than the trainer has ({ours}): the weight sync "
-                "failed"
+                f"failed{self._where(engine)}"
             )
-        reply = await self._seen.client.complete(self._request)
-        difference = await in_torch(self._difference, backend, reply)
+        reply = await engine.complete(self._request)
+        said = await in_torch(self._own_logprobs, backend, reply)
+        differences = np.abs(said - np.array(reply.logprobs))
+        difference = float(differences.max(initial=0.0))
         self.worst = max(self.worst, difference)
         if not difference <= self._tolerance:
+            at = int(np.argmax(np.nan_to_num(differences, nan=np.inf)))
+            assert reply.logprobs is not None
             raise TrainError(
                 f"the canary's log-probabilities differ by {difference:.2g} between engine and trainer, and at most "
-                f"{self._tolerance:g} is allowed: they compute different models, or the engine's cache is stale"
+                f"{self._tolerance:g} is allowed ({reply.logprobs[at]:.5f} by the engine, {said[at]:.5f} by the trainer, at "
+                f"token {at}): they compute different models, or the engine's cache is stale{self._where(engine)}"
             )
+
+    def _where(self, engine: InferenceClient) -> str:
+        last = (
+            "none was checked before" if self.good_version is None else f"the last good version is {self.good_version}"
+        )
+        return f" ({engine.name}; version {self._seen.client.version}; {last})"
 
     def ids(self, groups: Sequence[Group]) -> None:
         """Raises TrainError where a tree of the first group says other ids than went through the engine."""
@@ -117,17 +135,16 @@ class SelfCheck:
             if abs(given - packed) > 1e-5 * max(abs(given), 1.0):
                 raise TrainError(f"the batches of a step weigh {packed:.6g} in '{name}', their sequences {given:.6g}")
 
-    def _difference(self, backend: Backend, reply: Reply) -> float:
-        """Largest difference between the reply's log-probabilities and the trainer's own."""
+    def _own_logprobs(self, backend: Backend, reply: Reply) -> np.ndarray[Any, np.dtype[np.float64]]:
+        """The trainer's log-probabilities of the reply's tokens."""
         assert reply.prompt_ids is not None
         assert reply.token_ids is not None
-        assert reply.logprobs is not None
         row = _row((*reply.prompt_ids, *reply.token_ids), len(reply.prompt_ids))
         ours = np.zeros(len(row), np.float64)
         batches = pack([row], backend.packing)
         for batch, logprobs in zip(batches, backend.logprobs(batches), strict=True):
             ours[batch.owners[:, 1]] = logprobs
-        return float(np.abs(ours[len(reply.prompt_ids) :] - np.array(reply.logprobs)).max(initial=0.0))
+        return ours[len(reply.prompt_ids) :]
 
 
 def _row(ids: tuple[int, ...], num_given: int) -> Row:

@@ -9,35 +9,42 @@ ties its own, and the canary sees one that did not.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ramify.inference.weights.base import Source
+
+Lazy = Callable[[], Tensor]
+"""A tensor that is made when it is asked for."""
 
 
 def sources(named: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> list[Source]:
     """Of named parameters, each to be had in ``dtype``. A sharded one (DTensor) is gathered when it is asked for: all
     ranks have to ask, in the same order."""
-    found = []
-    for name, tensor in named:
-        kind = dtype if tensor.is_floating_point() else tensor.dtype
-        found.append(Source(name, tuple(tensor.shape), kind, stamp_of(tensor), partial(_full, tensor, dtype)))
-    return found
+    return [source(name, tensor, dtype) for name, tensor in named]
+
+
+def source(name: str, tensor: Tensor, dtype: torch.dtype, make: Lazy | None = None) -> Source:
+    """Of one parameter; with ``make``, of what is computed from it (an adapter added) and has its shape."""
+    kind = dtype if tensor.is_floating_point() else tensor.dtype
+    stamp = stamp_of(tensor) if make is None else None
+    return Source(name, tuple(tensor.shape), kind, stamp, partial(_full, make or (lambda: tensor), dtype))
 
 
 def stamp_of(tensor: Tensor) -> Hashable:
-    """The same as long as nobody writes into ``tensor`` in place; None where torch does not count."""
-    local = getattr(tensor, "_local_tensor", tensor)
-    try:
-        return (id(tensor), local.data_ptr(), local._version)
-    except RuntimeError:  # made in inference mode
+    """The same as long as nobody writes into a parameter that is held still; None for others. Of one that is trained torch's
+    own count cannot be believed: its fused AdamW writes and does not count (2.13)."""
+    if not isinstance(tensor, nn.Parameter) or tensor.requires_grad:
         return None
+    local = getattr(tensor, "_local_tensor", tensor)
+    return (id(tensor), local.data_ptr(), local._version)
 
 
-def _full(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def _full(make: Lazy, dtype: torch.dtype) -> Tensor:
+    tensor = make()
     gather = getattr(tensor, "full_tensor", None)
     whole: Tensor = (gather() if callable(gather) else tensor).detach()
     return whole.to(dtype) if whole.is_floating_point() else whole
