@@ -137,7 +137,7 @@ async def _sampled(
 
 
 async def _scores(client: LocalClient, ids: list[int]) -> list[float]:
-    _check(client, ids, Sampling(1, 1.0), [])
+    _check(client, ids, Sampling(1, 1.0, 1.0), [])
     return await client.logprobs(ids) if len(ids) > 1 else []
 
 

@@ -2,7 +2,8 @@
 field were silent numbers.
 
     fingerprint   trainer and engine hold the same weights
-    canary        a sampled reply's log-probabilities, by the engine's cache and by the trainer's forest, agree
+    canary        a sampled reply's log-probabilities, by the engine's cache and by the trainer's forest, agree, and so do
+                  those of its whole prompt: what is sampled is often near certain, and hides an old output matrix
     ids           what the engine was given and sampled is what the tree says, id by id
     weights       compiling and packing lost none of the weight that the algorithm gave out, and doubled none
 
@@ -28,6 +29,7 @@ from ramify.types.sequence import Sequence as Row
 from ramify.types.trajectory import Group, Trajectory
 
 InTorch = Callable[..., Awaitable[Any]]
+Floats64 = np.ndarray[Any, np.dtype[np.float64]]
 CANARY_TOKENS = 16
 
 
@@ -88,16 +90,23 @@ class SelfCheck:
                 f"failed{self._where(engine)}"
             )
         reply = await engine.complete(self._request)
-        said = await in_torch(self._own_logprobs, backend, reply)
-        differences = np.abs(said - np.array(reply.logprobs))
-        difference = float(differences.max(initial=0.0))
+        assert reply.prompt_ids is not None
+        assert reply.token_ids is not None
+        assert reply.logprobs is not None
+        path = (*reply.prompt_ids, *reply.token_ids)
+        ours_T = await in_torch(self._own_logprobs, backend, path)
+        self._compare(engine, np.array(reply.logprobs), ours_T[len(reply.prompt_ids) :], "sampled")
+        self._compare(engine, np.array(await engine.logprobs(path)), ours_T[1:], "scored")
+
+    def _compare(self, engine: InferenceClient, theirs_T: Floats64, ours_T: Floats64, what: str) -> None:
+        differences_T = np.nan_to_num(np.abs(ours_T - theirs_T), nan=np.inf)
+        difference = float(differences_T.max(initial=0.0))
         self.worst = max(self.worst, difference)
         if not difference <= self._tolerance:
-            at = int(np.argmax(np.nan_to_num(differences, nan=np.inf)))
-            assert reply.logprobs is not None
+            at = int(np.argmax(differences_T))
             raise TrainError(
                 f"the canary's log-probabilities differ by {difference:.2g} between engine and trainer, and at most "
-                f"{self._tolerance:g} is allowed ({reply.logprobs[at]:.5f} by the engine, {said[at]:.5f} by the trainer, at "
+                f"{self._tolerance:g} is allowed ({theirs_T[at]:.5f} by the engine, {ours_T[at]:.5f} by the trainer, at {what} "
                 f"token {at}): they compute different models, or the engine's cache is stale{self._where(engine)}"
             )
 
@@ -135,16 +144,14 @@ class SelfCheck:
             if abs(given - packed) > 1e-5 * max(abs(given), 1.0):
                 raise TrainError(f"the batches of a step weigh {packed:.6g} in '{name}', their sequences {given:.6g}")
 
-    def _own_logprobs(self, backend: Backend, reply: Reply) -> np.ndarray[Any, np.dtype[np.float64]]:
-        """The trainer's log-probabilities of the reply's tokens."""
-        assert reply.prompt_ids is not None
-        assert reply.token_ids is not None
-        row = _row((*reply.prompt_ids, *reply.token_ids), len(reply.prompt_ids))
-        ours = np.zeros(len(row), np.float64)
+    def _own_logprobs(self, backend: Backend, ids: tuple[int, ...]) -> Floats64:
+        """The trainer's log-probability of each of ``ids``; 0 for the first."""
+        row = _row(ids, 1)
+        ours_T = np.zeros(len(row), np.float64)
         batches = pack([row], backend.packing)
         for batch, logprobs in zip(batches, backend.logprobs(batches), strict=True):
-            ours[batch.owners[:, 1]] = logprobs
-        return ours[len(reply.prompt_ids) :]
+            ours_T[batch.owners[:, 1]] = logprobs
+        return ours_T
 
 
 def _row(ids: tuple[int, ...], num_given: int) -> Row:

@@ -407,6 +407,9 @@ class OneEngine:
     async def fingerprint(self) -> str | None:
         return await self._server.fingerprint()
 
+    async def logprobs(self, ids: Sequence[int]) -> list[float]:
+        return await self._server.score(ids)
+
 
 class _SoFar:
     """A reply as far as it is."""
