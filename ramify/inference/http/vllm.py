@@ -176,7 +176,10 @@ class Ramify(Vllm):
         return str((await self._api.get("/fingerprint", self._spec.update_s))["fingerprint"])
 
     async def pause(self) -> None:
-        await self._post("/pause?mode=keep")
+        """An update pauses by itself, and what runs goes on exactly."""
+
+    async def resume(self) -> None:
+        """So does its end."""
 
     async def end_update(self, version: int) -> None:
         await self._post("/finish_weight_update", {"weight_version": str(version)})

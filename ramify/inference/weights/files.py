@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import mmap
 import os
 import shutil
 import tempfile
@@ -28,8 +29,11 @@ from ramify.inference.weights.base import Chunk, Info, Piece, Source, in_chunks
 
 POINTER = "current.json"
 _FILE_BYTES = 1 << 30
-_KEPT = 2
-_SUM_BYTES = 32 << 20
+_DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+"""As safetensors names them."""
 
 
 class Pointer(msgspec.Struct):
@@ -51,6 +55,8 @@ class Files:
         self._is_own = not folder
         self._folder = Path(folder) if folder else Path(tempfile.mkdtemp(prefix="ramify-weights-"))
         self._file_bytes, self._configuration = file_bytes, configuration
+        self._before = ""
+        """The version that was whole before the last: an engine may be reading it."""
 
     def open(self, num_engines: int) -> list[dict[str, Any]]:
         try:
@@ -79,8 +85,6 @@ class Files:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _write(self, sources: Iterable[Source], version: int) -> None:
-        from safetensors.torch import save_file
-
         final = self._folder / _named(version)
         fresh = self._folder / f".{final.name}.tmp"
         for old in (fresh, final):
@@ -91,10 +95,8 @@ class Files:
         total = 0
         for number, part in enumerate(in_chunks(sources, self._file_bytes), 1):
             name = f"model-{number:05d}.safetensors"
-            tensors = {source.name: source.full().cpu().contiguous() for source in part}
-            save_file(tensors, fresh / name, metadata={"format": "pt"})
-            files[name] = _measured(fresh / name)
-            places |= dict.fromkeys(tensors, name)
+            files[name] = _save(fresh / name, part)
+            places |= dict.fromkeys((source.name for source in part), name)
             total += sum(source.num_bytes for source in part)
         index = {"metadata": {"total_size": total}, "weight_map": places}
         (fresh / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -103,8 +105,10 @@ class Files:
                 shutil.copyfile(Path(self._configuration) / name, fresh / name)
         fresh.rename(final)
         _replace(self._folder / POINTER, msgspec.json.encode(Pointer(version, final.name, files)))
-        for old in sorted(self._folder.glob("v*"))[:-_KEPT]:
-            shutil.rmtree(old, ignore_errors=True)
+        kept, self._before = {self._before, final.name}, final.name
+        for old in self._folder.glob("v*"):  # also those of an earlier run, which may have got further
+            if old.name not in kept:
+                shutil.rmtree(old, ignore_errors=True)
 
     @staticmethod
     def receiver(info: Info) -> FilesReceiver:
@@ -166,17 +170,42 @@ def _tensors(path: Path, expected: tuple[int, int]) -> Iterator[Piece]:
         raise ValueError(f"{path} is no whole safetensors file: {error}") from None
 
 
+def _save(path: Path, sources: list[Source]) -> tuple[int, int]:
+    """Write a safetensors file, each tensor straight to its place: (bytes, their sum)."""
+    about: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for source in sources:
+        about[source.name] = {
+            "dtype": _DTYPES[source.dtype], "shape": list(source.shape), "data_offsets": [at, at + source.num_bytes]
+        }  # fmt: skip
+        at += source.num_bytes
+    header = json.dumps(about, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 64 + 56)  # so that tensors begin at a multiple of 64
+    start = 8 + len(header)
+    with path.open("w+b") as file:
+        os.posix_fallocate(file.fileno(), 0, start + at)
+        mapped = mmap.mmap(file.fileno(), start + at)
+    mapped[:start] = len(header).to_bytes(8, "little") + header
+    whole = torch.frombuffer(mapped, dtype=torch.uint8)
+    for source in sources:
+        begin, end = (start + place for place in about[source.name]["data_offsets"])
+        if end > begin:
+            whole[begin:end].copy_(source.full().contiguous().view(-1).view(torch.uint8))
+    return len(whole), _sum(whole)
+
+
 def _measured(path: Path) -> tuple[int, int]:
     """(bytes, their sum as 64-bit numbers), at the speed of memory: for torn files, not against an attacker."""
-    size = path.stat().st_size
-    total = 0
-    with path.open("rb", buffering=0) as file:
-        buffer = bytearray(min(_SUM_BYTES, max(size, 1)))
-        view: Tensor = torch.frombuffer(buffer, dtype=torch.uint8)
-        while (got := file.readinto(buffer)) > 0:
-            words = got // 8 * 8
-            total += int(view[:words].view(torch.int64).sum()) + int(view[words:got].sum())
-    return size, total % (1 << 63)
+    if not path.stat().st_size:
+        return 0, 0
+    with path.open("r+b") as file:
+        whole = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
+    return len(whole), _sum(whole)
+
+
+def _sum(whole: Tensor) -> int:
+    words = len(whole) // 8 * 8
+    return (int(whole[:words].view(torch.int64).sum()) + int(whole[words:].sum())) % (1 << 63)
 
 
 def _replace(path: Path, data: bytes) -> None:

@@ -11,17 +11,21 @@ import msgspec
 import pytest
 
 from ramify.build import train
+from ramify.errors import ConfigError
 from ramify.inference.http.spec import InferenceSpec
-from ramify.train.config import Run
+from ramify.train.config import EvaluateSpec, Run
 from tests.train.small import small
 
 MEASURED = ("loss", "rl_loss", "grad_norm", "validation/reward", "test/reward", "sampled_tokens", "mismatch_max")
 
 
 def short(**changes: Any) -> Run:
-    run = small(warmup=None, **changes)
+    """Two steps, of which an update of the weights follows the first."""
+    run = small(warmup=None, evaluate=EvaluateSpec(num=1, final=("test",)), **changes)
     assert run.rl is not None
-    return msgspec.structs.replace(run, rl=msgspec.structs.replace(run.rl, steps=2))
+    assert run.sft is not None
+    rl = msgspec.structs.replace(run.rl, steps=2)
+    return msgspec.structs.replace(run, rl=rl, sft=msgspec.structs.replace(run.sft, num=10))
 
 
 def measured(out: Path) -> list[dict[str, float]]:
@@ -29,24 +33,25 @@ def measured(out: Path) -> list[dict[str, float]]:
     return [{name: row["values"][name] for name in MEASURED if name in row["values"]} for row in rows]
 
 
-@pytest.fixture(scope="module")
-def embedded(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
-    out = tmp_path_factory.mktemp("embedded")
-    train(short(), out, say=lambda _: None)
-    return measured(out)
-
-
-@pytest.mark.parametrize(
-    "spec",
-    [InferenceSpec(), InferenceSpec(num=2, carrier="delta")],
-    ids=["one, shared memory", "two, deltas"],
-)
-def test_a_run_is_the_same_over_http(spec: InferenceSpec, embedded: list[dict[str, float]], tmp_path: Path) -> None:
+def test_a_run_is_the_same_over_http(tmp_path: Path) -> None:
     said: list[str] = []
-    train(short(inference=spec), tmp_path, say=said.append)
-    ours = measured(tmp_path)
-    assert [row.keys() for row in ours] == [row.keys() for row in embedded]
+    train(short(), tmp_path / "embedded", say=said.append)
+    train(short(inference=InferenceSpec()), tmp_path / "http", say=said.append)
+    ours, theirs = measured(tmp_path / "http"), measured(tmp_path / "embedded")
+    assert [row.keys() for row in ours] == [row.keys() for row in theirs]
     assert sum("rl_loss" in row for row in ours) == 2
-    for one, other in zip(ours, embedded, strict=True):
+    for one, other in zip(ours, theirs, strict=True):
         assert one == pytest.approx(other, abs=1e-5)
     assert said == []
+    assert (
+        (tmp_path / "http/inference/server-0.log").read_text().startswith(str(tmp_path / "http/inference/checkpoint"))
+    )
+
+
+def test_what_cannot_be_trained_on_is_said_before_anything_starts(tmp_path: Path) -> None:
+    run = short(inference=InferenceSpec(engine="vllm"))
+    assert run.rl is not None
+    cut = msgspec.structs.replace(run.rl, rollout=msgspec.structs.replace(run.rl.rollout, top_p=0.9))
+    with pytest.raises(ConfigError, match=r"top_p=0.9 and top_k=None cannot be trained on with inference.engine=vllm"):
+        train(msgspec.structs.replace(run, rl=cut), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
