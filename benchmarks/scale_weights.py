@@ -33,7 +33,7 @@ CARRIERS: dict[str, dict[str, Any]] = {
     "gloo": {},
     "delta": {},
 }
-FLOORS = {"shared": 3.0, "file in memory": 3.0}
+FLOORS = {"shared": 3.0}
 DELTA_FLOOR = 0.2
 ROUNDS = 5
 

@@ -50,8 +50,6 @@ class InferenceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     carrier_options: dict[str, str | int | float | bool] = {}
     key_variable: str = KEY_VARIABLE
     """Environment variable with the key that servers ask for; none is sent where it is not set."""
-    max_in_flight: int = 256
-    """Requests at one server at once."""
     start_s: float = 600.0
     """How long a server may take to answer after it was started."""
     request_s: float = 600.0
@@ -65,8 +63,8 @@ class InferenceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     in fp32, 0.1 in lower precision."""
 
     def __post_init__(self) -> None:
-        if self.num < 1 or self.max_in_flight < 1:
-            raise ConfigError(f"inference: num={self.num} and max_in_flight={self.max_in_flight} must be at least 1")
+        if self.num < 1:
+            raise ConfigError(f"inference: num={self.num} must be at least 1")
         if min(self.start_s, self.request_s, self.update_s, self.probe_s) <= 0 or self.tolerance < 0:
             raise ConfigError(
                 "inference: start_s, request_s, update_s and probe_s must be positive, tolerance not negative"
