@@ -15,6 +15,7 @@ import argparse
 import asyncio
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -29,7 +30,7 @@ from engine import Figure, show
 
 CARRIERS: dict[str, dict[str, Any]] = {
     "shared": {},
-    "file": {"folder": "/dev/shm/ramify-bench-weights"},
+    "file": {"folder": f"/dev/shm/ramify-bench-{os.getpid()}"},
     "gloo": {},
     "delta": {},
 }
@@ -87,6 +88,8 @@ async def _of_carrier(name: str, options: dict[str, Any], policy: Any, url: str,
         return [whole._replace(valid=await _agrees(engines, policy))]
     finally:
         await engines.close()
+        if "folder" in options:
+            shutil.rmtree(options["folder"], ignore_errors=True)
 
 
 async def _deltas(engines: Any, policy: Any, copy_s: float) -> list[Figure]:
