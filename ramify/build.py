@@ -58,18 +58,21 @@ from ramify.types.trajectory import Group, Trajectory
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from ramify.inference.http.client import HttpEngines
     from ramify.inference.local.client import LocalClient
     from ramify.policy.load import Policy
     from ramify.train.backends.base import Backend
 
 NUM_TOKENIZER_TEXTS = 3000
 """Demonstrations that a tokenizer is trained on; more change little."""
-FREE = ("cadence.", "evaluate.", "guard.", "name", "tracker")
+FREE = ("cadence.", "evaluate.", "guard.", "inference", "name", "tracker")
 """Fields of a run that a resumed one may have otherwise: they change no weight, but for how long it is trained."""
 _SWITCH_S = 5e-4
 """How long one thread may keep the interpreter from another: the loop's, which speaks to sessions, waits for the engine's
 after each system call. At Python's 5 ms a step of rollouts takes a fifth longer."""
 _TOLERANCE = {"torch.float32": 1e-5}
+_FOREIGN_TOLERANCE = {"torch.float32": 1e-3}
+"""Where another engine's kernels computed them."""
 _COARSE = 0.1
 """Most that two log-probabilities may differ by in half precision."""
 
@@ -151,6 +154,7 @@ async def building(
     gc.collect()
     gc.freeze()  # demonstrations and their rows stay: to look through them again and again would cost a tenth of a step
     try:
+        await made.start(out)
         async with made.rlm:
             yield made.loop(out, listener)
     finally:
@@ -174,6 +178,7 @@ class Made:
         self.task: Task = task_of(run.task.name, **run.task.options)
         self.scaffold = scaffold_of(run.scaffold)
         self._check_task()
+        self._check_inference()
         demonstrations = list(self._demonstrations()) if run.sft is not None else []
         self.policy = self._policy(demonstrations)
         self.serving = self._serving()
@@ -197,12 +202,22 @@ class Made:
                 "rl.rollout.group to 2 or more",
                 stacklevel=2,
             )
-
         if run.rl is not None and run.rl.loss.kl_beta and run.rl.loss.kl == "k1":
             warnings.warn(
                 "rl.loss.kl=k1: the gradient of k1 does not know the reference, so that it holds the policy nowhere; use k2 or "
                 "k3+, or rl.algorithm.kl_reward, which is by k1",
                 stacklevel=2,
+            )
+
+    def _check_inference(self) -> None:
+        """Another engine does not say what top-p and top-k left, so nobody could compute the same probabilities."""
+        spec, rl = self.run.inference, self.run.rl
+        if spec is None or spec.engine == "ramify" or rl is None:
+            return
+        if (rl.rollout.top_p or 1) < 1 or rl.rollout.top_k:
+            raise ConfigError(
+                f"rl.rollout.top_p={rl.rollout.top_p} and top_k={rl.rollout.top_k} cannot be trained on with "
+                f"inference.engine={spec.engine}, which does not say what they left to draw from: leave them out"
             )
 
     def _check_prompts(self) -> None:
@@ -294,11 +309,32 @@ class Made:
             )
         return fitting
 
-    def _client(self) -> LocalClient:
+    def _client(self) -> LocalClient | HttpEngines:
+        if self.run.inference is not None:
+            from ramify.inference.http.client import HttpEngines
+
+            engine = self.run.inference.engine
+            return HttpEngines(self.serving, self.run.inference, name=f"{engine}:{self.run.name}", say=self._say)
         from ramify.inference.local.client import LocalClient
 
         spec = self.run.policy
         return LocalClient(self.serving, name=f"local:{self.run.name}", slots=spec.slots, cache_bytes=spec.cache_bytes)
+
+    async def start(self, out: Path) -> None:
+        """Bring up the engines that are not in this process."""
+        from ramify.inference.local.client import LocalClient
+        from ramify.policy.load import save
+
+        if not isinstance(self.client, LocalClient):
+            await self.client.start(out / "inference", lambda folder: save(self.serving, folder))
+
+    def _tolerance(self) -> float:
+        """Most that log-probabilities of engine and trainer may differ by."""
+        spec, dtype = self.run.inference, str(self.serving.dtype)
+        if spec is not None and spec.tolerance:
+            return spec.tolerance
+        same = spec is None or spec.engine == "ramify"
+        return (_TOLERANCE if same else _FOREIGN_TOLERANCE).get(dtype, _COARSE)
 
     def _backend_of(self, out: Path) -> Callable[[Stage], Backend]:
         from ramify.train.backends.own_critic import OwnCritic
@@ -329,6 +365,7 @@ class Made:
 
     def _signals(self, out: Path) -> Signals | None:
         """What is read off rollouts besides their reward; None for nothing."""
+        from ramify.inference.local.client import LocalClient
         from ramify.train.backends.single import Single
 
         rl = self.run.rl
@@ -341,9 +378,10 @@ class Made:
                 "a signal scores with the policy as it is (teacher source=live, student=recomputed, choose=overlap or "
                 "support=student), which is being trained meanwhile where rl.sample.max_staleness is above 0: set it to 0"
             )
+        in_engine = self.client.run if isinstance(self.client, LocalClient) and self.serving is self.policy else None
         teachers = self.teachers = Teachers(
             sources, self.policy, lambda policy: Single(policy, None, self.run.compute, dumps=out), out, published.save,
-            self._engine_of, self.run.seed, self.client.run if self.serving is self.policy else None,
+            self._engine_of, self.run.seed, in_engine,
         ) if sources else None  # fmt: skip
         return Signals(
             rl.signals, rl.algorithm, pool=self.rlm.pool, budget=rl.judges, policy=self.seen, teachers=teachers,
@@ -388,8 +426,7 @@ class Made:
         prompt = first_prompt(self.scaffold, run, items_of(self.task, "validation")[0])
         published = Published(self.policy, self.serving, self.client)
         check = SelfCheck(
-            self.seen, lambda: fingerprint_of(published.weights()), prompt,
-            _TOLERANCE.get(str(self.serving.dtype), _COARSE),
+            self.seen, lambda: fingerprint_of(published.weights()), prompt, self._tolerance()
         )  # fmt: skip
         loop = Loop(
             out, self._stages(out), self._backend_of(out), published, self.evaluate,
@@ -417,7 +454,7 @@ class Made:
 class Published:
     """The policy as the loop sees it: to be given to the engine, saved, and gone back to."""
 
-    def __init__(self, trained: Policy, serving: Policy, client: LocalClient) -> None:
+    def __init__(self, trained: Policy, serving: Policy, client: LocalClient | HttpEngines) -> None:
         self._trained, self._serving, self._client = trained, serving, client
 
     @property
@@ -432,10 +469,17 @@ class Published:
         return ((name, weight.to(dtype)) for name, weight in merged(self._trained.model))
 
     async def publish(self) -> None:
+        from ramify.inference.local.client import LocalClient
+        from ramify.inference.weights.layout import source
+        from ramify.train.lora import unmerged
+
         self._trained.version += 1
+        if not isinstance(self._client, LocalClient):
+            tensors = [source(n, t, self._serving.dtype, make) for n, t, make in unmerged(self._trained.model)]
+            return await self._client.update(tensors, self._trained.version)
         shares = self._trained is self._serving
         given = self._trained.model if shares else dict(self.weights())
-        await self._client.update(given, self._trained.version)
+        return await self._client.update(given, self._trained.version)
 
     def save(self, folder: Path) -> None:
         """What the engine answers with, in its precision; the trainer's is in the checkpoint."""

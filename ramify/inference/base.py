@@ -17,6 +17,9 @@ from ramify.clients.base import Client
 from ramify.errors import ConfigError
 from ramify.progress import doing
 
+PROTOCOL = 1
+"""Of ``ramify serve-policy --weight-transfer``: counts up with every change that an older trainer or engine would
+misunderstand. Both sides say theirs at the start."""
 TINY = Path(__file__).parents[1] / "policy" / "tiny"
 """The folder of the packaged policy."""
 
@@ -35,13 +38,19 @@ class InferenceClient(Client, Protocol):
         goes on under the new ones, and says so in its ``versions``."""
         ...
 
-    async def fingerprint(self) -> str:
-        """Of the weights that answer now; equal for equal weights, as ``policy.fingerprint`` computes it."""
+    async def fingerprint(self) -> str | None:
+        """Of the weights that answer now; equal for equal weights, as ``policy.fingerprint`` computes it. None where an
+        engine keeps them in a layout of its own."""
         ...
 
     async def logprobs(self, ids: Sequence[int]) -> list[float]:
         """Log-probability of each of ``ids`` but the first, given those before it, at temperature 1."""
         ...
+
+
+def engines_of(client: InferenceClient) -> Sequence[InferenceClient]:
+    """Each engine behind ``client`` by itself, for checks that every one has to pass: itself, where it is one."""
+    return getattr(client, "engines", None) or [client]
 
 
 def made_for(model: object) -> str | None:

@@ -7,6 +7,7 @@
     ├── sft        ├ the stages, in this order; any may be None
     ├── rl         ┘
     ├── limits, sandbox, scaffold      how the engine runs a rollout
+    ├── inference                      which engines answer, where it is not the one in this process
     └── evaluate, cadence, trackers    what is measured and kept, how often, and who is told
 
 A recipe is a function that returns one (``recipes/tiny.py``); ``ramify train`` overrides its fields by dotted names.
@@ -21,6 +22,7 @@ import msgspec
 
 from ramify.engine.limits import Limits
 from ramify.errors import ConfigError
+from ramify.inference.http.spec import InferenceSpec
 from ramify.sandbox.base import SandboxSpec
 from ramify.train.algorithms import ALGORITHMS
 from ramify.train.algorithms.dr_grpo import DrGRPO
@@ -207,6 +209,8 @@ class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     ``module:Class``."""
     tracker_options: dict[str, dict[str, Any]] = {}
     """Name of a tracker -> what its class takes: ``{"wandb": {"project": "mine"}}``."""
+    inference: InferenceSpec | None = None
+    """Engines in processes of their own; None: the one in the trainer's process, which holds the trainer's weights."""
     threads: int = 0
     """Of torch, for one operation; 0: its own choice. One is best for small models, and on machines that are shared."""
 
