@@ -155,14 +155,14 @@ def bad_files(folder: Path) -> dict[str, str]:
     lines = whole.splitlines(keepends=True)
     (folder / "torn.jsonl").write_bytes(whole[:-40])
     (folder / "damaged.jsonl").write_bytes(b"".join([*lines[:9], b'{"type":"Replied","call":"0","oops\n', *lines[9:]]))
-    (folder / "newer.jsonl").write_bytes(whole.replace(b'"schema_version":1', b'"schema_version":99', 1))
+    (folder / "newer.jsonl").write_bytes(whole.replace(b'"schema_version":2', b'"schema_version":99', 1))
     (folder / "unknown.jsonl").write_bytes(b"".join([lines[0], *lines[2:]]))
     (folder / "notes.jsonl").write_text("these are my notes\n")
     (folder / "other.jsonl").write_text('{"a": 1}\n')
     (folder / "empty.jsonl").write_text("")
     return {
         "torn.jsonl": "ends in the middle of a line", "damaged.jsonl": "line 10 is damaged",
-        "newer.jsonl": "was written by a newer Ramify (schema 99; this one reads up to 1)",
+        "newer.jsonl": "was written by a newer Ramify (schema 99; this one reads up to 2)",
         "unknown.jsonl": "line 2 does not follow from those before it", "notes.jsonl": "its first line is not JSON",
         "other.jsonl": "its first line is neither a RunStarted event nor a trajectory", "empty.jsonl": "is empty",
     }  # fmt: skip
