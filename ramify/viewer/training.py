@@ -16,7 +16,7 @@ import msgspec
 from ramify.errors import StoreError
 from ramify.train.metrics import FILE, Measured
 from ramify.types.trajectory import SCHEMA_VERSION, Call, Trajectory
-from ramify.viewer.picture import glance
+from ramify.viewer.tree import as_text, cut
 
 FINAL = ("first", "last", "best")
 """Stages of evaluations that stand apart from the curves."""
@@ -136,10 +136,10 @@ def samples(folder: Path, step: int, key: str) -> dict[str, Any]:
 
 def _sample(tree: Trajectory, key: str) -> dict[str, Any]:
     return {
-        "key": key, "id": tree.id, "task": tree.task, "question": glance(tree.question), "answer": glance(tree.answer),
+        "key": key, "id": tree.id, "task": tree.task, "question": cut(tree.question), "answer": cut(as_text(tree.answer)),
         "stop": tree.stop, "reward": next(iter(tree.rewards.values()), None), "rewards": tree.rewards,
         "num_calls": len(tree.calls), "depth": tree.depth, "tokens": tree.usage.total_tokens,
-        "error": glance(tree.errors[0]) if tree.errors else "",
+        "error": cut(tree.errors[0]) if tree.errors else "",
     }  # fmt: skip
 
 

@@ -260,6 +260,7 @@ def journal_of(num_calls: int, path: Path) -> Path:
         CellRan(at_s=over, call="0", turn=0, cell=0, result=Cell(code, f"{num_calls - 1}\n", stdout_chars=6)),
         CallEnded(at_s=over, id="0", stop=Stop.FINAL, answer="done"), RunEnded(at_s=over, stop=Stop.FINAL, answer="done"),
     ]  # fmt: skip
+    path.parent.mkdir(exist_ok=True)
     path.write_bytes(b"".join(encode_line(event, Secrets(environ={})) for event in events))
     return path
 
