@@ -341,6 +341,10 @@ class Published:
         dtype = self._serving.dtype
         return ((name, weight.to(dtype)) for name, weight in merged(self._trained.model))
 
+    @property
+    def version(self) -> int:
+        return self._trained.version
+
     async def publish(self) -> None:
         self._trained.version += 1
         shares = self._trained is self._serving

@@ -52,6 +52,11 @@ class Cadence(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 class Policy(Protocol):
     """What the loop does with a policy besides learning; see ``build.Published``."""
 
+    @property
+    def version(self) -> int:
+        """Of the weights that were published last, as the engine tells it of each token."""
+        ...
+
     async def publish(self) -> None:
         """Let the engine answer with the weights as they are now."""
         ...
@@ -174,7 +179,7 @@ class Loop:
     async def _step(self, stage: Stage, work: Work) -> None:
         state = self.state
         started = time.monotonic()
-        values = dict(work.metrics)
+        values = dict(work.metrics) | metric_file.staleness(work.groups, self._policy.version)
         if work.silence:
             self._say(f"step {state.step + 1} ({stage.name}) has nothing to learn from: {work.silence}")
             values["silent"] = 1.0

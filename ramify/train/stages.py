@@ -22,6 +22,7 @@ from ramify.train.algorithms.base import Algorithm, Stamping
 from ramify.train.backends.base import Optim
 from ramify.train.compile import sequences
 from ramify.train.loss import Loss
+from ramify.train.metrics import of_rollouts
 from ramify.train.rollout import Rollouts
 from ramify.train.sft import order
 from ramify.train.signals.filters import num_more
@@ -140,7 +141,7 @@ class Reinforce:
         groups, num_tried = await self._groups(step, next_item)
         _check_any_came_back(groups, step)
         stamping = self._stamp(groups)
-        metrics = {**stamping.metrics, "items": float(num_tried), **_measured(groups)}
+        metrics = {**stamping.metrics, "items": float(num_tried), **_measured(groups), **of_rollouts(groups, self._task.weights)}
         parts = self._parts(stamping)
         _note_advantages(stamping.rollouts)
         return Work(parts, metrics, next_item + num_tried, stamping.silence, groups)

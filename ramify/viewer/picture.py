@@ -101,7 +101,7 @@ def head(run: Watched) -> dict[str, Any]:
 def rewards_of(run: Watched, node: Node) -> dict[str, float]:
     """Of a call: its own, else those of the run where it is the first."""
     own = run.tree.run.call_rewards.get(node.id)
-    return own or (run.tree.run.rewards if node.parent is None else {})
+    return own or ({} if node.index else run.tree.run.rewards)
 
 
 def state(node: Node) -> str:

@@ -144,7 +144,7 @@ def test_the_golden_journal_with_everything_that_there_is() -> None:
             "asks about both parts at once",
         )
         assert (await get("/api/call", key="p0/", id="0.2"))["rewards"] == {"correct": 0.0}
-        assert (run["head"]["rewards"], run["columns"]["reward"]) == ({"correct": 1.0}, [1.0, None, None, 0.0, 1.0])
+        assert (run["head"]["rewards"], run["columns"]["reward"]) == ({"correct": 1.0}, [1.0, None, None, 0.0, None])
         assert (await get("/api/runs"))["runs"][0]["rewards"] == {"correct": 1.0}
         (hit, *_) = (await get("/api/search", key="p0/", q="HOST-7 AT"))["found"]
         assert (hit["call"], hit["where"]) == ("0", "user")
