@@ -15,6 +15,7 @@ from ramify.errors import ConfigError
 from ramify.evaluate.record import read
 from ramify.evaluate.report import RIGHT, Report, difference, report
 from ramify.evaluate.run import Evaluation, Outcome
+from ramify.evaluate.statistics import pass_at_k
 from ramify.viewer.library import Library
 from ramify.viewer.tree import cut
 
@@ -38,7 +39,7 @@ class Evaluations:
         attempts = [self._attempt(each, path) for each in found.outcomes[:MAX_ATTEMPTS]]
         return {
             "key": key, "name": path.stem, "path": str(path), "plan": msgspec.structs.asdict(found.plan),
-            "num_made": len(found.outcomes), "report": self._report(path, found), "attempts": attempts,
+            "num_made": len(found.outcomes), "passes": _passes(found), "report": self._report(path, found), "attempts": attempts,
             "compared": self._compared(found, other) if other else None,
         }  # fmt: skip
 
@@ -70,3 +71,17 @@ class Evaluations:
             "tokens": outcome.usage.total_tokens, "cost": outcome.cost, "seconds": outcome.seconds,
             "run": self._library.key_of_run(record, outcome.run),
         }  # fmt: skip
+
+
+def _passes(found: Evaluation) -> list[tuple[int, float]]:
+    """pass@k for every k up to the attempts that are planned, over the items that have so many scored attempts."""
+    items: dict[str, list[bool]] = {}
+    for each in found.outcomes:
+        if each.reward is not None:
+            items.setdefault(each.item, []).append(each.reward >= RIGHT)
+    passes = []
+    for k in range(1, found.plan.attempts + 1):
+        enough = [pass_at_k(len(each), sum(each), k) for each in items.values() if len(each) >= k]
+        if enough:
+            passes.append((k, sum(enough) / len(enough)))
+    return passes

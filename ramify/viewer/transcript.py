@@ -85,10 +85,13 @@ def _cell(cell: Cell, cut: _Cut) -> dict[str, Any]:
 
 
 def _tool(tool: ToolAnswered, cut: _Cut) -> dict[str, Any]:
-    """What a tool of the user's gave to a cell; its result as the session's codec writes it."""
+    """What a tool of the user's gave to a cell; its result as the session's codec writes it, without the wrapping."""
+    result = tool.result
+    if isinstance(result, dict) and result.keys() == {"value"}:
+        result = result["value"]
     return {
         "cell": tool.cell, "ordinal": tool.ordinal, "name": tool.name, "at_s": tool.at_s, "error": cut(tool.error or ""),
-        "result": cut(as_text(tool.result)),
+        "result": cut(as_text(result)),
     }  # fmt: skip
 
 

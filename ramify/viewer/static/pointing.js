@@ -68,7 +68,7 @@ function hover(picture, event) {
   picture.tip.replaceChildren(
     h("b", null, `${call.id} `), `${call.kind} · ${call.model}`, h("br"),
     `${stopWords(call.stop, picture.run.alive)[0]} · ${seconds((call.ended_s ?? picture.end()) - call.started_s)} · ${count(call.tokens_in + call.tokens_out)} tokens`,
-    told(call), h("p", null, oneLine(call.question, 110)), call.error ? h("p.bad", null, oneLine(call.error, 110)) : null || "");
+    wordsOf(call), h("p", null, oneLine(call.question, 110)), call.error ? h("p.bad", null, oneLine(call.error, 110)) : null || "");
   picture.tip.hidden = false;
   const box = picture.canvas.parentElement;
   picture.tip.style.left = `${Math.max(4, Math.min(event.offsetX + 12, box.clientWidth - picture.tip.offsetWidth - 6))}px`;
@@ -76,7 +76,7 @@ function hover(picture, event) {
 }
 
 // What it was worth, and how many tools it used; empty for most calls.
-function told(call) {
+function wordsOf(call) {
   const named = call.scores.filter(([turn]) => turn < 0).map(([, name, value]) => `${name} ${number(value)}`);
   const turns = call.scores.length - named.length, parts = [call.reward === null ? "" : `reward ${number(call.reward)}`, ...named,
     turns ? `${many(turns, "score")} of turns` : "", call.tools.length ? many(call.tools.length, "tool call") : ""].filter(Boolean);
