@@ -86,14 +86,15 @@ _glance = msgspec.json.Decoder(_Glance)
 def summarise(path: Path) -> RunSummary:
     """Read the journal at ``path`` for its summary: the numbers that ``Fold`` would give, several times faster."""
     summary = RunSummary(path.stem)
+    number = 0
     try:
-        for line in lines(path):
+        for number, line in enumerate(lines(path), start=1):
             if line.startswith(b'{"type":"RunStarted"'):
                 check_version(line, path)
             _add(summary, _glance.decode(line))
             summary.num_bytes += len(line) + 1
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        summary.problem = f"{path} is damaged: {error}"
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        summary.problem = f"{path}, line {number} is damaged: {error}"
     except StoreError as error:
         summary.problem = str(error)
     return summary

@@ -21,6 +21,7 @@ from ramify.viewer.tree import cut
 
 MAX_ATTEMPTS = 20_000
 """Rows of attempts that a page gets."""
+MAX_PROBLEMS = 10
 
 
 class Evaluations:
@@ -35,12 +36,13 @@ class Evaluations:
         """All that the page of ``key`` shows, beside ``other`` where that is given. Raises StoreError for a record that
         is not there or cannot be read."""
         path = self._library.evaluation(key)
-        found = read(path)
+        problems: list[str] = []
+        found = read(path, problems)
         attempts = [self._attempt(each, path) for each in found.outcomes[:MAX_ATTEMPTS]]
         return {
             "key": key, "name": path.stem, "path": str(path), "plan": msgspec.structs.asdict(found.plan),
             "num_made": len(found.outcomes), "passes": _passes(found), "report": self._report(path, found), "attempts": attempts,
-            "compared": self._compared(found, other) if other else None,
+            "compared": self._compared(found, other) if other else None, "problems": problems[:MAX_PROBLEMS],
         }  # fmt: skip
 
     def _report(self, path: Path, found: Evaluation) -> Report | None:

@@ -53,5 +53,5 @@ def glance_at(line: bytes, path: Path, number: int) -> AnyGlance:
         check_version(line, path)
     try:
         return _decoder.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise StoreError(f"{path}, line {number} is damaged: {error}; the events before it can be read") from error

@@ -8,6 +8,7 @@ the page of one shows (``watch.py``, ``training.py``, ``evaluation.py``).
 
 from __future__ import annotations
 
+import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -85,22 +86,28 @@ class Library:
             try:
                 yield from self._remembered(place, path)
             except OSError as error:
-                self._problems.append(Problem(str(path), f"cannot be read: {error.strerror}"))
+                self._failed(path, error)
 
     def _files(self, place: Place) -> Iterator[Path]:
         if place.path.is_file():
             yield place.path
             return
-        for number, path in enumerate(walk(place.path, lambda name: name.endswith(".jsonl") and name != METRICS)):
+        found = walk(place.path, lambda name: name.endswith(".jsonl") and name != METRICS, self._failed)
+        for number, path in enumerate(found):
             if number == MAX_FILES:
                 text = f"has more than {MAX_FILES:,} files: name a folder below it"
                 self._problems.append(Problem(str(place.path), text))
                 return
             yield path
 
+    def _failed(self, path: Path, error: OSError) -> None:
+        self._problems.append(Problem(str(path), f"cannot be read: {error.strerror or error}"))
+
     def _remembered(self, place: Place, path: Path) -> _Rows:
-        stat = path.stat()
-        stamp = (stat.st_size, stat.st_mtime_ns)
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError("it is no regular file")
+        stamp = (status.st_size, status.st_mtime_ns)
         known, rows = self._rows.get(path, (None, []))
         if known != stamp:
             rows = list(_rows_of(place.key(path), path))

@@ -62,12 +62,15 @@ def changes(run: Watched, changed: Iterable[int]) -> dict[str, Any]:
 
 
 def _columns(run: Watched, nodes: Sequence[Node]) -> dict[str, list[Any]]:
-    """``parent`` is an index among all calls, or -1."""
+    """``parent`` is an index among the calls before it, or -1."""
     known = run.tree.nodes
     parents = [known.get(node.parent.call) if node.parent else None for node in nodes]
     return {
         **{name: [of(node) for node in nodes] for name, of in COLUMNS.items()},
-        "parent": [-1 if parent is None else parent.index for parent in parents],
+        "parent": [
+            -1 if parent is None or parent.index >= node.index else parent.index
+            for parent, node in zip(parents, nodes, strict=True)
+        ],
         "reward": [next(iter(rewards_of(run, node).values()), None) for node in nodes],
     }
 

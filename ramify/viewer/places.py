@@ -86,16 +86,21 @@ class Places:
         return self._all[0], key, False
 
 
-def walk(folder: Path, wanted: Callable[[str], bool], depth: int = 0) -> Iterator[Path]:
-    """Files below ``folder`` in order of name; checkpoints of a policy are not looked into."""
+def walk(
+    folder: Path, wanted: Callable[[str], bool], failed: Callable[[Path, OSError], None] | None = None, depth: int = 0
+) -> Iterator[Path]:
+    """Files below ``folder`` in order of name; checkpoints of a policy are not looked into. ``failed`` is told of a folder
+    that cannot be read."""
     try:
         entries = sorted(folder.iterdir())
-    except OSError:
+    except OSError as error:
+        if failed is not None:
+            failed(folder, error)
         return
     for entry in entries:
         if entry.is_dir():
             if depth < MAX_DEPTH and entry.name not in _NOT_SEARCHED and not entry.is_symlink():
-                yield from walk(entry, wanted, depth + 1)
+                yield from walk(entry, wanted, failed, depth + 1)
         elif wanted(entry.name):
             yield entry
 
@@ -112,4 +117,6 @@ def _below(place: Place, rest: str) -> Path:
     path = (place.path / rest).resolve() if rest else place.path
     if not path.is_relative_to(place.path) or not path.exists():
         raise StoreError(f"there is no {rest!r} in {place.path}")
+    if not path.is_file() and not path.is_dir():
+        raise StoreError(f"{path} is no regular file")  # a pipe would be waited for
     return path

@@ -116,7 +116,7 @@ def row_of_summary(summary: RunSummary, key: str) -> RunRow:
 def row_of_line(line: bytes, key: str, path: Path, number: int) -> RunRow:
     try:
         found = _glance.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         return RunRow(
             key, f"{path.name}:{number}", source=str(path), problem=f"{path}, line {number} is damaged: {error}"
         )
@@ -131,8 +131,9 @@ def row_of_line(line: bytes, key: str, path: Path, number: int) -> RunRow:
 
 
 def row_of_evaluation(path: Path, key: str) -> EvaluationRow:
+    problems: list[str] = []
     try:
-        found = read(path)
+        found = read(path, problems)
     except StoreError as error:
         return EvaluationRow(key, path.stem, problem=str(error))
     rewards = [each.reward for each in found.outcomes if each.reward is not None]
@@ -141,4 +142,5 @@ def row_of_evaluation(path: Path, key: str) -> EvaluationRow:
     return EvaluationRow(
         key, path.stem, plan.model, plan.task, plan.split, plan.items, plan.attempts, len(found.outcomes),
         sum(rewards) / len(rewards) if rewards else None, sum(costs) if costs else None,
+        problem=problems[0] if problems else None,
     )  # fmt: skip

@@ -77,7 +77,7 @@ class Curves:
         self.version += 1
         try:
             measured = _decoder.decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             if len(self.problems) < 10:
                 self.problems.append(f"{self.path}, line {self.version} is damaged and left out: {error}")
             return

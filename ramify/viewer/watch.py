@@ -113,6 +113,8 @@ class Watched:
             return f"cannot read {self.path}: {error.strerror}"
         if kind == "trajectory":
             return f"{self.path} holds trajectories, one a line: name one, as {self.path.name}:1"
+        if kind == "evaluation":
+            return f"{self.path} is an evaluation's record: the page of evaluations shows it"
         return "" if kind == "journal" else kind
 
     def _look_at_the_end(self) -> None:
@@ -134,7 +136,7 @@ class Watched:
             self.tree.take(msgspec.json.decode(line, type=Trajectory))
         except StoreError as error:
             self.problem = str(error)
-        except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, ValueError, RecursionError) as error:
             self.problem = f"{self.path}, line {number} is damaged: {error}"
         except OSError as error:
             self.problem = f"cannot read {self.path}: {error.strerror}"

@@ -86,20 +86,17 @@ class Wholes:
 
     def of(self, tree: Tree, node: Node) -> Whole:
         """Raises StoreError for lines that cannot be read."""
-        reading = self._kept.get(node.id) or _Reading(self._path, tree, node)
+        reading = self._kept.pop(node.id, None)
+        try:
+            reading = reading or _Reading(self._path, tree, node)
+            whole = reading.read_on(tree, node)
+        except (KeyError, IndexError) as error:
+            problem = f"the events of call {node.id} do not follow from one another: no {error}"
+            raise StoreError(f"{self._path}: {problem}") from None
         self._kept[node.id] = reading
-        self._kept.move_to_end(node.id)
         while len(self._kept) > MAX_KEPT:
             self._kept.popitem(last=False)
-        try:
-            return reading.read_on(tree, node)
-        except (KeyError, IndexError) as error:
-            raise StoreError(
-                f"{self._path}: the events of call {node.id} do not follow from one another: {error}"
-            ) from None
-        except StoreError:
-            del self._kept[node.id]
-            raise
+        return whole
 
 
 class _Reading:
@@ -112,7 +109,10 @@ class _Reading:
         self._last_line = -1
         before = [node]
         while (fork := before[-1].fork) is not None:
-            before.append(tree.nodes[fork.call])
+            origin = tree.nodes[fork.call]
+            if origin.index >= before[-1].index:
+                raise StoreError(f"{path}: call {before[-1].id} goes on from call {origin.id}, which is not before it")
+            before.append(origin)
         for each in reversed(before[1:]):
             for event in _events(path, tree.lines_of(each)):
                 self._fold.apply(event)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -224,6 +225,59 @@ def test_each_bad_file_is_named_and_the_rest_is_shown(tmp_path: Path) -> None:
         assert (await get("/api/run", key="p0/torn.jsonl"))["num"] == 5
 
     asked([tmp_path], ask)
+
+
+def test_what_would_hang_or_never_end_is_refused(tmp_path: Path) -> None:
+    """A pipe; a call that goes on from itself, and one that is its own parent; brackets without end; a huge line."""
+    lines = JOURNAL.read_bytes().splitlines(keepends=True)
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    call = b'{"type":"CallStarted","id":"0","kind":"rlm","model":"m","depth":0,"question":"q",%s}\n'
+    (tmp_path / "fork.jsonl").write_bytes(lines[0] + call % b'"fork":{"call":"0","turn":0}')
+    (tmp_path / "own.jsonl").write_bytes(lines[0] + call % b'"parent":{"call":"0","turn":0,"cell":0}')
+    deep = b'{"type":"CallEnded","id":"0","stop":"final","answer":' + b"[" * 100_000 + b"]" * 100_000 + b"}\n"
+    (tmp_path / "deep.jsonl").write_bytes(lines[0] + lines[1] + deep)
+    huge = b'{"type":"Noted","call":"0","text":"' + b"x" * 5_000_000 + b'"}\n'
+    (tmp_path / "huge.jsonl").write_bytes(lines[0] + lines[1] + huge)
+    (tmp_path / "role.jsonl").write_bytes(JOURNAL.read_bytes().replace(b'"role":"assistant"', b'"role":"robot"', 1))
+
+    async def ask(get: Get, _: ViewServer) -> None:
+        assert "is no regular file" in (await get("/api/runs"))["problems"][0]["text"]
+        assert "is no regular file" in (await get("/api/run", key="p0/pipe.jsonl"))["error"]
+        assert "which is not before it" in (await get("/api/call", key="p0/fork.jsonl", id="0"))["error"]
+        assert (await get("/api/run", key="p0/own.jsonl"))["columns"]["parent"] == -1
+        assert "line 3 is damaged" in (await get("/api/run", key="p0/deep.jsonl"))["head"]["problems"][0]
+        assert len((await get("/api/call", key="p0/huge.jsonl", id="0"))["notes"][0]["text"]) == 20_000
+        assert (await get("/api/run", key="p0/role.jsonl"))["num"] == 5
+        assert "line 4 is damaged: Invalid enum" in (await get("/api/call", key="p0/role.jsonl", id="0"))["error"]
+        assert (await get("/api/call", key="p0/role.jsonl", id="0.0"))["answer"] == "no failure"
+
+    asked([tmp_path], ask)
+
+
+def test_an_evaluation_is_shown_as_far_as_it_can_be_read(world: World, tmp_path: Path) -> None:
+    record = (world.evaluated / "evaluations" / f"{world.evaluation}.jsonl").read_bytes()
+    lines = record.splitlines(keepends=True)
+    (tmp_path / "damaged.jsonl").write_bytes(b"".join([*lines[:3], b'{"oops\n', *lines[3:], b'{"type":"outc']))
+    (tmp_path / "begun.jsonl").write_bytes(lines[0])
+
+    async def ask(get: Get, _: ViewServer) -> None:
+        damaged = await get("/api/evaluation", key="p0/damaged.jsonl")
+        assert (damaged["num_made"], len(damaged["problems"])) == (8, 1)
+        assert "line 4 is damaged and left out" in damaged["problems"][0]
+        assert damaged["passes"] == [[1, 0.75], [2, 1.0]]
+        assert {each["run"] for each in damaged["attempts"]} == {None}  # its store is elsewhere
+        assert (await get("/api/evaluation", key="p0/begun.jsonl"))["report"] is None
+        (problem,) = (await get("/api/run", key="p0/begun.jsonl"))["head"]["problems"]
+        assert "the page of evaluations shows it" in problem
+        compared = await get("/api/evaluation", key="p0/damaged.jsonl", other="p0/begun.jsonl")
+        assert "no scored item in common" in compared["compared"]["problem"]
+
+    asked([tmp_path], ask)
+    found = seen([world.evaluated], "/api/evaluation", key=f"p0/evaluations/{world.evaluation}.jsonl")
+    assert world.scored in {each["run"] for each in found["attempts"]}
+    whole, *kinds = found["report"]["rows"]
+    assert (whole["average"]["value"], whole["average"]["low"] < 0.75 < whole["average"]["high"]) == (0.75, True)
+    assert [(row["kind"], row["average"]["value"]) for row in kinds] == [("even", 1.0), ("odd", 0.5)]
 
 
 def test_what_is_not_there(tmp_path: Path, world: World) -> None:

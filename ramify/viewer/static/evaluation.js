@@ -28,11 +28,12 @@ function listed(page, evaluations) {
       h("p", null, "One is left by ", h("code", null, "ramify eval TASK --model MODEL"))));
     return null;
   }
-  const heads = ["evaluation", "model", "task", "items", "attempts", "made", "score", "cost"], numbers = new Set(heads.slice(3));
+  const heads = ["evaluation", "score", "model", "task", "items", "attempts", "made", "cost"], numbers = new Set(["score", ...heads.slice(4)]);
   const row = (each) => h("tr", null, [
-    h("a", { href: evaluationAddress(each.key) }, each.name), each.model || "", each.task ? `${each.task}${each.split ? `/${each.split}` : ""}` : "",
-    ...(each.problem ? [h("span.bad", null, each.problem)] : [number(each.items || 0), number(each.attempts || 0), number(each.num_made || 0), number(each.score ?? null), dollars(each.cost)]),
-  ].map((cell, index) => h("td", { class: !each.problem && numbers.has(heads[index]) ? "num" : "", colspan: each.problem && index === 3 ? "5" : null }, cell)));
+    h("a", { href: evaluationAddress(each.key) }, each.name),
+    ...(each.problem ? [h("span.bad", null, each.problem)] : [number(each.score ?? null), each.model || "", `${each.task}${each.split ? `/${each.split}` : ""}`,
+      number(each.items || 0), number(each.attempts || 0), number(each.num_made || 0), dollars(each.cost)]),
+  ].map((cell, index) => h("td", { class: !each.problem && numbers.has(heads[index]) ? "num" : "", colspan: each.problem && index ? "7" : null }, cell)));
   fill(page, h("div.wide", null, h("div.wide-head", null, h("h1", null, "Evaluations"), h("span.quiet", null, many(evaluations.length, "record"))),
     h("div.scroll-x", null, h("table.figures.records", null, h("thead", null, h("tr", null, heads.map((name) => h("th", { class: numbers.has(name) ? "num" : "" }, name)))), h("tbody", null, evaluations.map(row))))));
   return null;
@@ -77,6 +78,7 @@ class EvaluationView {
       h("span.quiet", null, `${many(plan.items, "item")}, ${many(plan.attempts, "attempt")} each${data.num_made < this.planned ? ` · ${number(data.num_made)} of ${number(this.planned)} made` : ""}`),
       same.length ? choose : null, h("a.small", { href: "#/evaluation" }, "all evaluations")),
     h("p.quiet.file", null, data.path),
+    data.problems.map((text) => h("p.problem", { role: "alert" }, text)),
     report ? [this.tiles(report), this.compared(), this.kinds(report), this.rest(report)] : h("p.note", null, "No attempt has been made yet."));
   }
 

@@ -54,7 +54,7 @@ export function drawCall(picture, pen, call, index, width) {
     pen.fillRect(Math.min(right, width) - 2, y, 2, tall);
   }
   if (call.tools.length && tall > 4) drawTools(picture, pen, call, y, tall);
-  if (call.scores.length && tall > 4) drawScores(picture, pen, call, y, tall);
+  if (call.scores.length && tall > 4) drawScores(picture, pen, call, x, w, y + tall - 3);
   if (tall >= 11 && w > 44) drawLabel(picture, pen, call, Math.max(x, LEFT), y, w - Math.max(0, LEFT - x), tall);
 }
 
@@ -66,7 +66,7 @@ function drawTools(picture, pen, call, y, tall) {
   }
 }
 
-function drawScores(picture, pen, call, y, tall) {
+function drawScores(picture, pen, call, x, w, y) {
   const colours = picture.paint();
   for (const [turn, , value] of call.scores) {
     const at = turn < 0 ? call.ended_s : call.spans[2 * turn + 1];
@@ -74,7 +74,7 @@ function drawScores(picture, pen, call, y, tall) {
     pen.fillStyle = value > 0 ? colours.good : colours.bad;
     pen.strokeStyle = colours.paper;
     pen.beginPath();
-    pen.arc(picture.x(at), y + tall - 2, 3.5, 0, 7);
+    pen.arc(Math.min(Math.max(picture.x(at), x + 5), Math.max(x + w - 5, x + 5)), y, 3.5, 0, 7);
     pen.fill();
     pen.stroke();
   }
