@@ -85,10 +85,10 @@ _glance = msgspec.json.Decoder(_Glance)
 
 def summarise(path: Path) -> RunSummary:
     """Read the journal at ``path`` for its summary: the numbers that ``Fold`` would give, several times faster."""
-    summary = RunSummary(path.stem)
-    number = 0
+    summary, number = RunSummary(path.stem), 0
     try:
-        for number, line in enumerate(lines(path), start=1):
+        for line in lines(path):
+            number += 1
             if line.startswith(b'{"type":"RunStarted"'):
                 check_version(line, path)
             _add(summary, _glance.decode(line))

@@ -141,7 +141,8 @@ class Reinforce:
         groups, num_tried = await self._groups(step, next_item)
         _check_any_came_back(groups, step)
         stamping = self._stamp(groups)
-        metrics = {**stamping.metrics, "items": float(num_tried), **_measured(groups), **of_rollouts(groups, self._task.weights)}
+        metrics = {**stamping.metrics, "items": float(num_tried), **_measured(groups)}
+        metrics |= of_rollouts(groups, self._task.weights)
         parts = self._parts(stamping)
         _note_advantages(stamping.rollouts)
         return Work(parts, metrics, next_item + num_tried, stamping.silence, groups)

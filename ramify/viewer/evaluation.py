@@ -41,7 +41,8 @@ class Evaluations:
         attempts = [self._attempt(each, path) for each in found.outcomes[:MAX_ATTEMPTS]]
         return {
             "key": key, "name": path.stem, "path": str(path), "plan": msgspec.structs.asdict(found.plan),
-            "num_made": len(found.outcomes), "passes": _passes(found), "report": self._report(path, found), "attempts": attempts,
+            "num_made": len(found.outcomes), "passes": _passes(found), "report": self._report(path, found),
+            "attempts": attempts,
             "compared": self._compared(found, other) if other else None, "problems": problems[:MAX_PROBLEMS],
         }  # fmt: skip
 

@@ -39,7 +39,8 @@ def transcript(run: Watched, id: str, first_turn: int = 0, max_text: int | None 
             for index, turn in enumerate(call.turns)
             if index >= first_turn
         ],
-        "pending": _pending(whole.pending, cut), "notes": [{**fields(note), "text": note.text[:MAX_TEXT]} for note in whole.notes],
+        "pending": _pending(whole.pending, cut),
+        "notes": [{**fields(note), "text": note.text[:MAX_TEXT]} for note in whole.notes],
     }  # fmt: skip
 
 
