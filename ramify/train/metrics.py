@@ -148,10 +148,14 @@ def _layer(depth: int, kind: str, members: Sequence[tuple[Call, float | None]]) 
 
 def of_rollouts(groups: Sequence[Group], weights: Mapping[str, float], prefix: str = "") -> dict[str, float]:
     """pass@k for k = 2, 4, 8 … and the size of a group, over the groups that have so many scored rollouts; and the layers."""
-    scored = [[total(tree.rewards, weights) >= _RIGHT for tree in group.trajectories if tree.rewards] for group in groups]
+    scored = [
+        [total(tree.rewards, weights) >= _RIGHT for tree in group.trajectories if tree.rewards] for group in groups
+    ]
     most = max((len(each) for each in scored), default=0)
     found = {}
-    for k in sorted({*(2**power for power in range(1, most.bit_length()) if 2**power <= most), *([most] if most > 1 else [])}):
+    for k in sorted(
+        {*(2**power for power in range(1, most.bit_length()) if 2**power <= most), *([most] if most > 1 else [])}
+    ):
         enough = [pass_at_k(len(each), sum(each), k) for each in scored if len(each) >= k]
         found[f"{prefix}pass@{k}"] = math.fsum(enough) / len(enough)
     trajectories = [tree for group in groups for tree in group.trajectories]

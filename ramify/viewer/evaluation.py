@@ -38,7 +38,11 @@ class Evaluations:
         path = self._library.evaluation(key)
         problems: list[str] = []
         found = read(path, problems)
-        attempts = [self._attempt(each, path) for each in found.outcomes[:MAX_ATTEMPTS]]
+        place = {
+            each.item: index for index, each in reversed(list(enumerate(found.outcomes)))
+        }  # where each item came first
+        order = sorted(found.outcomes, key=lambda each: (place[each.item], each.attempt))
+        attempts = [self._attempt(each, path) for each in order[:MAX_ATTEMPTS]]
         return {
             "key": key, "name": path.stem, "path": str(path), "plan": msgspec.structs.asdict(found.plan),
             "num_made": len(found.outcomes), "passes": _passes(found), "report": self._report(path, found),
