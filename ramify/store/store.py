@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -78,6 +78,12 @@ class Store:
             raise StoreError(f"cannot write {path}: {error.strerror}") from error
         cut_torn_line(fd)
         return Journal(path, fd, self.blobs, self._flusher, Secrets(secrets))
+
+    def append(self, run: str | Path, events: Iterable[AnyEvent]) -> None:
+        """Add to a run that nobody writes: what became known after its end, as a ``Scored``."""
+        with self.reopen(run) as journal:
+            for event in events:
+                journal.append(event)
 
     def path(self, run: str | Path) -> Path:
         """The journal that ``run`` means: a run's id, the unique beginning of one, ``"last"``, or a ``.jsonl`` file."""

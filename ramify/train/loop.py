@@ -61,7 +61,7 @@ class Policy(Protocol):
 
     @property
     def version(self) -> int:
-        """Of the weights that the engine answers with."""
+        """Of the weights that were published last, as the engine tells it of each token."""
         ...
 
     async def publish(self) -> None:
@@ -199,7 +199,7 @@ class Loop:
     async def _step(self, stage: Stage, work: Work) -> None:
         state = self.state
         started = time.monotonic()
-        values = dict(work.metrics)
+        values = dict(work.metrics) | metric_file.staleness(work.groups, self._policy.version)
         where = f"step {state.step + 1} ({stage.name})"
         for note in work.notes:
             self._say(f"{where}: {note}")
@@ -253,7 +253,8 @@ class Loop:
         backend = self._backend
         assert backend is not None
         rows = [row for part in work.parts for row in part.rows]
-        measured = self._note_lag(rows, keep="lag" in stage.streams) if stage.samples else {}
+        if "lag" in stage.streams:
+            self._attach_lag(rows)
         if "ref_logprobs" in stage.streams:
             assert self._reference is not None
             _attach(rows, self._reference, "ref_logprobs", self._reference.logprobs)
@@ -261,21 +262,15 @@ class Loop:
             _attach(rows, backend, "old_logprobs", backend.logprobs)
         if "values" in stage.streams:
             _attach(rows, backend, "values", backend.values)
-        return {**measured, **stage.finish(rows)}
+        return stage.finish(rows)
 
-    def _note_lag(self, rows: Sequence[Row], *, keep: bool) -> dict[str, float]:
-        """``staleness``: by how many versions the policy that is trained is newer than those that sampled the tokens; with
-        ``keep`` as a stream, too."""
-        total, num = 0.0, 0
+    def _attach_lag(self, rows: Sequence[Row]) -> None:
+        """The stream ``lag``: by how many versions the policy that is trained is newer than those that sampled the tokens."""
         for row in rows:
-            if row.versions is None:
-                continue
-            lag = np.where(row.versions >= 0, self._policy.version - row.versions, 0).astype(np.float32)
-            learnt = row.rl != 0
-            total, num = total + float(lag[learnt].sum()), num + int(learnt.sum())
-            if keep:
-                row.streams["lag"] = lag
-        return {"staleness": total / num} if num else {}
+            if row.versions is not None:
+                row.streams["lag"] = np.where(row.versions >= 0, self._policy.version - row.versions, 0).astype(
+                    np.float32
+                )
 
     def _learn(self, stage: Stage, part: Part) -> dict[str, float]:
         """One optimizer step; in the torch thread."""

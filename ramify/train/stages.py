@@ -22,6 +22,7 @@ from ramify.train.algorithms.base import Algorithm, Stamping, finish, needs_of, 
 from ramify.train.backends.base import Optim
 from ramify.train.compile import sequences
 from ramify.train.loss import Loss
+from ramify.train.metrics import of_rollouts
 from ramify.train.rollout import Rollouts
 from ramify.train.sft import order
 from ramify.train.signals.filters import num_more
@@ -183,6 +184,7 @@ class Reinforce:
         stamping = self._stamp(groups, reader)
         self.memory = {**self.memory, **stamping.memory}
         metrics = {**stamping.metrics, "items": float(num_tried), **_measured(groups)}
+        metrics |= of_rollouts(groups, self._task.weights)
         parts = self._parts(stamping)
         _note_advantages(stamping.rollouts)
         if reader is not None:

@@ -45,7 +45,7 @@ def test_a_summary_says_what_the_fold_would(store: Store):
     assert summary == RunSummary(
         "golden", trajectory.question, "scripted:root", trajectory.started_at, trajectory.seconds, 2,
         len(trajectory.calls), trajectory.depth, trajectory.usage, trajectory.cost, trajectory.stop,
-        JOURNAL.stat().st_size,
+        JOURNAL.stat().st_size, rewards=trajectory.rewards,
     )  # fmt: skip
 
 
