@@ -21,6 +21,7 @@ import numpy as np
 from ramify.train.stamps import Stamp, Stamped
 from ramify.types.sequence import Floats, Kept, Sequence
 from ramify.types.tokens import TokenPath, TokenSpan
+from ramify.types.trajectory import Trajectory
 
 _WEIGHTS = ("rl", "ce", "kd")
 
@@ -49,11 +50,22 @@ def _of_rollout(rollout: Stamped, temperature: float) -> Iterator[Sequence]:
                 name = f"{trajectory.id}/call={call.id}" + (f"/path={index}" if len(paths) > 1 else "")
                 yield _sequence(name, path, here, temperature)
     if waiting:
-        call_id, turn = min(waiting)
-        raise ValueError(
-            f"{len(waiting)} stamps of trajectory {trajectory.id} fit no path, the first that of call {call_id}, turn "
-            f"{turn}: a stamped turn needs token ids, and a stamp one number for each that was sampled"
-        )
+        raise ValueError(_misfit(trajectory, waiting))
+
+
+def _misfit(trajectory: Trajectory, waiting: dict[tuple[str, int], Stamp]) -> str:
+    """What is wrong with stamps that fit no path."""
+    call_id, turn = min(waiting)
+    call = next((each for each in trajectory.calls if each.id == call_id), None)
+    there = call.turns[turn] if call is not None and turn < len(call.turns) else None
+    sampled = None if there is None else there.reply.token_ids
+    what = "that turn does not exist" if there is None else "no token ids are known of that turn"
+    if sampled is not None:
+        what = f"the stamp has {len(waiting[call_id, turn])} numbers, and {len(sampled)} tokens were sampled there"
+    return (
+        f"{len(waiting)} stamps of trajectory {trajectory.id} fit no path, the first that of call {call_id}, turn {turn}: "
+        f"{what}"
+    )
 
 
 def _is_whole(span: TokenSpan, waiting: dict[tuple[str, int], Stamp]) -> bool:

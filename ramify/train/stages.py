@@ -175,7 +175,8 @@ class Reinforce:
         self.memory = {**self.memory, **stamping.memory}
         metrics = {**stamping.metrics, "items": float(num_tried), **_measured(groups)}
         parts = self._parts(stamping)
-        _note_advantages(stamping.rollouts)
+        if not needs_of(self._algorithm).streams:  # else they are not known yet
+            _note_advantages(stamping.rollouts)
         return Work(parts, metrics, next_item + num_tried, stamping.silence, groups, stamping.notes, dict(self.memory))
 
     def finish(self, rows: Sequence[Row]) -> dict[str, float]:

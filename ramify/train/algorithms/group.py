@@ -29,6 +29,9 @@ from ramify.train.stamps import Stamp, Stamped, Stamps
 from ramify.types.sequence import Sequence as Row
 from ramify.types.trajectory import Call, Group, Trajectory
 
+_MOST_NAMED = 3
+"""Rollouts of a step that are named where they cannot be learnt from."""
+
 
 class GroupOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Options of every algorithm with a group baseline."""
@@ -161,13 +164,15 @@ def _usable(group: Group) -> Group:
 
 
 def _notes(groups: Sequence[Group]) -> list[str]:
-    """Which rollouts had a reward that is no number. Those that failed have said so themselves; they are counted."""
-    return [
-        f"{each.id} is left out of its group: it {why_unscored(each)}"
+    """Which rollouts had no reward, or one that is no number; the first by name, further ones counted."""
+    found = [
+        f"{each.id} is left out of its group: it {why}"
         for group in groups
         for each in group.trajectories
-        if each.rewards and why_unscored(each)
+        if (why := why_unscored(each))
     ]
+    more = len(found) - _MOST_NAMED
+    return [*found[:_MOST_NAMED], f"{more} further rollouts are left out likewise"] if more > 1 else found
 
 
 def _rollouts(group: Group, task_weights: Mapping[str, float], options: GroupOptions, judge: Judge) -> list[_Rollout]:

@@ -37,9 +37,9 @@ class ReMax(GroupOptions, frozen=True, forbid_unknown_fields=True, kw_only=True,
             baseline = next(iter(tree_of(group.greedy, weights).values())).reward
             return [dict.fromkeys(tree, next(iter(tree.values())).reward - baseline) for tree in trees]
 
-        told = {group.task: _why_not(group) for group in groups}
-        found = judged([g for g in groups if not told[g.task]], weights, self, judge, every_token, extra)
-        found.notes += [f"item {task} is left out: {why}" for task, why in told.items() if why]
+        kept = [group for group in groups if not _why_not(group)]
+        found = judged(kept, weights, self, judge, every_token, extra)
+        found.notes += [f"item {group.task} is left out: {why}" for group in groups if (why := _why_not(group))]
         return found
 
 

@@ -308,12 +308,24 @@ def test_a_reward_that_is_no_number_is_named_and_its_group_goes_on() -> None:
     groups[0].trajectories[3].errors.append("the grader is down")
     found = DrGRPO().stamp(groups, {})
     assert advantages(found) == {"0/0": [0.5], "1/0": [-0.5]}
-    assert found.notes == ["2 is left out of its group: it has the reward correct=nan"]
+    assert found.notes == [
+        "2 is left out of its group: it has the reward correct=nan",
+        "3 is left out of its group: it has no reward: the grader is down",
+    ]
     assert found.metrics["failed_rollouts"] == 2
     child = group(
         named("x", tree(call("0", 1), call("0.0", 1, reward=math.inf), reward=1)), *roots(0, 1)[0].trajectories
     )
     assert DrGRPO().stamp([child], {}).notes == ["x is left out of its group: it has the reward own=inf of call 0.0"]
+
+
+def test_many_that_failed_are_counted() -> None:
+    found = DrGRPO().stamp(
+        [group(*(named(f"{n}", tree(reward=None)) for n in range(9)), *roots(1, 0)[0].trajectories)], {}
+    )
+    assert len(found.rollouts) == 2
+    assert found.notes[0] == "0 is left out of its group: it has no call"
+    assert found.notes[3:] == ["6 further rollouts are left out likewise"]
 
 
 def test_extra_advantages_are_added_before_silent_groups_go() -> None:
