@@ -29,6 +29,9 @@ from ramify.engine import observe
 from ramify.engine.rlm import RLM
 from ramify.engine.scaffold import Scaffold, scaffold_of
 from ramify.errors import ConfigError
+from ramify.progress import doing
+from ramify.store.cache import CallCache
+from ramify.store.store import Store
 from ramify.tasks.base import Item, Task, items_of, task_of, total
 from ramify.tasks.validate import validate
 from ramify.train.algorithms import ALGORITHMS
@@ -42,7 +45,12 @@ from ramify.train.override import of_name, override
 from ramify.train.rollout import RolloutOptions, Rollouts
 from ramify.train.selfcheck import Seen, SelfCheck
 from ramify.train.sft import DEMOS, Tokeniser, read, trajectory_of
+from ramify.train.signals.compose import Hybrid
+from ramify.train.signals.reading import Signals
+from ramify.train.signals.scorer import Teachers
+from ramify.train.signals.teacher import needed
 from ramify.train.stages import Imitate, Reinforce, Stage, WarmUp, scheduled
+from ramify.train.trackers.base import Trackers
 from ramify.types.message import Message
 from ramify.types.sequence import Sequence as Row
 from ramify.types.trajectory import Group, Trajectory
@@ -56,7 +64,7 @@ if TYPE_CHECKING:
 
 NUM_TOKENIZER_TEXTS = 3000
 """Demonstrations that a tokenizer is trained on; more change little."""
-FREE = ("cadence.", "evaluate.", "guard.", "name")
+FREE = ("cadence.", "evaluate.", "guard.", "name", "tracker")
 """Fields of a run that a resumed one may have otherwise: they change no weight, but for how long it is trained."""
 _SWITCH_S = 5e-4
 """How long one thread may keep the interpreter from another: the loop's, which speaks to sessions, waits for the engine's
@@ -116,9 +124,18 @@ def train(
     elif any(out.glob("checkpoints/step-*")):
         raise ConfigError(f"{out} holds a run already: resume it, or give another folder")
 
+    trackers = Trackers(run.trackers, run.tracker_options, say)
+    resumed_at = read_state(checkpoint).step if checkpoint is not None else None
+
+    def measured(each: Measured) -> None:
+        trackers(each)
+        if listener is not None:
+            listener(each)
+
     async def carry_out() -> State:
-        async with building(run, out, listener=listener, say=say) as loop:
-            return await loop.run(checkpoint)
+        async with building(run, out, listener=measured, say=say) as loop:
+            with trackers.opened(run.name, out, plain(run), resumed_at):
+                return await loop.run(checkpoint)
 
     return asyncio.run(carry_out())
 
@@ -139,6 +156,8 @@ async def building(
     finally:
         gc.unfreeze()
         sys.setswitchinterval(interval)
+        if made.teachers is not None:
+            made.teachers.close()
         await made.client.close()
 
 
@@ -151,6 +170,7 @@ class Made:
         if run.threads:
             torch.set_num_threads(run.threads)
         self.run, self._say = run, say
+        self.teachers: Teachers | None = None
         self.task: Task = task_of(run.task.name, **run.task.options)
         self.scaffold = scaffold_of(run.scaffold)
         self._check_task()
@@ -205,7 +225,10 @@ class Made:
             make = of_name(spec.demos, DEMOS, "demos")
             task = task_of(spec.task.name, **spec.task.options) if spec.task is not None else self.task
             found = make(task, spec.num, self.run.seed, self.scaffold, **spec.options)
-            yield from map(trajectory_of, found)
+            with doing("demonstrations", spec.num, "items") as work:
+                for conversations in found:
+                    yield trajectory_of(conversations)
+                    work.more()
         if spec.trajectories:
             yield from read(Path(spec.trajectories))
 
@@ -223,7 +246,8 @@ class Made:
         if spec.tokenizer:
             tokenizer = load_tokenizer(Path(spec.tokenizer))
         elif demonstrations:
-            tokenizer = train_tokenizer(_texts(demonstrations), spec.vocab_size)
+            with doing("tokenizer", note="trained on the demonstrations"):
+                tokenizer = train_tokenizer(_texts(demonstrations), spec.vocab_size)
         else:
             raise ConfigError("policy: a model made from nothing needs a tokenizer, or demonstrations to train one on")
         config = AutoConfig.for_model(
@@ -252,7 +276,11 @@ class Made:
 
     def _rows(self, spec: SftSpec, demonstrations: Sequence[Trajectory]) -> list[Row]:
         tokeniser = Tokeniser(self.policy.renderer)
-        groups = [Group(each.task, [tokeniser.tokenised(each)]) for each in demonstrations]
+        groups = []
+        with doing("tokenising", len(demonstrations), "trajectories") as work:
+            for each in demonstrations:
+                groups.append(Group(each.task, [tokeniser.tokenised(each)]))
+                work.more()
         stamping = spec.algorithm.stamp(groups, self.task.weights)
         if stamping.silence:
             raise ConfigError(f"sft has nothing to learn from: {stamping.silence}")
@@ -299,7 +327,37 @@ class Made:
         policy, compute = self.policy, self.run.compute
         return lambda folder: Single(load(folder, policy.dtype, policy.device), None, compute, dumps=out)
 
-    def _stages(self) -> list[Stage]:
+    def _signals(self, out: Path) -> Signals | None:
+        """What is read off rollouts besides their reward; None for nothing."""
+        from ramify.train.backends.single import Single
+
+        rl = self.run.rl
+        if rl is None or not isinstance(rl.algorithm, Hybrid):
+            return None
+        published = Published(self.policy, self.serving, self.client)
+        sources = needed(rl.signals)
+        if "live" in sources and rl.sample.max_staleness:
+            raise ConfigError(
+                "a signal scores with the policy as it is (teacher source=live, student=recomputed, choose=overlap or "
+                "support=student), which is being trained meanwhile where rl.sample.max_staleness is above 0: set it to 0"
+            )
+        teachers = self.teachers = Teachers(
+            sources, self.policy, lambda policy: Single(policy, None, self.run.compute, dumps=out), out, published.save,
+            self._engine_of, self.run.seed, self.client.run if self.serving is self.policy else None,
+        ) if sources else None  # fmt: skip
+        return Signals(
+            rl.signals, rl.algorithm, pool=self.rlm.pool, budget=rl.judges, policy=self.seen, teachers=teachers,
+            cache=CallCache(Store(rl.judge_cache)) if rl.judge_cache else None, writing=self.policy.renderer,
+            weights=self.task.weights, temperature=rl.rollout.temperature, say=self._say,
+        )  # fmt: skip
+
+    def _engine_of(self, name: str) -> object:
+        """An engine that scores, by its name."""
+        from ramify.inference.base import connect
+
+        return connect(name)
+
+    def _stages(self, out: Path) -> list[Stage]:
         run = self.run
         stages: list[Stage] = []
         if run.warmup is not None:
@@ -318,6 +376,7 @@ class Made:
                         greedy=needs_of(rl.algorithm).greedy,
                     ),
                     algorithm=rl.algorithm, sample=rl.sample, temperature=rl.rollout.temperature,
+                    signals=self._signals(out),
                 )
             )  # fmt: skip
         return stages
@@ -333,7 +392,7 @@ class Made:
             _TOLERANCE.get(str(self.serving.dtype), _COARSE),
         )  # fmt: skip
         loop = Loop(
-            out, self._stages(), self._backend_of(out), published, self.evaluate,
+            out, self._stages(out), self._backend_of(out), published, self.evaluate,
             first=run.evaluate.first, final=run.evaluate.final, cadence=run.cadence, guard=run.guard,
             config=plain(run), check=check, reference_of=self._reference_of(out), listener=listener, say=self._say,
         )  # fmt: skip
@@ -352,7 +411,7 @@ class Made:
         found = items_of(self.task, split)
         num = spec.num if split != "validation" or spec.validation is None else spec.validation
         items = [found[index] for index in range(min(num, len(found)))]
-        return report(split, items, await rollouts.groups(items, -1), self.task.weights)
+        return report(split, items, await rollouts.groups(items, -1, f"evaluating {split}"), self.task.weights)
 
 
 class Published:

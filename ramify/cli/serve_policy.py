@@ -7,9 +7,11 @@ import os
 from typing import TYPE_CHECKING
 
 from ramify.cli.exits import Exit
-from ramify.cli.notes import write
+from ramify.cli.notes import Notes, write
 from ramify.cli.parser import Command, Option, UsageError
+from ramify.cli.progress import Screen, form_of
 from ramify.cli.serving import on_stop
+from ramify.progress import doing
 
 if TYPE_CHECKING:
     from ramify.inference.local.client import LocalClient
@@ -30,16 +32,19 @@ def serve_policy(
         raise UsageError(f"--slots {slots}: give at least 1")
     folder = str(TINY) if words[0] == "tiny" else words[0].removeprefix("local:")
 
-    import torch
+    notes = Notes()
+    with Screen(notes, form_of(None, notes)):
+        with doing("starting"):
+            import torch
 
-    from ramify.inference.local.client import LocalClient
-    from ramify.policy.load import load
-    from ramify.serve.policy import PolicyServer
+            from ramify.inference.local.client import LocalClient
+            from ramify.policy.load import load
+            from ramify.serve.policy import PolicyServer
 
-    chosen = None if dtype is None else getattr(torch, dtype, None)
-    if dtype is not None and chosen not in (torch.float32, torch.bfloat16, torch.float16):
-        raise UsageError(f"--dtype {dtype}: give float32, bfloat16 or float16")
-    policy = load(folder, chosen, device, thinking=thinking)
+        chosen = None if dtype is None else getattr(torch, dtype, None)
+        if dtype is not None and chosen not in (torch.float32, torch.bfloat16, torch.float16):
+            raise UsageError(f"--dtype {dtype}: give float32, bfloat16 or float16")
+        policy = load(folder, chosen, device, thinking=thinking)
     client = LocalClient(policy, slots=slots)
     server = PolicyServer(
         client, name=name or words[0], host=host or "127.0.0.1", port=8000 if port is None else port,

@@ -19,10 +19,8 @@ import msgspec
 
 from ramify.errors import ConfigError, StoreError
 from ramify.evaluate.run import Evaluation, Outcome, Plan
-from ramify.store.files import FILE_MODE, make_folder, write_all
+from ramify.store.files import EVALUATIONS, FILE_MODE, make_folder, write_all
 
-FOLDER = "evaluations"
-"""In a store."""
 _decoder = msgspec.json.Decoder(Plan | Outcome)
 
 
@@ -30,7 +28,7 @@ class Records:
     """The evaluations of a store."""
 
     def __init__(self, root: Path) -> None:
-        self._folder = root / FOLDER
+        self._folder = root / EVALUATIONS
 
     def create(self, plan: Plan) -> Record:
         make_folder(self._folder)

@@ -15,6 +15,7 @@ from typing import Protocol, runtime_checkable
 
 from ramify.clients.base import Client
 from ramify.errors import ConfigError
+from ramify.progress import doing
 
 TINY = Path(__file__).parents[1] / "policy" / "tiny"
 """The folder of the packaged policy."""
@@ -69,8 +70,9 @@ def connect(name: str, tiny: Path = TINY) -> Client:
             "`ramify train recipes/tiny.py`, and use it as local:FOLDER"
         )
     need_train_extra(f"model '{name}'")
-    from ramify.inference.local.client import LocalClient
-    from ramify.policy.load import load
+    with doing("starting", note=f"the engine for {name}"):  # importing it takes longer than loading a small policy
+        from ramify.inference.local.client import LocalClient
+        from ramify.policy.load import load
 
     return LocalClient(load(path), name=name)
 

@@ -116,7 +116,7 @@ class Questions:
         question = prompt.question + length_note(wanted.max_tokens)
         given = (question, None) if prompt.context is None else (prompt.context, question)
         try:
-            kind = answer_type(wanted.schema)
+            kind = wanted.offer or answer_type(wanted.schema)
         except ConfigError as error:
             raise Rejected(str(error), param=wanted.schema_field) from None
         try:

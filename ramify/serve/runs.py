@@ -26,6 +26,7 @@ from aiohttp import web
 
 from ramify.clients.base import Sampling
 from ramify.engine.rlm import RLM
+from ramify.engine.spans import continued
 from ramify.errors import RamifyError
 from ramify.serve import chat, responses
 from ramify.serve.answer import Answer
@@ -218,12 +219,13 @@ class RunServer:
     def _asked_over(self, api: API) -> Any:
         async def asked(http: web.Request) -> web.StreamResponse:
             wanted, prompt = await self._read(http, api)
-            async with self._questions.ask(self._keys.caller(bearer(http)), wanted, prompt) as one:
-                if wanted.stream:
-                    return await self._streamed(http, api, one)
-                answer = await one.answer()
-                body = api.whole(answer, wanted, api.new_id(), self.name)
-                return web.Response(body=encode(body), content_type="application/json")
+            with continued(http.headers):
+                async with self._questions.ask(self._keys.caller(bearer(http)), wanted, prompt) as one:
+                    if wanted.stream:
+                        return await self._streamed(http, api, one)
+                    answer = await one.answer()
+                    body = api.whole(answer, wanted, api.new_id(), self.name)
+                    return web.Response(body=encode(body), content_type="application/json")
 
         return asked
 

@@ -23,7 +23,7 @@ from ramify.store.files import make_folder
 from ramify.store.flusher import Flusher
 from ramify.store.index import Index, RunSummary
 from ramify.store.journal import Journal, cut_torn_line, open_locked, writer
-from ramify.store.prune import Pruner
+from ramify.store.prune import Pruned, Pruner
 from ramify.store.reading import follow, read_events
 from ramify.store.secrets import Secrets
 from ramify.types.event import AnyEvent, Fold
@@ -132,14 +132,14 @@ class Store:
 
     def prune(
         self, older_than_s: float | None = None, keep_last: int | None = None, max_bytes: int | None = None
-    ) -> list[str]:
-        """Delete runs, oldest first, and the blobs that no run needs; the ids deleted.
+    ) -> Pruned:
+        """Delete runs and evaluations, oldest first, and the blobs that no run needs; the ids deleted.
 
-        ``keep_last`` newest runs stay in any case. Of the others go those whose last event is older than
-        ``older_than_s`` (all of them where neither this nor ``max_bytes`` is given), then as many as it takes for the
-        store to fit ``max_bytes``. Runs that are being written stay. Without arguments, only litter goes."""
+        ``keep_last`` newest runs, and as many evaluations, stay in any case. Of the others go those whose last event is
+        older than ``older_than_s`` (all of them where neither this nor ``max_bytes`` is given), then as many as it takes
+        for the store to fit ``max_bytes``. What is being written stays. Without arguments, only litter goes."""
         removed = self._pruner.prune(self._journals(), older_than_s, keep_last, max_bytes)
-        self._index.forget(removed)
+        self._index.forget(removed.runs)
         return removed
 
     def size(self) -> int:

@@ -1,8 +1,7 @@
 """Induction warm-up: random token strings said twice, with the loss on the second time.
 
 A model made from nothing first has to learn to copy, and demonstrations teach that slowly: names and separators that are
-copied stand among many tokens that are not. A hundred and fifty steps of this, before any demonstration, moved the share
-of names copied right from .26 to .8 at equal cost (see ``docs/learning.md``). No task, no text, no tokenizer: ids alone.
+copied stand among many tokens that are not. No task, no text, no tokenizer: ids alone.
 
     a b c d | a b c d      loss on the last three: the first of the second time cannot be known
 """

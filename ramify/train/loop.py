@@ -25,6 +25,7 @@ import msgspec
 import numpy as np
 
 from ramify.errors import TrainError
+from ramify.progress import doing
 from ramify.train import metrics as metric_file
 from ramify.train.backends.base import Backend
 from ramify.train.checkpoint import Checkpoints, State, read_state
@@ -149,11 +150,13 @@ class Loop:
         if stage.samples and not self.state.stage_step:
             for split in ("validation", *self._first):
                 await self.evaluate(split, "first")
-        async with contextlib.aclosing(self._works(stage)) as works:
-            async for work in works:
-                await self._step(stage, work)
-                if self.state.stopped:
-                    break
+        with doing(stage.name, stage.num_steps, "steps", first=self.state.stage_step) as told:
+            async with contextlib.aclosing(self._works(stage)) as works:
+                async for work in works:
+                    await self._step(stage, work)
+                    told.at(self.state.stage_step)
+                    if self.state.stopped:
+                        break
         self._begin_next_stage()
         self._backend = None
 
@@ -344,6 +347,8 @@ class Loop:
 
     def _count(self, values: dict[str, float]) -> None:
         seconds = values.get("work_s", 0.0) + values["learn_s"]
+        for name in [name for name in values if name.endswith("/s")]:  # how long a signal was at it, beside rollouts
+            values[f"signal_share/{name.removesuffix('/s')}"] = values[name] / seconds if seconds else 0.0
         tokens = values.get("sampled_tokens", 0.0) + values.get("given_tokens", 0.0) or values.get("row_tokens", 0.0)
         values["tokens_per_s"] = tokens / seconds if seconds else 0.0
 

@@ -115,6 +115,8 @@ class ToolAnswered(Event, frozen=True):
     result: Any = None
     """Encoded by the session's codec."""
     error: str | None = None
+    seconds: float = 0.0
+    """How long it took."""
 
 
 class Noted(Event, frozen=True):

@@ -22,6 +22,7 @@ ALGORITHMS = Registry(
         "remax": f"{_HERE}.remax:ReMax",
         "rae": f"{_HERE}.rae:RAE",
         "ppo": f"{_HERE}.ppo:PPO",
+        "hybrid": "ramify.train.signals.compose:Hybrid",
         "sft": f"{_HERE}.sft:SFT",
     },
 )

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from ramify.tasks.base import total
-from ramify.train.algorithms.base import Extra, Stamping
+from ramify.train.algorithms.base import Stamping
 from ramify.train.signals.weight import Reduction, Share
 from ramify.train.signals.weight import weights as token_weights
 from ramify.train.stamps import Stamp, Stamped, Stamps
@@ -38,11 +38,7 @@ class SFT(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     def has_group_baseline(self) -> bool:
         return False
 
-    def stamp(
-        self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False,
-        extra: Extra | None = None,
-    ) -> Stamping:  # fmt: skip
-        """``extra`` has no say: there are no advantages."""
+    def stamp(self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False) -> Stamping:
         kept = [[each for each in group.trajectories if self._is_good(each, weights)] for group in groups]
         counts = [[self._counts(each, weights) for each in group] for group in kept]
         per_token, denominator = token_weights(counts, self.reduction, self.share)
@@ -70,7 +66,7 @@ class SFT(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     def _is_learnt(self, trajectory: Trajectory, call: Call, weights: Mapping[str, float]) -> bool:
         if call.parent is None:
             return True
-        if not (self.children if call.kind == "rlm" else self.llm_calls):
+        if call.kind == "judge" or not (self.children if call.kind == "rlm" else self.llm_calls):
             return False
         own = trajectory.call_rewards.get(call.id)
         return own is None or self.min_call_reward is None or total(own, weights) >= self.min_call_reward

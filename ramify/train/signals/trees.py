@@ -51,8 +51,9 @@ def tree_of(trajectory: Trajectory, weights: Mapping[str, float]) -> dict[str, N
 
 
 def in_order(trajectory: Trajectory) -> list[Call]:
-    """Its calls, the root first, every other after its parent."""
-    return sorted(trajectory.calls, key=lambda call: (call.depth, call is not trajectory.root))
+    """Its calls, the root first, every other after its parent; not those that judges were asked with."""
+    calls = [call for call in trajectory.calls if call.kind != "judge"]
+    return sorted(calls, key=lambda call: (call.depth, call is not trajectory.root))
 
 
 def parent_of(trajectory: Trajectory, call: Call) -> str | None:

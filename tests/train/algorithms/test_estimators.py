@@ -328,21 +328,12 @@ def test_many_that_failed_are_counted() -> None:
     assert found.notes[3:] == ["6 further rollouts are left out likewise"]
 
 
-def test_extra_advantages_are_added_before_silent_groups_go() -> None:
-    groups = batch()
-    extra = {"b0": {("0", 0): [0.5, 0, 0, 0, -0.5]}, "a1": {("0", 0): [1.0] * 4}}
-    found = advantages(DrGRPO(credit="root").stamp(groups, {}, extra=extra))
-    assert (found["b0/0"], found["a1/0"], found["a0/0"]) == ([0.5, 0, 0, 0, -0.5], [0.5] * 4, [0.5] * 3)
-    with pytest.raises(TrainError, match="a1/call=0/turn=0: 3 advantages were given for the 4 tokens"):
-        DrGRPO().stamp(groups, {}, extra={"a1": {("0", 0): [1.0] * 3}})
-
-
 def test_cut_off_rollouts_can_be_masked_by_every_estimator() -> None:
     groups = [
         group(named("x", tree(call("0", 2, stop=Stop.MAX_TOKENS), reward=1)), named("y", tree(call("0", 2), reward=0)))
     ]
     for name in ALGORITHMS:
-        if name in ("sft", "remax"):
+        if name in ("sft", "remax", "hybrid"):  # the last wraps another, whose options it takes
             continue
         found = ALGORITHMS.of(name)(overlong="mask").stamp(groups, {}, every_token=True)
         assert "x" not in {each.trajectory.id for each in found.rollouts}, name
@@ -366,4 +357,5 @@ def test_algorithms_by_name_are_stored_as_they_are(name: str) -> None:
     stored = msgspec.json.decode(msgspec.json.encode(made))
     assert stored["name"] == name
     assert ALGORITHMS.made(stored) == made
-    assert Path(__file__).parents[3].joinpath(f"ramify/train/algorithms/{name}.py").is_file()
+    if name != "hybrid":  # the composer of signals
+        assert Path(__file__).parents[3].joinpath(f"ramify/train/algorithms/{name}.py").is_file()
