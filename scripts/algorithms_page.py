@@ -44,6 +44,8 @@ P_SAMPLER = (0.6, 0.55, 0.5, 0.02, 0.45)
 ADVANTAGES = (1.0, -2.0, 0.5, -1.0, 3.0)
 OWNERS = (0, 0, 0, 1, 1)
 LAGS = (0.0, 1.0, 3.0, 0.0, 1.0)
+OTHERS = ("sft", "hybrid")
+"""What imitates has no advantages; what wraps another has its."""
 OPTIONS: dict[str, dict[str, Any]] = {
     "gspo": {"clip_low": 0.2, "clip_high": 0.3},
     "clip_cov": {"share": 0.4, "cov_low": 0.0},
@@ -119,7 +121,7 @@ def factors_of(name: str) -> list[float]:
 def estimators() -> Iterator[Sequence[str]]:
     yield "name", "advantages: 1, ½, 0, 0 · 1, 1", "what it is"
     for name in ALGORITHMS:
-        if name != "sft":
+        if name not in OTHERS:
             yield f"`{name}`", _numbers(advantages_of(name), 4), _first_sentence(_module_doc(ALGORITHMS[name]))
 
 

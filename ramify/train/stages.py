@@ -186,7 +186,8 @@ class Reinforce:
         metrics = {**stamping.metrics, "items": float(num_tried), **_measured(groups)}
         metrics |= of_rollouts(groups, self._task.weights)
         parts = self._parts(stamping)
-        _note_advantages(stamping.rollouts)
+        if not needs_of(self._algorithm).streams:  # else they are not known yet
+            _note_advantages(stamping.rollouts)
         if reader is not None:
             metrics |= reader.metrics()
             reader.put_on_trees(groups)

@@ -22,8 +22,6 @@ from ramify.types.sequence import Sequence as Row
 from ramify.types.trajectory import Group
 
 T = TypeVar("T")
-Extra = Mapping[str, Mapping[tuple[str, int], Sequence[float]]]
-"""Trajectory id -> (call id, turn) -> a number per sampled token, which is added to its advantage."""
 
 
 class Stamping(msgspec.Struct):
@@ -61,13 +59,9 @@ class Algorithm(Protocol):
         """Whether rollouts are judged against others of the same task, so that a group of one teaches nothing."""
         ...
 
-    def stamp(
-        self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False,
-        extra: Extra | None = None,
-    ) -> Stamping:  # fmt: skip
+    def stamp(self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False) -> Stamping:
         """The streams of one optimizer step. ``weights`` weigh the task's rewards by name. With ``every_token`` tokens
-        whose advantage is 0 are stamped too, since the loss has a term that acts on each: a KL, an entropy. ``extra`` is
-        added to the advantages before it is decided which groups teach nothing."""
+        whose advantage is 0 are stamped too, since the loss has a term that acts on each: a KL, an entropy."""
         ...
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ramify.train.algorithms.base import Extra, Stamping
+from ramify.train.algorithms.base import Stamping
 from ramify.train.algorithms.group import GroupOptions, stamped
 from ramify.train.signals.baseline import mean
 from ramify.types.trajectory import Group
@@ -16,8 +16,5 @@ from ramify.types.trajectory import Group
 class DrGRPO(GroupOptions, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="dr_grpo"):
     """Implements ``Algorithm``."""
 
-    def stamp(
-        self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False,
-        extra: Extra | None = None,
-    ) -> Stamping:  # fmt: skip
-        return stamped(groups, weights, self, mean, every_token, extra)
+    def stamp(self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False) -> Stamping:
+        return stamped(groups, weights, self, mean, every_token)

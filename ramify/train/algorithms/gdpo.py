@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ramify.errors import ConfigError
-from ramify.train.algorithms.base import Extra, Stamping
+from ramify.train.algorithms.base import Stamping
 from ramify.train.algorithms.group import GroupOptions, judged
 from ramify.train.signals.baseline import mean_std
 from ramify.train.signals.credit import CREDITS, Node, Numbers
@@ -28,10 +28,7 @@ class GDPO(GroupOptions, frozen=True, forbid_unknown_fields=True, kw_only=True, 
         if self.length_weight or self.overlong_buffer:
             raise ConfigError("gdpo compares each reward on its own: let the task score length as one of them")
 
-    def stamp(
-        self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False,
-        extra: Extra | None = None,
-    ) -> Stamping:  # fmt: skip
+    def stamp(self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False) -> Stamping:
         def judge(group: Group, trees: Sequence[Mapping[str, Node]]) -> Sequence[Numbers]:
             found = [dict.fromkeys(tree, 0.0) for tree in trees]
             names = _names(group)
@@ -44,7 +41,7 @@ class GDPO(GroupOptions, frozen=True, forbid_unknown_fields=True, kw_only=True, 
                         sums[call] += weights.get(name, 1.0) * value
             return found
 
-        return judged(groups, weights, self, judge, every_token, extra)
+        return judged(groups, weights, self, judge, every_token)
 
 
 def _names(group: Group) -> list[str]:

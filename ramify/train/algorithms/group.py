@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from ramify.errors import ConfigError, TrainError
+from ramify.errors import ConfigError
 from ramify.train.algorithms import rows as row_math
-from ramify.train.algorithms.base import Extra, Needs, Stamping
+from ramify.train.algorithms.base import Needs, Stamping
 from ramify.train.signals import filters
 from ramify.train.signals.baseline import Baseline
 from ramify.train.signals.credit import CREDITS, Node, Numbers
@@ -28,6 +28,9 @@ from ramify.train.signals.weight import weights as token_weights
 from ramify.train.stamps import Stamp, Stamped, Stamps
 from ramify.types.sequence import Sequence as Row
 from ramify.types.trajectory import Call, Group, Trajectory
+
+_MOST_NAMED = 3
+"""Rollouts of a step that are named where they cannot be learnt from."""
 
 
 class GroupOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -101,7 +104,6 @@ def stamped(
     options: GroupOptions,
     baseline: Baseline,
     every_token: bool,
-    extra: Extra | None = None,
 ) -> Stamping:
     """The streams of one step: the whole of every algorithm that has a baseline over a group and nothing else."""
 
@@ -109,7 +111,7 @@ def stamped(
         found: Sequence[Numbers] = CREDITS.of(options.credit)(trees, baseline, options.gamma_tree)
         return found
 
-    return judged(groups, task_weights, options, judge, every_token, extra)
+    return judged(groups, task_weights, options, judge, every_token)
 
 
 def judged(
@@ -118,17 +120,15 @@ def judged(
     options: GroupOptions,
     judge: Judge,
     every_token: bool,
-    extra: Extra | None = None,
     *,
     gamma: float = 1.0,
     has_baseline: bool = True,
 ) -> Stamping:
     """The streams of one step, by what ``judge`` says of each call. ``gamma``: what a token gets of its call's number is
     discounted by it, once for each token that was sampled after. ``has_baseline``: numbers of 0 teach nothing."""
-    extra = extra or {}
     usable = [_usable(group) for group in groups]
     rollouts = [_rollouts(group, task_weights, options, judge) for group in usable]
-    loud = [group for group in rollouts if not has_baseline or _is_loud(group, extra)]
+    loud = [group for group in rollouts if not has_baseline or filters.has_signal([each.numbers for each in group])]
     kept = loud if options.drop_silent and has_baseline else rollouts
     counts = [[_counts(each, options) for each in group] for group in kept]
     weights, denominator = token_weights(counts, options.reduction, options.share, max(options.max_rollout_tokens, 1))
@@ -140,7 +140,7 @@ def judged(
         row_math.whiten_all([values for group in spread for each in group for values in each.values()])
     every_token = every_token or options.normalise or bool(options.kl_reward) or not has_baseline
     stamped_ones = [
-        _stamp(rollout, weight, values, extra.get(rollout.trajectory.id, {}), every_token)
+        _stamp(rollout, weight, values, every_token)
         for group, weighed, valued in zip(kept, weights, spread, strict=True)
         for rollout, weight, values in zip(group, weighed, valued, strict=True)
     ]
@@ -161,13 +161,15 @@ def _usable(group: Group) -> Group:
 
 
 def _notes(groups: Sequence[Group]) -> list[str]:
-    """Which rollouts had a reward that is no number. Those that failed have said so themselves; they are counted."""
-    return [
-        f"{each.id} is left out of its group: it {why_unscored(each)}"
+    """Which rollouts had no reward, or one that is no number; the first by name, further ones counted."""
+    found = [
+        f"{each.id} is left out of its group: it {why}"
         for group in groups
         for each in group.trajectories
-        if each.rewards and why_unscored(each)
+        if (why := why_unscored(each))
     ]
+    more = len(found) - _MOST_NAMED
+    return [*found[:_MOST_NAMED], f"{more} further rollouts are left out likewise"] if more > 1 else found
 
 
 def _rollouts(group: Group, task_weights: Mapping[str, float], options: GroupOptions, judge: Judge) -> list[_Rollout]:
@@ -180,15 +182,6 @@ def _rollouts(group: Group, task_weights: Mapping[str, float], options: GroupOpt
         tree[root] = tree[root]._replace(reward=reward)
     numbers = judge(group, trees) if trees else []
     return [_Rollout(*each) for each in zip(trajectories, trees, numbers, strict=True)]
-
-
-def _is_loud(group: Sequence[_Rollout], extra: Extra) -> bool:
-    return filters.has_signal([each.numbers for each in group]) or any(
-        abs(value) > filters.EPSILON
-        for each in group
-        for values in extra.get(each.trajectory.id, {}).values()
-        for value in values
-    )
 
 
 def _for_length(rewards: list[float], lengths: Sequence[Length], options: GroupOptions) -> list[float]:
@@ -228,7 +221,6 @@ def _stamp(
     rollout: _Rollout,
     weights: Weights,
     values: Mapping[str, list[float]],
-    extra: Mapping[tuple[str, int], Sequence[float]],
     every_token: bool,
 ) -> Stamped:
     """Streams for every turn that has both a weight and an advantage, or that has a weight alone."""
@@ -238,21 +230,9 @@ def _stamp(
         for index, _, num in sampled(call) if weight else ():
             advantages = values[call.id][start : start + num]
             start += num
-            if (call.id, index) in extra:
-                advantages = _added(
-                    advantages, extra[call.id, index], f"{rollout.trajectory.id}/call={call.id}/turn={index}"
-                )
             if every_token or any(abs(value) > filters.EPSILON for value in advantages):
                 stamps[call.id, index] = Stamp(advantages=advantages, rl=[weight] * num)
     return Stamped(rollout.trajectory, stamps)
-
-
-def _added(advantages: Sequence[float], more: Sequence[float], where: str) -> list[float]:
-    if len(advantages) != len(more):
-        raise TrainError(
-            f"{where}: {len(more)} advantages were given for the {len(advantages)} tokens that were sampled there"
-        )
-    return [ours + theirs for ours, theirs in zip(advantages, more, strict=True)]
 
 
 def _metrics(

@@ -18,7 +18,7 @@ import numpy as np
 
 from ramify.errors import ConfigError
 from ramify.train.algorithms import rows as row_math
-from ramify.train.algorithms.base import Extra, Needs, Stamping
+from ramify.train.algorithms.base import Needs, Stamping
 from ramify.train.algorithms.group import GroupOptions, judged
 from ramify.train.signals.credit import Node, Numbers, returns_of
 from ramify.train.stamps import Stamp
@@ -48,10 +48,7 @@ class PPO(GroupOptions, frozen=True, forbid_unknown_fields=True, kw_only=True, t
         kl = super().needs
         return msgspec.structs.replace(kl, values=True, streams=kl.streams | {"values"})
 
-    def stamp(
-        self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False,
-        extra: Extra | None = None,
-    ) -> Stamping:  # fmt: skip
+    def stamp(self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False) -> Stamping:
         came_to: dict[tuple[str, str], float] = {}
 
         def judge(group: Group, trees: Sequence[Mapping[str, Node]]) -> Sequence[Numbers]:
@@ -60,7 +57,7 @@ class PPO(GroupOptions, frozen=True, forbid_unknown_fields=True, kw_only=True, t
             return [dict.fromkeys(tree, 0.0) for tree in trees]
 
         later = msgspec.structs.replace(self, normalise=False)  # there is nothing to be normalised before ``finish``
-        found = judged(groups, weights, later, judge, True, extra, has_baseline=False)
+        found = judged(groups, weights, later, judge, True, has_baseline=False)
         for rollout in found.rollouts:
             last = dict(sorted(rollout.stamps))
             for (call, turn), stamp in rollout.stamps.items():

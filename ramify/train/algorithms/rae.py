@@ -16,7 +16,7 @@ from statistics import fmean
 import msgspec
 
 from ramify.errors import ConfigError
-from ramify.train.algorithms.base import Extra, Stamping
+from ramify.train.algorithms.base import Stamping
 from ramify.train.algorithms.group import GroupOptions, judged
 from ramify.train.signals.credit import Node, Numbers, returns_of
 from ramify.types.trajectory import Group
@@ -39,16 +39,13 @@ class RAE(GroupOptions, frozen=True, forbid_unknown_fields=True, kw_only=True, t
     def has_group_baseline(self) -> bool:
         return False
 
-    def stamp(
-        self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False,
-        extra: Extra | None = None,
-    ) -> Stamping:  # fmt: skip
+    def stamp(self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False) -> Stamping:
         came_to: dict[str, list[float]] = defaultdict(list)
 
         def judge(group: Group, trees: Sequence[Mapping[str, Node]]) -> Sequence[Numbers]:
             return [self._held_against(tree, came_to) for tree in trees]
 
-        found = judged(groups, weights, self, judge, every_token, extra)
+        found = judged(groups, weights, self, judge, every_token)
         found.memory = self.memory | {
             role: self.decay * self.memory.get(role, 0.0) + (1 - self.decay) * fmean(returns)
             for role, returns in came_to.items()

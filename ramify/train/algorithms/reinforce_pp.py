@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from ramify.errors import ConfigError
 from ramify.train.algorithms import rows as row_math
-from ramify.train.algorithms.base import Extra, Stamping
+from ramify.train.algorithms.base import Stamping
 from ramify.train.algorithms.group import GroupOptions, judged
 from ramify.train.signals.credit import Node, Numbers, returns_of
 from ramify.types.sequence import Sequence as Row
@@ -36,14 +36,11 @@ class ReinforcePP(
     def has_group_baseline(self) -> bool:
         return False
 
-    def stamp(
-        self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False,
-        extra: Extra | None = None,
-    ) -> Stamping:  # fmt: skip
+    def stamp(self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False) -> Stamping:
         def judge(group: Group, trees: Sequence[Mapping[str, Node]]) -> Sequence[Numbers]:
             return [returns_of(tree, self.gamma_tree) for tree in trees]
 
-        return judged(groups, weights, self, judge, every_token, extra, gamma=self.gamma, has_baseline=False)
+        return judged(groups, weights, self, judge, every_token, gamma=self.gamma, has_baseline=False)
 
     def finish(self, rows: Sequence[Row]) -> dict[str, float]:
         return row_math.add_kl(rows, self.kl_reward, self.gamma, normalise=self.normalise)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from ramify.train.algorithms.base import Extra, Needs, Stamping
+from ramify.train.algorithms.base import Needs, Stamping
 from ramify.train.algorithms.group import GroupOptions, judged
 from ramify.train.signals.credit import Node, Numbers
 from ramify.train.signals.trees import tree_of, why_unscored
@@ -28,18 +28,15 @@ class ReMax(GroupOptions, frozen=True, forbid_unknown_fields=True, kw_only=True,
     def needs(self) -> Needs:
         return msgspec.structs.replace(super().needs, greedy=True)
 
-    def stamp(
-        self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False,
-        extra: Extra | None = None,
-    ) -> Stamping:  # fmt: skip
+    def stamp(self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False) -> Stamping:
         def judge(group: Group, trees: Sequence[Mapping[str, Node]]) -> Sequence[Numbers]:
             assert group.greedy is not None
             baseline = next(iter(tree_of(group.greedy, weights).values())).reward
             return [dict.fromkeys(tree, next(iter(tree.values())).reward - baseline) for tree in trees]
 
-        told = {group.task: _why_not(group) for group in groups}
-        found = judged([g for g in groups if not told[g.task]], weights, self, judge, every_token, extra)
-        found.notes += [f"item {task} is left out: {why}" for task, why in told.items() if why]
+        kept = [group for group in groups if not _why_not(group)]
+        found = judged(kept, weights, self, judge, every_token)
+        found.notes += [f"item {group.task} is left out: {why}" for group in groups if (why := _why_not(group))]
         return found
 
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from ramify.tasks.base import total
-from ramify.train.algorithms.base import Extra, Stamping
+from ramify.train.algorithms.base import Stamping
 from ramify.train.signals.weight import Reduction, Share
 from ramify.train.signals.weight import weights as token_weights
 from ramify.train.stamps import Stamp, Stamped, Stamps
@@ -38,11 +38,7 @@ class SFT(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     def has_group_baseline(self) -> bool:
         return False
 
-    def stamp(
-        self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False,
-        extra: Extra | None = None,
-    ) -> Stamping:  # fmt: skip
-        """``extra`` has no say: there are no advantages."""
+    def stamp(self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False) -> Stamping:
         kept = [[each for each in group.trajectories if self._is_good(each, weights)] for group in groups]
         counts = [[self._counts(each, weights) for each in group] for group in kept]
         per_token, denominator = token_weights(counts, self.reduction, self.share)

@@ -199,7 +199,7 @@ class Composed:
             value = reading.outcome if reading is not None else None
             rewards = {OUTCOME: value} if value is not None and math.isfinite(value) else {}
             replaced.append(msgspec.structs.replace(each, rewards=rewards))
-        return Group(group.task, replaced)
+        return msgspec.structs.replace(group, trajectories=replaced)
 
     def _teaches(self, group: Group, weights: Mapping[str, float], parts: Sequence[_Part]) -> bool:
         if any(part.says(each.id) for part in parts for each in group.trajectories):

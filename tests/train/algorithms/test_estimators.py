@@ -308,7 +308,10 @@ def test_a_reward_that_is_no_number_is_named_and_its_group_goes_on() -> None:
     groups[0].trajectories[3].errors.append("the grader is down")
     found = DrGRPO().stamp(groups, {})
     assert advantages(found) == {"0/0": [0.5], "1/0": [-0.5]}
-    assert found.notes == ["2 is left out of its group: it has the reward correct=nan"]
+    assert found.notes == [
+        "2 is left out of its group: it has the reward correct=nan",
+        "3 is left out of its group: it has no reward: the grader is down",
+    ]
     assert found.metrics["failed_rollouts"] == 2
     child = group(
         named("x", tree(call("0", 1), call("0.0", 1, reward=math.inf), reward=1)), *roots(0, 1)[0].trajectories
@@ -316,13 +319,13 @@ def test_a_reward_that_is_no_number_is_named_and_its_group_goes_on() -> None:
     assert DrGRPO().stamp([child], {}).notes == ["x is left out of its group: it has the reward own=inf of call 0.0"]
 
 
-def test_extra_advantages_are_added_before_silent_groups_go() -> None:
-    groups = batch()
-    extra = {"b0": {("0", 0): [0.5, 0, 0, 0, -0.5]}, "a1": {("0", 0): [1.0] * 4}}
-    found = advantages(DrGRPO(credit="root").stamp(groups, {}, extra=extra))
-    assert (found["b0/0"], found["a1/0"], found["a0/0"]) == ([0.5, 0, 0, 0, -0.5], [0.5] * 4, [0.5] * 3)
-    with pytest.raises(TrainError, match="a1/call=0/turn=0: 3 advantages were given for the 4 tokens"):
-        DrGRPO().stamp(groups, {}, extra={"a1": {("0", 0): [1.0] * 3}})
+def test_many_that_failed_are_counted() -> None:
+    found = DrGRPO().stamp(
+        [group(*(named(f"{n}", tree(reward=None)) for n in range(9)), *roots(1, 0)[0].trajectories)], {}
+    )
+    assert len(found.rollouts) == 2
+    assert found.notes[0] == "0 is left out of its group: it has no call"
+    assert found.notes[3:] == ["6 further rollouts are left out likewise"]
 
 
 def test_cut_off_rollouts_can_be_masked_by_every_estimator() -> None:
