@@ -206,7 +206,7 @@ class Made:
         from transformers import AutoConfig
 
         from ramify.policy.load import from_config, load, load_tokenizer
-        from ramify.policy.tokenizer import train_tokenizer
+        from ramify.policy.tokenizer import train_tokenizer, word_tokenizer
 
         spec = self.run.policy
         device = None if spec.device == "auto" else spec.device
@@ -214,6 +214,8 @@ class Made:
             return load(spec.path, None if spec.dtype == "auto" else getattr(torch, spec.dtype), device)
         if spec.tokenizer:
             tokenizer = load_tokenizer(Path(spec.tokenizer))
+        elif spec.words:
+            tokenizer = word_tokenizer(spec.words)
         elif demonstrations:
             tokenizer = train_tokenizer(_texts(demonstrations), spec.vocab_size)
         else:

@@ -127,7 +127,11 @@ TINY = Scaffold(
     defer_final=False, last_word=False, compact_at=0.0,
 )  # fmt: skip
 """For policies of a few hundred thousand parameters: as few tokens as will do, nothing that needs reading."""
-SCAFFOLDS = {"default": Scaffold(), "minimal": Scaffold(name="minimal", system=_MINIMAL_SYSTEM), "tiny": TINY}
+BARE = msgspec.structs.replace(TINY, name="bare", first="{{question}}")
+"""The same for questions without a context: the question, and not a word more."""
+SCAFFOLDS = {
+    "default": Scaffold(), "minimal": Scaffold(name="minimal", system=_MINIMAL_SYSTEM), "tiny": TINY, "bare": BARE
+}  # fmt: skip
 
 
 def scaffold_of(given: Scaffold | str | None, model: object = None) -> Scaffold:

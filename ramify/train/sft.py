@@ -193,7 +193,7 @@ def order(rows: Sequence[Row], batch_tokens: int, epochs: int, seed: int) -> lis
     return [step for step in steps if step]
 
 
-DEMOS = {"ledger": "ramify.train.sft:ledger_demos"}
+DEMOS = {"ledger": "ramify.train.sft:ledger_demos", "programs": "ramify.train.sft:program_demos"}
 """Name -> function (task, num, seed, scaffold, **options) that gives demonstrations, one per item of the training split."""
 
 
@@ -208,3 +208,12 @@ def ledger_demos(
     if habits not in known:
         raise ConfigError(f"unknown habits '{habits}': {nearest(habits, known)}")
     return demonstrations(task.splits["train"][:num], known[habits], seed, scaffold)
+
+
+def program_demos(
+    task: Task, num: int, seed: int, scaffold: Scaffold, **habits: float
+) -> Iterator[Sequence[Conversation]]:
+    """Those of ``tasks.programs.demos``, by a demonstrator as weak as ``habits`` say."""
+    from ramify.tasks.programs.demos import Habits, demonstrations
+
+    return demonstrations(task.splits["train"][:num], msgspec.convert(habits, Habits, strict=False), seed, scaffold)
