@@ -35,7 +35,7 @@ def run() -> Run:
         policy=PolicySpec(shape=SHAPE, words=WORDS, slots=256),
         task=TaskSpec(name="programs"),
         sft=SftSpec(
-            demos="programs", num=60_000, batch_tokens=6_000, options={"knows": 0.5},
+            demos="programs", num=60_000, batch_tokens=6_000, options={"knows": 0.45},
             optim=Optim(kind="muon", lr=6e-3, weight_decay=0.01, warmup_steps=30, schedule="linear"),
         ),
         rl=RlSpec(

@@ -20,14 +20,13 @@ from typing import Protocol
 import msgspec
 
 from ramify.tasks.base import Item
+from ramify.tasks.programs.hints import MAX_RULES, Rule, hint_text
 from ramify.tasks.programs.library import IMPORTED, NUM_WORDS, Broken, Library, Problem, Program, library
 from ramify.tasks.programs.vocabulary import HINT, answer
 from ramify.types.message import Message
 from ramify.types.trajectory import Cell
 
 MAX_CODE_TURNS = 2
-MAX_RULES = 3
-"""Of a hint."""
 
 
 class Rules(Protocol):
@@ -48,27 +47,6 @@ class Habits(msgspec.Struct, frozen=True):
     """Of demonstrations that come with a hint."""
     counterfactual: float = 0.5
     """Of those, how many with a wrong one."""
-
-
-class Rule(msgspec.Struct, frozen=True):
-    """One thing that a hint may say."""
-
-    word: int | None
-    """None: ``function`` has to be imported."""
-    function: int
-
-    @property
-    def text(self) -> str:
-        return f"from ops import f{self.function};" if self.word is None else f"@w{self.word}@f{self.function}"
-
-
-def hint_text(rules: Iterable[Rule]) -> str:
-    """A hint as it is shown to a policy: its rules, words before imports.
-
-    >>> hint_text([Rule(None, 10), Rule(3, 9)])
-    '@w3@f9from ops import f10;'
-    """
-    return "".join(rule.text for rule in sorted(rules, key=lambda rule: (rule.word is None, rule.word, rule.function)))
 
 
 class Conversation(msgspec.Struct, frozen=True):
