@@ -388,7 +388,7 @@ class RlmLoop:
 
     def _observation(self, action: Action, reports: list[str], notes: list[str]) -> list[Message]:
         if self.run.scaffold.protocol == "retool":
-            return retool.observation(action, reports, [note for note in notes if note != observe.NUDGE])
+            return retool.observation(action, reports, notes)
         if self.run.scaffold.terse_chars:
             shown = "\n".join(filter(None, reports)) or "\n".join(notes)[: self.run.scaffold.terse_chars]
             return [Message("user", shown)]

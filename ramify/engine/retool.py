@@ -28,7 +28,7 @@ TOOL = Tool(TOOL_NAME, "Run Python in a live session and see what it prints.", {
 )  # fmt: skip
 CORRECTION = (
     "That was neither code that can be run nor an answer{why}. To run Python, write it between <code> and </code>, or call "
-    f"the tool {TOOL_NAME} with it. When you know the answer, write it as \\boxed{{answer}}."
+    f"the tool {TOOL_NAME} with it. When you know the answer, write it as \\boxed{{{{answer}}}}."
 )
 SILENT = "(it ran and printed nothing: print what you want to see)"
 _NAMES = (TOOL_NAME, "python", "repl")

@@ -39,6 +39,7 @@ TASKS = {
     "ledger": "ramify.tasks.ledger.task:ledger",
     "needle": "ramify.tasks.needle:needle",
     "programs": "ramify.tasks.programs.task:programs",
+    "toolmath": "ramify.tasks.toolmath.task:toolmath",
 }
 """Name -> the function that makes the task; loaded when it is asked for."""
 DATA_SUFFIXES = (".jsonl", ".parquet")
