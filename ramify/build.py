@@ -31,6 +31,8 @@ from ramify.engine.run import NATIVE_TOOLS
 from ramify.engine.scaffold import Scaffold, scaffold_of
 from ramify.errors import ConfigError
 from ramify.evaluate.report import RIGHT
+from ramify.store.cache import CallCache
+from ramify.store.store import Store
 from ramify.tasks.base import Item, Task, items_of, task_of, total
 from ramify.tasks.validate import validate
 from ramify.train.algorithms import ALGORITHMS
@@ -43,6 +45,10 @@ from ramify.train.override import of_name, override
 from ramify.train.rollout import RolloutOptions, Rollouts
 from ramify.train.selfcheck import Seen, SelfCheck
 from ramify.train.sft import DEMOS, Tokeniser, read, trajectory_of
+from ramify.train.signals.compose import Hybrid
+from ramify.train.signals.reading import Signals
+from ramify.train.signals.scorer import Teachers
+from ramify.train.signals.teacher import needed
 from ramify.train.stages import Imitate, Reinforce, Stage, WarmUp
 from ramify.types.message import Message
 from ramify.types.sequence import Sequence as Row
@@ -140,6 +146,8 @@ async def building(
     finally:
         gc.unfreeze()
         sys.setswitchinterval(interval)
+        if made.teachers is not None:
+            made.teachers.close()
         await made.client.close()
 
 
@@ -152,6 +160,7 @@ class Made:
         if run.threads:
             torch.set_num_threads(run.threads)
         self.run, self._say = run, say
+        self.teachers: Teachers | None = None
         self.task: Task = task_of(run.task.name, **run.task.options)
         self.scaffold = scaffold_of(run.scaffold)
         self._check_task()
@@ -279,7 +288,32 @@ class Made:
         policy, compute = self.policy, self.run.compute
         return lambda folder: Single(load(folder, policy.dtype, policy.device), None, compute, dumps=out)
 
-    def _stages(self) -> list[Stage]:
+    def _signals(self, out: Path) -> Signals | None:
+        """What is read off rollouts besides their reward; None for nothing."""
+        from ramify.train.backends.single import Single
+
+        rl = self.run.rl
+        if rl is None or not isinstance(rl.algorithm, Hybrid):
+            return None
+        published = Published(self.policy, self.serving, self.client)
+        sources = needed(rl.signals)
+        teachers = self.teachers = Teachers(
+            sources, self.policy, lambda policy: Single(policy, None, self.run.compute, dumps=out), out, published.save,
+            self._engine_of, self.run.seed,
+        ) if sources else None  # fmt: skip
+        return Signals(
+            rl.signals, rl.algorithm, pool=self.rlm.pool, budget=rl.judges, policy=self.seen, teachers=teachers,
+            cache=CallCache(Store(rl.judge_cache)) if rl.judge_cache else None, writing=self.policy.renderer,
+            weights=self.task.weights, temperature=rl.rollout.temperature, say=self._say,
+        )  # fmt: skip
+
+    def _engine_of(self, name: str) -> object:
+        """An engine that scores, by its name."""
+        from ramify.inference.base import connect
+
+        return connect(name)
+
+    def _stages(self, out: Path) -> list[Stage]:
         run = self.run
         stages: list[Stage] = []
         if run.warmup is not None:
@@ -295,6 +329,7 @@ class Made:
                     rl.steps, rl.optim, rl.loss, task=self.task, items=items_of(self.task, "train"),
                     rollouts=Rollouts(self.rlm, self.task, rl.rollout, seed=run.seed, on_stall=self._say),
                     algorithm=rl.algorithm, sample=rl.sample, temperature=rl.rollout.temperature,
+                    signals=self._signals(out),
                 )
             )  # fmt: skip
         return stages
@@ -310,7 +345,7 @@ class Made:
             _TOLERANCE.get(str(self.serving.dtype), _COARSE),
         )  # fmt: skip
         loop = Loop(
-            out, self._stages(), self._backend_of(out), published, self.evaluate,
+            out, self._stages(out), self._backend_of(out), published, self.evaluate,
             first=run.evaluate.first, final=run.evaluate.final, cadence=run.cadence, config=plain(run), check=check,
             reference_of=self._reference_of(out), listener=listener, say=self._say,
         )  # fmt: skip

@@ -28,6 +28,7 @@ from typing import Any
 import msgspec
 
 from ramify.clients.base import Client, Sampling
+from ramify.clients.pool import Pool
 from ramify.engine import sync
 from ramify.engine.branch import Search, config_of, recorded_search, search_of
 from ramify.engine.citations import Citation, Cited
@@ -121,6 +122,14 @@ class RLM:
         async with self._shared.use() as resources:
             resources.sandbox()
             return list(self._connect(resources).all)
+
+    @contextlib.asynccontextmanager
+    async def pool(self) -> AsyncIterator[Pool]:
+        """The connections and gates that its runs ask models through, for others whose requests should share them: judges
+        of what the runs did, say."""
+        async with self._shared.use() as resources:
+            self._connect(resources)
+            yield resources.pool
 
     # --- asking ------------------------------------------------------------------------------------------------
 

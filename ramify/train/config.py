@@ -14,6 +14,7 @@ A recipe is a function that returns one (``recipes/tiny.py``); ``ramify train`` 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
@@ -28,6 +29,9 @@ from ramify.train.backends.base import Compute, Optim
 from ramify.train.loop import Cadence
 from ramify.train.loss import Loss
 from ramify.train.rollout import RolloutOptions
+from ramify.train.signals.asking import BUDGET
+from ramify.train.signals.compose import Hybrid
+from ramify.train.signals.reading import signals_of
 from ramify.train.stages import Sample
 
 
@@ -130,8 +134,27 @@ class RlSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     rollout: RolloutOptions = RolloutOptions()
     algorithm: Any = DrGRPO()
     """Implements ``algorithms.base.Algorithm``; on the command line by name: grpo, dr_grpo, rloo, sft."""
+    signals: dict[str, Any] = {}
+    """Name -> signal: what is read off rollouts besides their reward, for ``algorithm=Hybrid(…)`` to weigh. One of
+    ``signals.registry.SIGNALS`` by name, made already, or a mapping with ``name`` and options."""
+    judges: Limits = BUDGET
+    """What judges of this run may spend in all."""
+    judge_cache: str = ""
+    """A folder in which judges' replies are kept, so that a run that is repeated does not pay for them again."""
     loss: Loss = Loss()
     optim: Optim = Optim()
+
+    def __post_init__(self) -> None:
+        if not self.signals:
+            if isinstance(self.algorithm, Hybrid):
+                self.algorithm.check({})
+            return
+        signals = signals_of(self.signals)
+        msgspec.structs.force_setattr(self, "signals", signals)
+        if isinstance(self.algorithm, Hybrid):
+            self.algorithm.check(signals)
+        elif not isinstance(self.algorithm, Mapping):  # of a checkpoint: not made yet
+            raise ConfigError("rl.signals need an algorithm that weighs them: algorithm=Hybrid(outcome=…, terms=…)")
 
 
 class EvaluateSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import msgspec
 
 from ramify.errors import ConfigError
+from ramify.train.distil_losses import KdKind, forward_kl, reverse_kl, surrogate
 from ramify.train.policy_losses import AnyPolicyLoss, DppoTv, Tokens, ratio
 
 if TYPE_CHECKING:
@@ -38,6 +39,10 @@ class Loss(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     """c: weight of the policy's entropy at sampled tokens, which is made larger."""
     kd_pull: float = 1e-3
     """Of ``kd`` by sampled tokens: weight of (l - m)²."""
+    kd: KdKind = "forward"
+    """Of ``kd`` by several tokens per position: see ``distil_losses.py``."""
+    kd_clip: float = 1.0
+    """C of ``surrogate``: most that teacher and policy count as apart. 2 for maths with tools, 1 for chat."""
 
     def __post_init__(self) -> None:
         if self.kl_beta < 0:
@@ -122,13 +127,15 @@ def _imitate(loss: Loss, entries: Entries, tally: Tally) -> Tensor:
 
 
 def _distil(loss: Loss, entries: Entries, tally: Tally) -> Tensor:
-    """By the teacher's likeliest tokens: sum over k of p_T (log p_T - log p), the forward KL on them. By the sampled token
+    """By several tokens per position: one of ``distil_losses``. By the sampled token
     alone: -sg(l_T - l) rho + pull (l - m)², the reverse KL's policy gradient."""
     if "teacher_logprobs" not in entries.streams:
         raise ConfigError("component 'kd' needs a teacher: the batch has no stream 'teacher_logprobs'")
     teacher = entries.streams["teacher_logprobs"]
     if entries.teacher_ids_logprobs is not None:
-        return (teacher.exp() * (teacher - entries.teacher_ids_logprobs)).sum(-1)
+        if loss.kd == "surrogate":
+            return surrogate(teacher, entries.streams["student_logprobs"], entries.teacher_ids_logprobs, loss.kd_clip)
+        return (forward_kl if loss.kd == "forward" else reverse_kl)(teacher, entries.teacher_ids_logprobs)
     now, sampler = entries.logprobs, entries.streams["sampler_logprobs"]
     gap = (teacher - now).detach()
     tally.mean("teacher_gap", gap, entries.streams["kd"] != 0)

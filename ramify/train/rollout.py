@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 
@@ -58,14 +58,22 @@ class Rollouts:
         """``on_stall`` is told where a rollout stood that did not end."""
         self._rlm, self._task, self._options, self._seed, self._on_stall = rlm, task, options, seed, on_stall
 
-    async def groups(self, items: Sequence[Item], step: int) -> list[Group]:
-        """One group per item, in order, each with its rollouts in order; what failed is among them. Raises only what is
-        a bug, or a cancellation."""
+    async def groups(
+        self, items: Sequence[Item], step: int, after: Callable[[Group], Awaitable[None]] | None = None
+    ) -> list[Group]:
+        """One group per item, in order, each with its rollouts in order; what failed is among them. ``after`` is done with
+        each group as soon as it is whole, while others go on. Raises only what is a bug, or a cancellation."""
         room = asyncio.Semaphore(self._options.concurrency)
 
         async def one(item: Item, index: int, number: int) -> Trajectory:
             async with room:
                 return await self._rollout(item, f"step={step}/group={index}/rollout={number}")
+
+        async def whole(item: Item, attempts: Sequence[asyncio.Task[Trajectory]]) -> Group:
+            group = Group(item.id, [await each for each in attempts])
+            if after is not None:
+                await after(group)
+            return group
 
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -73,11 +81,12 @@ class Rollouts:
                     [tasks.create_task(one(item, index, number)) for number in range(self._options.group)]
                     for index, item in enumerate(items)
                 ]
+                groups = [
+                    tasks.create_task(whole(item, attempts)) for item, attempts in zip(items, running, strict=True)
+                ]
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
-        return [
-            Group(item.id, [task.result() for task in attempts]) for item, attempts in zip(items, running, strict=True)
-        ]
+        return [each.result() for each in groups]
 
     async def _rollout(self, item: Item, name: str) -> Trajectory:
         seed = random.Random(f"{self._seed}/{name}/{item.id}").getrandbits(31)

@@ -25,6 +25,7 @@ from ramify.train.loss import Loss
 from ramify.train.rollout import Rollouts
 from ramify.train.sft import order
 from ramify.train.signals.filters import num_more
+from ramify.train.signals.reading import Reader, Signals
 from ramify.train.stamps import Stamped
 from ramify.types.sequence import Sequence as Row
 from ramify.types.trajectory import Group
@@ -129,51 +130,67 @@ class Reinforce:
 
     def __init__(
         self, num_steps: int, optim: Optim, loss: Loss, *, task: Task, items: Sequence[Item], rollouts: Rollouts,
-        algorithm: Algorithm, sample: Sample, temperature: float,
+        algorithm: Algorithm, sample: Sample, temperature: float, signals: Signals | None = None,
     ) -> None:  # fmt: skip
         self.num_steps, self.optim, self.loss = num_steps, _scheduled(optim, num_steps * sample.minibatches), loss
         self.max_staleness = sample.max_staleness
         self._task, self._items, self._rollouts, self._algorithm = task, items, rollouts, algorithm
-        self._sample, self._temperature = sample, temperature
+        self._sample, self._temperature, self._signals = sample, temperature, signals
 
     async def work(self, step: int, next_item: int) -> Work:
-        groups, num_tried = await self._groups(step, next_item)
+        if self._signals is None:
+            return await self._work(step, next_item, None)
+        num = self._sample.max_items or self._sample.items
+        items = [self._items[index % len(self._items)] for index in range(next_item, next_item + num)]
+        async with self._signals.step(step, items) as reader:
+            return await self._work(step, next_item, reader)
+
+    async def _work(self, step: int, next_item: int, reader: Reader | None) -> Work:
+        groups, num_tried = await self._groups(step, next_item, reader)
         _check_any_came_back(groups, step)
-        stamping = self._stamp(groups)
+        stamping = self._stamp(groups, reader)
         metrics = {**stamping.metrics, "items": float(num_tried), **_measured(groups)}
         parts = self._parts(stamping)
         _note_advantages(stamping.rollouts)
+        if reader is not None:
+            metrics |= reader.metrics()
+            reader.put_on_trees(groups)
         return Work(parts, metrics, next_item + num_tried, stamping.silence, groups)
 
-    async def _groups(self, step: int, next_item: int) -> tuple[list[Group], int]:
+    async def _groups(self, step: int, next_item: int, reader: Reader | None) -> tuple[list[Group], int]:
         """The groups of a step, and how many items they took. With dynamic sampling those without a signal are given up
         for others."""
         wanted, most = self._sample.items, self._sample.max_items
-        groups = await self._roll(step, next_item, wanted)
+        groups = await self._roll(step, next_item, wanted, reader)
         if not most:
             return groups, wanted
         tried = wanted
         silent: list[Group] = []
-        loud = self._loud(groups, silent)
+        loud = self._loud(groups, silent, reader)
         while more := num_more(wanted, len(loud), tried, most):
-            loud += self._loud(await self._roll(step, next_item + tried, more), silent)
+            loud += self._loud(await self._roll(step, next_item + tried, more, reader), silent, reader)
             tried += more
         return [*loud[:wanted], *silent[: max(0, wanted - len(loud))]], tried
 
-    async def _roll(self, step: int, first: int, num: int) -> list[Group]:
+    async def _roll(self, step: int, first: int, num: int, reader: Reader | None) -> list[Group]:
         items = [self._items[index % len(self._items)] for index in range(first, first + num)]
-        return await self._rollouts.groups(items, step)
+        if reader is None:
+            return await self._rollouts.groups(items, step)
+        return await self._rollouts.groups(items, step, reader.group)
 
-    def _loud(self, groups: Sequence[Group], silent: list[Group]) -> list[Group]:
+    def _loud(self, groups: Sequence[Group], silent: list[Group], reader: Reader | None) -> list[Group]:
         """Those of ``groups`` that teach something; the others are added to ``silent``."""
         loud: list[Group] = []
         for group in groups:
-            (silent if self._algorithm.stamp([group], self._task.weights).silence else loud).append(group)
+            (silent if self._composed(reader).stamp([group], self._task.weights).silence else loud).append(group)
         return loud
 
-    def _stamp(self, groups: Sequence[Group]) -> Stamping:
+    def _composed(self, reader: Reader | None) -> Algorithm:
+        return self._algorithm if reader is None else reader.algorithm()
+
+    def _stamp(self, groups: Sequence[Group], reader: Reader | None) -> Stamping:
         every_token = bool(self.loss.kl_beta or self.loss.entropy)
-        return self._algorithm.stamp(groups, self._task.weights, every_token=every_token)
+        return self._composed(reader).stamp(groups, self._task.weights, every_token=every_token)
 
     def _parts(self, stamping: Stamping) -> list[Part]:
         """Minibatches of about as many rollouts each, in turn, so that each has some of every group. What is divided by

@@ -25,7 +25,8 @@ from ramify.types.tokens import PathBuilder, TokenPath
 SCHEMA_VERSION = 1
 """Of events and trajectories on disk. A reader refuses a newer one."""
 
-CallKind = Literal["rlm", "lm", "leaf"]
+CallKind = Literal["rlm", "lm", "leaf", "judge"]
+"""``judge``: asked about the call that it stands under, after it had ended; never learnt from."""
 
 
 class Stop(enum.StrEnum):

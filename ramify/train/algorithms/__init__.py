@@ -3,6 +3,7 @@
 ALGORITHMS = {
     "dr_grpo": "ramify.train.algorithms.dr_grpo:DrGRPO",
     "grpo": "ramify.train.algorithms.grpo:GRPO",
+    "hybrid": "ramify.train.signals.compose:Hybrid",
     "rloo": "ramify.train.algorithms.rloo:RLOO",
     "sft": "ramify.train.algorithms.sft:SFT",
 }

@@ -132,6 +132,8 @@ def _for_length(rewards: list[float], lengths: Sequence[Length], options: GroupO
 def _is_trained(call: Call, options: GroupOptions, cut_off_root: bool) -> bool:
     if options.overlong == "mask" and (cut_off_root or was_cut_off(call)):
         return False
+    if call.kind == "judge":
+        return False
     if call.parent is None:  # the root, also where it is one plain call
         return True
     return options.children if call.kind == "rlm" else options.llm_calls
@@ -151,7 +153,7 @@ def _stamp(rollout: _Rollout, weights: Weights, every_token: bool) -> Stamped:
     """Streams for every call that has both a weight and an advantage, or that has a weight alone."""
     stamps: Stamps = {}
     for call in rollout.trajectory.calls:
-        weight, advantage = weights[call.id], rollout.numbers[call.id]
+        weight, advantage = weights[call.id], rollout.numbers.get(call.id, 0.0)
         if weight and (every_token or abs(advantage) > filters.EPSILON):
             for index, _, num in sampled(call):
                 stamps[call.id, index] = Stamp(advantages=[advantage] * num, rl=[weight] * num)

@@ -22,6 +22,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -110,6 +111,22 @@ class Single:
         with torch.no_grad(), self._trunk.scope():
             return [self._entries(batch, "no").logprobs.cpu().numpy() for batch in batches]
 
+    def scores(self, batches: Many[Batch], top: int = 0) -> list[dict[str, npt.NDArray[Any]]]:
+        """For each batch ``logprobs`` [E]; ``candidates`` [E, k], the log-probabilities of its stream ``teacher_ids``, where
+        it has one; and with ``top`` the likeliest tokens of each entry, ``top_ids`` and ``top`` [E, top]."""
+        found = []
+        with torch.no_grad(), self._trunk.scope():
+            for batch in batches:
+                if top:
+                    columns = self._top(batch, top)
+                else:
+                    entries = self._entries(batch, "no")
+                    columns = {"logprobs": entries.logprobs}
+                    if entries.teacher_ids_logprobs is not None:
+                        columns["candidates"] = entries.teacher_ids_logprobs
+                found.append({name: column.cpu().numpy() for name, column in columns.items()})
+        return found
+
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self._model.named_parameters():
             yield name, parameter.detach()
@@ -171,6 +188,23 @@ class Single:
             entropy=entropies if entropy != "no" else None,
             teacher_ids_logprobs=logprobs[:, 1:] if logprobs.shape[1] > 1 else None,
         )
+
+    def _top(self, batch: Batch, num: int) -> dict[str, Tensor]:
+        """Log-probabilities of each entry's token and of its ``num`` likeliest, at the entry's temperature."""
+        temperature, targets = self._tensor(batch.streams["temperature"]), self._tensor(batch.targets)[:, None]
+        parts: list[tuple[Tensor, Tensor, Tensor]] = []
+        with self._autocast():
+            rows, places = (self._tensor(each) for each in np.unique(batch.sources, return_inverse=True))
+            tokens = self._tensor(batch.token_ids), self._tensor(batch.positions)
+            h_ED = self._trunk.hidden(*tokens, batch.segments, rows).index_select(0, places)
+            size = max(1, (1 << 22) // self._policy.config.vocab_size)
+            for start in range(0, len(h_ED), size):
+                at = slice(start, start + size)
+                z_nV = self._trunk.logits(h_ED[at]) / temperature[at, None]
+                logprobs_nV = z_nV.log_softmax(-1)
+                parts.append((logprobs_nV.gather(1, targets[at])[:, 0], *logprobs_nV.topk(num)))
+        logprobs, top, top_ids = (torch.cat(each) for each in zip(*parts, strict=True))
+        return {"logprobs": logprobs, "top": top, "top_ids": top_ids}
 
     def _asked(self, batch: Batch, streams: Mapping[str, Tensor], entropy: Literal["no", "value", "gradient"]) -> Asked:
         targets = self._tensor(batch.targets)[:, None]

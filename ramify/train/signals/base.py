@@ -44,6 +44,8 @@ class Reading(msgspec.Struct, eq=False):
     """A number for a whole turn."""
     tokens: dict[Place, list[float]] = msgspec.field(default_factory=dict)
     """[N] a number for each sampled token of the turn's reply."""
+    logprobs: dict[Place, list[float]] = msgspec.field(default_factory=dict)
+    """[N] a teacher's log-probability of each sampled token, for losses that want it and not its gap."""
     top: dict[Place, Candidates] = msgspec.field(default_factory=dict)
     """Where a teacher gives more than the sampled token's log-probability."""
     notes: dict[Place, str] = msgspec.field(default_factory=dict)

@@ -7,6 +7,7 @@ counts as a call beside it, under the same parent.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 
 from ramify.tasks.base import total
@@ -16,8 +17,9 @@ from ramify.types.trajectory import Call, Trajectory, Turn
 
 
 def is_scored(trajectory: Trajectory) -> bool:
-    """Whether the rollout came to a reward; one that failed for reasons not its own has none and teaches nothing."""
-    return bool(trajectory.rewards) and bool(trajectory.calls)
+    """Whether the rollout came to a reward; one that failed for reasons not its own has none and teaches nothing. Nor does
+    one whose reward is no finite number, as a file of trajectories may hold it."""
+    return bool(trajectory.rewards) and bool(trajectory.calls) and all(map(math.isfinite, trajectory.rewards.values()))
 
 
 def tree_of(trajectory: Trajectory, weights: Mapping[str, float]) -> dict[str, Node]:
@@ -31,8 +33,9 @@ def tree_of(trajectory: Trajectory, weights: Mapping[str, float]) -> dict[str, N
 
 
 def in_order(trajectory: Trajectory) -> list[Call]:
-    """Its calls, the root first, every other after its parent."""
-    return sorted(trajectory.calls, key=lambda call: (call.depth, call is not trajectory.root))
+    """Its calls, the root first, every other after its parent; not those that judges were asked with."""
+    calls = [call for call in trajectory.calls if call.kind != "judge"]
+    return sorted(calls, key=lambda call: (call.depth, call is not trajectory.root))
 
 
 def parent_of(trajectory: Trajectory, call: Call) -> str | None:
