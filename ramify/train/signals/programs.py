@@ -11,18 +11,17 @@ None of them asks a model. The rules themselves are in ``tasks/programs/hints.py
 from __future__ import annotations
 
 import random
-from collections import deque
 from typing import Any
 
 import msgspec
 
+from ramify.tasks.base import Item
 from ramify.tasks.programs import hints
 from ramify.tasks.programs.library import Problem, Program, library
-from ramify.train.signals.base import Context, Reading, Verdict, View
+from ramify.train.signals.base import Context, Verdict, View
+from ramify.train.signals.hindsight import Hints, hints_of
 from ramify.types.trajectory import Group
 
-_REMEMBERED = 64
-"""Hints of other problems that ``Shuffled`` draws from."""
 NOTHING = Verdict(votes=(-1,), reason="no rule was seen to be broken")
 
 
@@ -63,29 +62,36 @@ class StepRules(
         return Verdict(votes=(1 if ran else -1,))
 
 
-class Shuffled:
-    """Implements ``HintSource``: the hints of ``source``, each given to a rollout of another problem. A control: as many
-    hints, as long, and about something else."""
+class Shuffled(
+    msgspec.Struct,
+    frozen=True,
+    forbid_unknown_fields=True,
+    tag_field="name",
+    tag="ramify.train.signals.programs:Shuffled",
+):
+    """Implements ``HintSource``: where ``source`` has a hint, one of as many rules about another problem of the same step.
+    A control: as many hints, as long, each true, and none to the point."""
 
-    def __init__(self, source: Any) -> None:
-        from ramify.train.signals.hindsight import hints_of
+    source: Any
 
-        self._source = hints_of(source)
-        self._pool: deque[tuple[str, str]] = deque(maxlen=_REMEMBERED)
-        """(task, hint)"""
-
-    async def hints(self, group: Group, context: Context) -> list[Any]:
-        assert self._source is not None
-        found = await self._source.hints(group, context)
-        own = [hint for each in found for place in each.at.values() for hint in place]
-        others = [hint for task, hint in self._pool if task != group.task]
-        rng = random.Random(f"{context.step}/{group.task}")
-        for each in found:
-            if each.at and not others:
-                each.at, each.reading = {}, Reading(abstained="no other problem's hint yet")
-                continue
-            for place in each.at:
-                each.at[place] = [rng.choice(others)]
-                each.reading.notes = {place: each.at[place][0]}
-        self._pool.extend((group.task, hint) for hint in own)
+    async def hints(self, group: Group, context: Context) -> list[Hints]:
+        source = hints_of(self.source)
+        assert source is not None
+        found = await source.hints(group, context)
+        others = [item for id, item in sorted(context.items.items()) if id != group.task]
+        for index, each in enumerate(found):
+            for place, given in each.at.items() if others else ():
+                rng = random.Random(f"{context.step}/{group.task}/{index}")
+                each.at[place] = [_of_another(rng.choice(others), hint, rng) for hint in given]
+                each.reading.notes = dict.fromkeys(each.reading.notes, each.at[place][0])
         return found
+
+
+def _of_another(item: Item, hint: str, rng: random.Random) -> str:
+    """A hint of as many rules as ``hint`` has, about ``item``."""
+    problem = Problem.read(item.question)
+    assert problem is not None, item.question
+    words = [word for word, _ in problem.steps]
+    known = library(item.metadata["secret"])
+    num = max(1, hint.count("@w"))
+    return hints.hint_text(hints.Rule(word, known.right[word]) for word in rng.sample(words, min(num, len(words))))
