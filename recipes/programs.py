@@ -39,7 +39,7 @@ def run() -> Run:
             optim=Optim(kind="muon", lr=6e-3, weight_decay=0.01, warmup_steps=30, schedule="linear"),
         ),
         rl=RlSpec(
-            steps=60,
+            steps=30,
             sample=Sample(items=8, first_item=1_000_000, minibatches=2),
             rollout=RolloutOptions(group=8, concurrency=256),
             algorithm=GRPO(),
@@ -49,8 +49,8 @@ def run() -> Run:
         scaffold="bare",
         limits=Limits(max_turns=3, max_depth=0, max_reply_tokens=32, max_seconds=120, max_concurrency=512),
         sandbox=SandboxSpec(provider="ramify.tasks.programs.evaluator"),
-        evaluate=EvaluateSpec(num=256, validation=64, attempts=8, final=("test",)),
-        cadence=Cadence(evaluate=20),
+        evaluate=EvaluateSpec(num=256, validation=32, attempts=8, final=("test",)),
+        cadence=Cadence(evaluate=10),
         compute=Compute(precision="fp32"),
         threads=1,
     )  # fmt: skip

@@ -38,6 +38,7 @@ def run() -> Run:
         rl=msgspec.structs.replace(
             outcome.rl,
             signals={
+                **outcome.rl.signals,
                 "process": Process(judge=StepJudge(**judges)),
                 "teacher": Teacher(hints=Hindsight(judge=HintJudge(**judges), only="failed")),
             },

@@ -35,7 +35,9 @@ _NAMES = (TOOL_NAME, "python", "repl")
 _CODE = re.compile(r"<code>(.*?)(?:</code>|\Z)", re.DOTALL)
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _FENCE = re.compile(r"\A\s*(`{3,})[ \t]*(?:python|py)?[ \t]*\n(.*?)\n?[ \t]*\1`*\s*\Z", re.DOTALL)
-_XML = re.compile(r"\s*<function=(\w+)>\s*(?:<parameter=code>\n?(.*?)\n?</parameter>\s*)?(?:</function>)?\s*", re.DOTALL)
+_XML = re.compile(
+    r"\s*<function=(\w+)>\s*(?:<parameter=code>\n?(.*?)\n?</parameter>\s*)?(?:</function>)?\s*", re.DOTALL
+)
 
 
 def read(message: Message) -> Action:

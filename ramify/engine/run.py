@@ -97,7 +97,8 @@ class Run:
         self.on_session = on_session
         self._resources, self._tools = resources, tools
         self.sampling = msgspec.structs.replace(
-            setup.sampling, max_tokens=min(setup.sampling.max_tokens, limits.max_reply_tokens),
+            setup.sampling,
+            max_tokens=min(setup.sampling.max_tokens, limits.max_reply_tokens),
             stop=tuple(dict.fromkeys([*setup.sampling.stop, *self.scaffold.stop])),
         )
         _check_prices(limits, models)

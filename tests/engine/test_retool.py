@@ -64,7 +64,9 @@ def test_native_calls_and_what_is_wrong_with_them() -> None:
 
 def test_a_stop_text_belongs_to_the_reply() -> None:
     assert closed("<code>1+1", ("</code>", "</tool_call>")) == "<code>1+1</code>"
-    assert closed("<code>1</code> <tool_call>{", ("</code>", "</tool_call>")) == "<code>1</code> <tool_call>{</tool_call>"
+    assert (
+        closed("<code>1</code> <tool_call>{", ("</code>", "</tool_call>")) == "<code>1</code> <tool_call>{</tool_call>"
+    )
     assert closed("<code>1</code>", ("</code>",)) == "<code>1</code>"
     assert closed("no tag", ("</code>", "\n\n")) == "no tag"
 

@@ -18,7 +18,16 @@ from ramify.sandbox.base import Sandbox, open_sandbox
 from ramify.tasks.base import task_of
 from ramify.tasks.programs.demos import Habits, demonstrate
 from ramify.tasks.programs.hints import Rule, from_errors, from_facts, hint_text
-from ramify.tasks.programs.library import IMPORTED, NOT_IMPORTED, NUM_CHECKED, NUM_WORDS, Broken, Problem, Program, library
+from ramify.tasks.programs.library import (
+    IMPORTED,
+    NOT_IMPORTED,
+    NUM_CHECKED,
+    NUM_WORDS,
+    Broken,
+    Problem,
+    Program,
+    library,
+)
 from ramify.tasks.programs.task import programs
 from ramify.tasks.programs.vocabulary import HINT, NO_PROGRAM, WORDS
 from ramify.tasks.validate import validate
@@ -208,7 +217,12 @@ def test_demonstrations_are_what_the_engine_would_have_had() -> None:
 
 
 def test_hints_from_errors_and_from_facts() -> None:
-    seen = ["17", "TypeError: not @w9@f20 but @w9@f4", "ImportError: from ops import f10;", "TypeError: not @w9@f20 but @w9@f4"]
+    seen = [
+        "17",
+        "TypeError: not @w9@f20 but @w9@f4",
+        "ImportError: from ops import f10;",
+        "TypeError: not @w9@f20 but @w9@f4",
+    ]
     assert from_errors(seen) == [Rule(9, 4), Rule(None, 10)]
     assert hint_text(from_errors(seen)) == "use @w9@f4from ops import f10;"
     assert hint_text([]) == ""

@@ -60,7 +60,13 @@ def short(name: str, files: dict[str, str]) -> Run:
     if name == "retool_sft":
         overrides += [f"sft.options.source={files['sft']}", "sft.epochs=1", "sft.optim.warmup_steps=0"]
     else:
-        overrides += ["rl.steps=1", "rl.sample.items=2", "rl.sample.minibatches=1", "rl.rollout.group=2", "cadence.evaluate=0"]
+        overrides += [
+            "rl.steps=1",
+            "rl.sample.items=2",
+            "rl.sample.minibatches=1",
+            "rl.rollout.group=2",
+            "cadence.evaluate=0",
+        ]
     return recipe(RECIPES / f"{name}.py", overrides)
 
 
@@ -121,7 +127,7 @@ def test_one_step_of_rollouts_in_the_jail(name: str, files: dict[str, str], tmp_
 
 
 def test_files_that_are_not_there_are_named(files: dict[str, str]) -> None:
-    with pytest.raises(SourceError, match=r"there is no file data/aime-2025\.parquet"):
+    with pytest.raises(SourceError, match=r"there is no file data/"):
         Made(recipe(RECIPES / "retool_sft.py", [f"policy.path={files['policy']}"]), print)
     given = [f"task.options.{split}={files[split]}" for split in ("train", "validation", "test")]
     with pytest.raises(ConfigError, match=r"needs a file: give sft\.options\.source"):

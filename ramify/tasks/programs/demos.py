@@ -92,7 +92,10 @@ class _Demonstration:
         for _ in range(MAX_CODE_TURNS):
             program = self._program()
             found = self._library.run(program)
-            messages += [Message("assistant", program.text), Message("user", self._rules.report(self._cell(program, found)))]
+            messages += [
+                Message("assistant", program.text),
+                Message("user", self._rules.report(self._cell(program, found))),
+            ]
             if not isinstance(found, Broken):
                 number = found
                 break

@@ -19,7 +19,12 @@ from ramify.types.trajectory import Cell
 
 _ANSWER = re.compile(r"FINAL\((\d{1,9})\)")
 _CAPS = Caps(
-    isolates_files=True, isolates_network=True, isolates_processes=True, limits_memory=True, kill=True, full_python=False
+    isolates_files=True,
+    isolates_network=True,
+    isolates_processes=True,
+    limits_memory=True,
+    kill=True,
+    full_python=False,
 )
 """All true: what is not executed reaches nothing."""
 
@@ -102,5 +107,3 @@ class ProgramSandbox:
 def open_provider(spec: SandboxSpec) -> ProgramSandbox:
     """What ``sandbox.base.open_sandbox`` calls."""
     return ProgramSandbox()
-
-

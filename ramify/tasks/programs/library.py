@@ -28,7 +28,9 @@ NUM_CHECKED = 16
 IMPORTED = (10, 20)
 """Functions that have to be imported."""
 MAX_OPERAND = 9
-_PROGRAM = re.compile(r"(?P<imports>(?:from ops import f\d{1,2};){0,2})(?P<start>\d{1,2})(?P<steps>(?:@w\d{1,2}@f\d{1,2}@\d)+)")
+_PROGRAM = re.compile(
+    r"(?P<imports>(?:from ops import f\d{1,2};){0,2})(?P<start>\d{1,2})(?P<steps>(?:@w\d{1,2}@f\d{1,2}@\d)+)"
+)
 _STEP = re.compile(r"@w(\d{1,2})@f(\d{1,2})@(\d)")
 _IMPORT = re.compile(r"from ops import f(\d{1,2});")
 _OF_SOURCE = re.compile(r"# library (\d{1,18})\n")
@@ -147,7 +149,12 @@ class Library(msgspec.Struct, frozen=True):
     def source(self) -> str:
         """The library as the module ``ops`` of a session: real Python, for any sandbox."""
         return _SOURCE.format(
-            secret=self.secret, right=self.right, maps=self.maps, checked=NUM_CHECKED, imported=IMPORTED, modulus=MODULUS
+            secret=self.secret,
+            right=self.right,
+            maps=self.maps,
+            checked=NUM_CHECKED,
+            imported=IMPORTED,
+            modulus=MODULUS,
         )
 
     @staticmethod
@@ -213,5 +220,7 @@ _numbers = range(len(_RIGHT))
 globals().update({{f"w{{n}}": _Word(n) for n in _numbers}}, **{{f"f{{n}}": _Function(n) for n in _numbers}})
 __all__ = [f"w{{n}}" for n in _numbers] + [f"f{{n}}" for n in _numbers if n not in {imported}]
 """
-NOT_IMPORTED = "".join(f'f{number} = "f{number}"\n' for number in IMPORTED) + f"__all__ = {[f'f{n}' for n in IMPORTED]}\n"
+NOT_IMPORTED = (
+    "".join(f'f{number} = "f{number}"\n' for number in IMPORTED) + f"__all__ = {[f'f{n}' for n in IMPORTED]}\n"
+)
 """A second module: under the names of what has to be imported, as long as it is not, stands nothing that can be called."""

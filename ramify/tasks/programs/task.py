@@ -17,7 +17,16 @@ from collections.abc import Sequence
 from ramify.errors import ConfigError
 from ramify.sandbox.base import Session
 from ramify.tasks.base import Item, Score, Start, generated
-from ramify.tasks.programs.library import MAX_OPERAND, MODULUS, NOT_IMPORTED, NUM_WORDS, Library, Problem, Program, library
+from ramify.tasks.programs.library import (
+    MAX_OPERAND,
+    MODULUS,
+    NOT_IMPORTED,
+    NUM_WORDS,
+    Library,
+    Problem,
+    Program,
+    library,
+)
 from ramify.tasks.scoring import exact
 from ramify.tasks.simple import SimpleTask, Whole
 from ramify.types.trajectory import Cell, Trajectory

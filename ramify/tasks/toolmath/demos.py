@@ -91,7 +91,11 @@ def conversation(row: Mapping[str, Any], rules: Rules) -> tuple[Message, ...]:
 
 def _messages(row: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     messages = row.get("messages")
-    if isinstance(messages, str) or not isinstance(messages, Sequence) or not all(isinstance(m, Mapping) for m in messages):
+    if (
+        isinstance(messages, str)
+        or not isinstance(messages, Sequence)
+        or not all(isinstance(m, Mapping) for m in messages)
+    ):
         raise ValueError(f"it has no list of messages; its columns are {', '.join(map(str, row))}")
     return messages
 
@@ -133,5 +137,3 @@ def _clean(text: str) -> str:
     if stray is not None:
         raise ValueError(f"{stray[0]} has no partner")
     return text
-
-

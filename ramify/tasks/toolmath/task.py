@@ -84,7 +84,9 @@ def auto(answer: Any, item: Item) -> float:
         return 1.0
     if said is not None and gold is not None:
         return 0.0
-    return float(bool(importlib.util.find_spec("math_verify")) and as_score(math_answer(answer, item)).rewards["correct"])
+    return float(
+        bool(importlib.util.find_spec("math_verify")) and as_score(math_answer(answer, item)).rewards["correct"]
+    )
 
 
 def whole(value: Any) -> int | None:

@@ -30,9 +30,16 @@ class RuleJudge(
 ):  # fmt: skip
     """Implements ``Judge``: pure tool feedback. It reads what the policy itself was shown."""
 
+    several: bool = False
+    """Offer each rule alone, too, for a teacher that chooses."""
+
     async def judge(self, view: View) -> Verdict:
         rules = hints.from_errors([step.observed or step.error for step in view.steps])
-        return Verdict(True, hints.hint_text(rules), (1,)) if rules else NOTHING
+        if not rules:
+            return NOTHING
+        alone = [[rule] for rule in rules] if self.several and len(rules) > 1 else []
+        texts = tuple(hints.hint_text(each) for each in (rules, *alone))
+        return Verdict(True, texts[0], (1,), texts)
 
 
 class OracleJudge(

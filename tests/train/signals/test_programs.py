@@ -25,7 +25,9 @@ def trajectory(item: Item, *rounds: tuple[str, str, bool]) -> Trajectory:
         turns.append(Turn(2 * len(turns), (Message("user", prompt),), Reply(Message("assistant", reply)), (cell,)))
         prompt = shown
     call = Call("0", "rlm", "m", 0, item.question, turns=turns, stop=Stop.FINAL)
-    return Trajectory(f"t/{item.id}", item.question, task=item.id, calls=[call], rewards={"correct": 0.0}, stop=Stop.FINAL)
+    return Trajectory(
+        f"t/{item.id}", item.question, task=item.id, calls=[call], rewards={"correct": 0.0}, stop=Stop.FINAL
+    )
 
 
 def judged(judge: Any, found: Trajectory, item: Item, turn: int | None = None) -> Verdict:
