@@ -19,6 +19,11 @@ def call(code: str, name: str = "code_interpreter") -> str:
     return "<tool_call>\n" + json.dumps({"name": name, "arguments": {"code": code}}) + "\n</tool_call>"
 
 
+TAGGED = (
+    "<tool_call>\n<function=code_interpreter>\n<parameter=code>\nprint(2)\n</parameter>\n</function>\n</tool_call>"
+)
+
+
 @pytest.mark.parametrize(
     ("text", "codes", "answer"),
     [
@@ -29,9 +34,9 @@ def call(code: str, name: str = "code_interpreter") -> str:
         ("<code>unclosed()", ("unclosed()",), None),
         ("```python\nprint(1)\n```", ("print(1)",), None),
         (call("print(1)"), ("print(1)",), None),
-        ('<tool_call>{"name": "code_interpreter", "arguments": {"code": "x = 1\nprint(x)"}}</tool_call>', ("x = 1\nprint(x)",), None),
+        (call("x = 1\nprint(x)").replace("\\n", "\n"), ("x = 1\nprint(x)",), None),
         ('<tool_call>{"name": "code_interpreter", "arguments": "{\\"code\\": \\"x\\"}"}</tool_call>', ("x",), None),
-        ("<tool_call>\n<function=code_interpreter>\n<parameter=code>\nprint(2)\n</parameter>\n</function>\n</tool_call>", ("print(2)",), None),
+        (TAGGED, ("print(2)",), None),
         (r"So it is \boxed{34}.", (), "34"),
         (r"Answer: \boxed{\frac{1}{\sqrt{2}}}", (), r"\frac{1}{\sqrt{2}}"),
         (r"first \boxed{1}, no: \boxed{2}", (), "2"),

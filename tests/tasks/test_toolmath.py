@@ -38,15 +38,16 @@ def dapo(problem: str, gold: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
+STEP_BY_STEP = "Please reason step by step, and put your final answer within \\boxed{}."
 AIME = {
     "zhuzilin/aime-2024": {
-        "prompt": [{"role": "user", "content": "Find x. Please reason step by step, and put your final answer within \\boxed{}."}],
+        "prompt": [{"role": "user", "content": f"Find x. {STEP_BY_STEP}"}],
         "label": "204", "metadata": {},
     },
     "BytedTsinghua-SIA/AIME-2024": dapo("Find x.", "204"),
     "Maxwell-Jia/AIME_2024": {"ID": "2024-II-4", "Problem": "Find x.", "Solution": "Let x …", "Answer": 204},
     "yentinglin/aime_2025": {"id": "60", "problem": "Find x.", "answer": "204", "solution": "Let x …", "year": "2025"},
-    "HuggingFaceH4/aime_2024": {"id": 60, "problem": "Find x.", "solution": "Let x …", "answer": "204", "url": "", "year": "2024"},
+    "HuggingFaceH4/aime_2024": {"id": 60, "problem": "Find x.", "solution": "Let x …", "answer": "204", "year": "2024"},
 }  # fmt: skip
 
 
@@ -130,7 +131,8 @@ ASKED = (
     "\\boxed{'The final answer goes here.'}\n</answer>"
 )
 SOLVED = (
-    "I compute it.\n<code>\n```python\nimport math\nprint(math.factorial(7))\n```\n</code>\n<interpreter>\n5040\n</interpreter>\n"
+    "I compute it.\n<code>\n```python\nimport math\nprint(math.factorial(7))\n```\n</code>\n"
+    "<interpreter>\n5040\n</interpreter>\n"
     "And check:\n<code>\n```python\nprint(1*2*3*4*5*6*7)\n```\n</code>\n<interpreter>\n5040\n</interpreter>\n"
     "Both agree.\n\n<answer>\n\\boxed{5040}\n</answer>"
 )
@@ -177,7 +179,8 @@ def test_demonstrations_are_what_the_engine_would_have_had() -> None:
 
 def test_rows_of_another_form_are_left_out_aloud(tmp_path: Path) -> None:
     broken = [
-        row("no answer"), row(SOLVED.replace("</interpreter>", "", 1)), row("<code></code><interpreter></interpreter>\\boxed{1}"),
+        row("no answer"), row(SOLVED.replace("</interpreter>", "", 1)),
+        row("<code></code><interpreter></interpreter>\\boxed{1}"),
         {"messages": [{"role": "user", "content": "x"}]}, {"text": "x"}, row("<answer>\\boxed{1</answer>"),
     ]  # fmt: skip
     said: list[str] = []
@@ -201,7 +204,8 @@ def test_evaluation_counts_what_is_right_and_how_the_tool_was_used() -> None:
     """Two problems, four attempts each: one is right in two, the other in none."""
     task = toolmath(test=[{"problem": f"What is {n}*6?", "answer": n * 6} for n in (7, 8)])
     replies = {
-        0: ["<code>print(7*6)</code>", r"\boxed{42}"], 1: [r"\boxed{42}"], 2: ["<code>1/0</code>", r"\boxed{41}"], 3: [r"\boxed{41}"],
+        0: ["<code>print(7*6)</code>", r"\boxed{42}"], 1: [r"\boxed{42}"],
+        2: ["<code>1/0</code>", r"\boxed{41}"], 3: [r"\boxed{41}"],
     }  # fmt: skip
     order = iter(range(100))
     attempts: dict[str, int] = {}

@@ -53,7 +53,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def short(name: str, files: dict[str, str]) -> Run:
     overrides = [
-        f"policy.path={files['policy']}", *(f"task.options.{split}={files[split]}" for split in ("train", "validation", "test")),
+        f"policy.path={files['policy']}",
+        *(f"task.options.{split}={files[split]}" for split in ("train", "validation", "test")),
         "evaluate.num=1", "evaluate.attempts=1", "threads=1", "limits.max_reply_tokens=24", "limits.max_turns=2",
         "limits.max_seconds=60", "compute.precision=fp32", "compute.max_tokens=2048",
     ]  # fmt: skip
@@ -85,9 +86,8 @@ def test_settings_are_those_of_the_study() -> None:
     assert [grpo[f"rl.{name}"] for name in ("sample.items", "rollout.group", "sample.minibatches", "optim.lr")] == [
         32, 8, 2, 1e-6,
     ]  # fmt: skip
-    assert [grpo[name] for name in ("rl.loss.policy.clip_high", "rl.loss.kl_beta", "limits.max_turns", "evaluate.attempts")] == [
-        0.28, 0.01, 16, 16,
-    ]  # fmt: skip
+    others = ("rl.loss.policy.clip_high", "rl.loss.kl_beta", "limits.max_turns", "evaluate.attempts")
+    assert [grpo[name] for name in others] == [0.28, 0.01, 16, 16]
     hybrid = recipe(RECIPES / "retool_hybrid.py", ["rl.signals.process.judge.model=vllm:q@http://h/v1"])
     assert hybrid.rl is not None
     assert [term.signal for term in hybrid.rl.algorithm.terms] == ["process", "teacher"]
@@ -121,7 +121,7 @@ def test_one_step_of_rollouts_in_the_jail(name: str, files: dict[str, str], tmp_
     step = next(row for row in rows if row.stage == "rl" and "reward" in row.values)
     assert step.values["failed_rollouts"] == 0
     assert step.values["turns_per_call"] >= 1
-    assert any("last" == row.stage and "test/metric tool_calls" in row.values for row in rows)
+    assert any(row.stage == "last" and "test/metric tool_calls" in row.values for row in rows)
     if name == "retool_hybrid":
         assert "teacher/hint_rate" in step.values
 
