@@ -297,9 +297,14 @@ class Made:
             return None
         published = Published(self.policy, self.serving, self.client)
         sources = needed(rl.signals)
+        if "live" in sources and rl.sample.max_staleness:
+            raise ConfigError(
+                "a signal scores with the policy as it is (teacher source=live, student=recomputed, choose=overlap or "
+                "support=student), which is being trained meanwhile where rl.sample.max_staleness is above 0: set it to 0"
+            )
         teachers = self.teachers = Teachers(
             sources, self.policy, lambda policy: Single(policy, None, self.run.compute, dumps=out), out, published.save,
-            self._engine_of, self.run.seed,
+            self._engine_of, self.run.seed, self.client.run if self.serving is self.policy else None,
         ) if sources else None  # fmt: skip
         return Signals(
             rl.signals, rl.algorithm, pool=self.rlm.pool, budget=rl.judges, policy=self.seen, teachers=teachers,

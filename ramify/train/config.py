@@ -110,8 +110,8 @@ class SftSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     options: dict[str, Any] = {}
     """What the demonstrations' function takes besides."""
     trajectories: str = ""
-    """A JSONL file of trajectories, or a folder of such, to learn from, besides or instead; with ``algorithm.min_reward``
-    the good ones alone."""
+    """A JSONL file of trajectories, a folder of such (a run's ``rollouts``), or a store's folder, whose evaluated runs have
+    rewards: to learn from, besides or instead; with ``algorithm.min_reward`` the good ones alone."""
     epochs: int = 1
     batch_tokens: int = 2048
     optim: Optim = Optim()
@@ -203,6 +203,12 @@ CHOICES = {"rl.algorithm": ALGORITHMS}
 
 
 def plain(run: Run) -> dict[str, Any]:
-    """``run`` as plain data, as a checkpoint keeps it."""
-    data: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(run))
+    """``run`` as plain data, as a checkpoint keeps it. Raises ConfigError for a part that has no such form."""
+    try:
+        data: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(run))
+    except TypeError as error:
+        raise ConfigError(
+            f"a run is kept with its checkpoints, and a part of it cannot be written down ({error}): give judges and the like "
+            "as 'module:Class', or as a msgspec.Struct"
+        ) from error
     return data

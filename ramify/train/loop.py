@@ -279,6 +279,8 @@ class Loop:
 
     def _count(self, values: dict[str, float]) -> None:
         seconds = values.get("work_s", 0.0) + values["learn_s"]
+        for name in [name for name in values if name.endswith("/s")]:  # how long a signal was at it, beside rollouts
+            values[f"signal_share/{name.removesuffix('/s')}"] = values[name] / seconds if seconds else 0.0
         tokens = values.get("sampled_tokens", 0.0) + values.get("given_tokens", 0.0) or values.get("row_tokens", 0.0)
         values["tokens_per_s"] = tokens / seconds if seconds else 0.0
 

@@ -1,7 +1,7 @@
 """Trajectories to learn from as they stand: where they come from, their token ids, and which go into which step.
 
-    demonstrations of a task ┐
-    trajectories in a file   ┴─ tokenised by the policy's renderer ─ stamped (``algorithms/sft.py``) ─ order ─> steps
+    demonstrations of a task            ┐
+    trajectories in a file or a store   ┴─ tokenised by the policy's renderer ─ stamped (``algorithms/sft.py``) ─ order ─> steps
 
 What was said by another model, or written by a program, has no ids of this policy: they are made here, once, reply by
 reply (the policy's own are kept), and from then on nothing knows that the policy did not say it itself. Decides the
@@ -22,6 +22,9 @@ import msgspec
 from ramify.clients.base import Tool
 from ramify.engine.scaffold import Scaffold
 from ramify.errors import ConfigError, nearest
+from ramify.evaluate.record import FOLDER
+from ramify.evaluate.record import read as evaluation
+from ramify.store.store import Store
 from ramify.tasks.base import Task
 from ramify.types.message import Message, Reply
 from ramify.types.sequence import Sequence as Row
@@ -96,8 +99,10 @@ class Tokeniser:
 
     def tokenised(self, trajectory: Trajectory) -> Trajectory:
         """A copy of ``trajectory`` whose turns have ids, up to where a history was cut (from there on what was said
-        before is given anew)."""
-        calls = [msgspec.structs.replace(call, turns=self._turns(call)) for call in trajectory.calls]
+        before is given anew), and without what judges were asked, which is never learnt."""
+        calls = [
+            msgspec.structs.replace(call, turns=self._turns(call)) for call in trajectory.calls if call.kind != "judge"
+        ]
         return msgspec.structs.replace(trajectory, calls=calls)
 
     def _turns(self, call: Call) -> list[Turn]:
@@ -153,7 +158,11 @@ _QUESTION = Message("user", "?")
 
 
 def read(path: Path) -> Iterator[Trajectory]:
-    """The trajectories of a JSONL file, or of all in a folder. Raises ConfigError that names the line."""
+    """The trajectories of a JSONL file, of all in a folder, or of a store, oldest first. Raises ConfigError that names the
+    line."""
+    if (path / _RUNS).is_dir():
+        yield from _stored(path)
+        return
     if path.is_dir():
         for each in sorted(path.glob("*.jsonl")):
             yield from read(each)
@@ -169,6 +178,24 @@ def read(path: Path) -> Iterator[Trajectory]:
                         raise ConfigError(f"{path}, line {number}: no trajectory: {error}") from error
     except OSError as error:
         raise ConfigError(f"trajectories cannot be read from {path}: {error.strerror}") from error
+
+
+_RUNS = "runs"
+"""What tells a store's folder from one of files."""
+
+
+def _stored(root: Path) -> Iterator[Trajectory]:
+    """The runs of a store that came to an end, with the rewards that its evaluations gave them. What a user asked has no
+    reward."""
+    rewards: dict[str, dict[str, float]] = {}
+    for file in sorted((root / FOLDER).glob("*.jsonl")):
+        rewards |= {outcome.run: outcome.rewards for outcome in evaluation(file).outcomes if outcome.run}
+    store = Store(root)
+    for summary in reversed(store.runs()):
+        trajectory = store.load(summary.id)
+        if trajectory.stop is not None:
+            trajectory.rewards = rewards.get(trajectory.id, {})
+            yield trajectory
 
 
 def write(path: Path, trajectories: Iterable[Trajectory]) -> None:

@@ -119,6 +119,11 @@ class Hybrid(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             msgspec.structs.force_setattr(self, "outcome", made(self.outcome, ALGORITHMS, "algorithm"))
         if isinstance(self.outcome, Hybrid):
             raise ConfigError("a hybrid wraps another algorithm, not a hybrid: add its terms to the one")
+        if getattr(getattr(self.outcome, "needs", None), "streams", None) and self.w_rl != 1.0:
+            raise ConfigError(
+                f"w_rl={self.w_rl} cannot weigh {type(self.outcome).__name__}, whose advantages are finished after the terms "
+                "were added: leave it at 1 and weigh the terms"
+            )
 
     @property
     def has_group_baseline(self) -> bool:
@@ -179,7 +184,9 @@ class Composed:
             denominators["ce"] = float(num_observed)
             metrics["observed_tokens"] = float(num_observed)
         silence = "" if rollouts else base.silence or "no signal said anything of any rollout"
-        return Stamping(rollouts, denominators, metrics, silence)
+        return msgspec.structs.replace(
+            base, rollouts=rollouts, denominators=denominators, metrics=metrics, silence=silence
+        )
 
     def _with_outcomes(self, group: Group) -> Group:
         """``group`` with the rewards that a signal gives instead of the task's."""
@@ -221,7 +228,8 @@ class Composed:
                     _check_length(trajectory, place, part.term.signal, len(values), num)
                     advantages = [a + part.weight * b for a, b in zip(advantages, values, strict=True)]
             given = alpha if alpha and place[1] and stamp.rl else 0.0
-            if any(advantages) or any(kd) or given or stamp.ce or every_token:
+            is_unfinished = bool(stamp.streams)  # an algorithm that goes on with its rows may yet give it an advantage
+            if any(advantages) or any(kd) or given or stamp.ce or every_token or is_unfinished:
                 stamps[place] = msgspec.structs.replace(
                     stamp, advantages=advantages if stamp.rl else stamp.advantages, kd=kd if any(kd) else [],
                     streams=streams, given=given,

@@ -24,7 +24,7 @@ from ramify.errors import ConfigError, RamifyError
 from ramify.tasks.base import Item, total
 from ramify.tasks.scoring.text import accepted, as_text
 from ramify.train.signals.base import Context, Judge, Place, Reading, Verdict
-from ramify.train.signals.judge import judge_of
+from ramify.train.signals.judge import judge_of, known_judge
 from ramify.train.signals.trees import was_cut_off
 from ramify.train.signals.view import steps_of, view_of
 from ramify.types.trajectory import Group, Trajectory
@@ -110,6 +110,9 @@ class Hindsight(
     """Which of several accepted hints comes first. The longest favours verbosity."""
     keep: int = 3
     """Candidates at most."""
+
+    def __post_init__(self) -> None:
+        msgspec.structs.force_setattr(self, "judge", known_judge(self.judge))
 
     async def hints(self, group: Group, context: Context) -> list[Hints]:
         judge = judge_of(self.judge)

@@ -167,3 +167,10 @@ def judge_of(spec: Any) -> Judge:
     if not callable(getattr(judge, "judge", None)):
         raise ConfigError(f"{spec!r} is no judge: give an object with `async judge(view) -> Verdict`")
     return judge
+
+
+def known_judge(spec: Any) -> Any:
+    """``spec``, made where it is a mapping (of a checkpoint), and tried out where it is a name: what there is not is said at
+    the start."""
+    judge = judge_of(spec)
+    return spec if isinstance(spec, str) else judge

@@ -16,7 +16,7 @@ import msgspec
 
 from ramify.errors import RamifyError
 from ramify.train.signals.base import Context, Judge, Reading, Verdict
-from ramify.train.signals.judge import judge_of
+from ramify.train.signals.judge import judge_of, known_judge
 from ramify.train.signals.view import view_of
 from ramify.types.trajectory import Call, Group, Trajectory
 
@@ -43,6 +43,9 @@ class Process(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     merge: Merge = "mean"
     children: bool = False
     """Judge the turns of calls below the root, too."""
+
+    def __post_init__(self) -> None:
+        msgspec.structs.force_setattr(self, "judge", known_judge(self.judge))
 
     async def read(self, group: Group, context: Context) -> list[Reading]:
         judge = judge_of(self.judge)

@@ -95,10 +95,14 @@ class Reader:
         self._cost_before = judges.ledger.cost or 0.0 if judges is not None else 0.0
         self._calls_before = judges.ledger.spent.calls if judges is not None else 0
         self._said: set[str] = set()
+        self._whole_at = self._read_at = time.perf_counter()
+        """When the last group so far was whole, and when the last reading ended."""
 
     async def group(self, group: Group) -> None:
         """Let all signals read ``group``."""
+        self._whole_at = time.perf_counter()
         await asyncio.gather(*(self._read(name, signal, group) for name, signal in self._signals.items()))
+        self._read_at = time.perf_counter()
 
     def algorithm(self) -> Algorithm:
         """The recipe's, with what was read."""
@@ -114,7 +118,7 @@ class Reader:
                 )
 
     def metrics(self) -> dict[str, float]:
-        found: dict[str, float] = {}
+        found: dict[str, float] = {"signals_wait_s": max(0.0, self._read_at - self._whole_at)}
         for name, readings in self.readings.items():
             found |= {f"{name}/{what}": value for what, value in abstentions(readings).items()}
             found[f"{name}/s"] = self._seconds[name]

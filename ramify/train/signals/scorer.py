@@ -16,7 +16,7 @@ import asyncio
 import math
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from ramify.policy.load import Policy
     from ramify.train.backends.single import Single
 
+Run = Callable[[Callable[[], Any]], Awaitable[Any]]
+"""A function -> its result, computed in some thread."""
 CHUNK = 64
 """Rows of one pass at most, so that a large group does not hold up others."""
 
@@ -39,8 +41,9 @@ CHUNK = 64
 class PolicyScorer:
     """A ``Scorer`` over a policy of this process."""
 
-    def __init__(self, backend: Single, window: int, num_ids: int, executor: ThreadPoolExecutor) -> None:
-        self._backend, self._window, self._num_ids, self._executor = backend, window, num_ids, executor
+    def __init__(self, backend: Single, window: int, num_ids: int, run: Run) -> None:
+        """``run`` computes in the thread that the model belongs to."""
+        self._backend, self._window, self._num_ids, self._in_thread = backend, window, num_ids, run
         self._waiting: list[tuple[Row, int, asyncio.Future[Scores]]] = []
         self._running: asyncio.Task[None] | None = None
         self.busy_s = 0.0
@@ -75,9 +78,8 @@ class PolicyScorer:
                 await self._pass([row for row, _ in together], top, [future for _, future in together])
 
     async def _pass(self, rows: list[Row], top: int, futures: list[asyncio.Future[Scores]]) -> None:
-        loop = asyncio.get_running_loop()
         try:
-            found = await loop.run_in_executor(self._executor, self.compute, rows, top)
+            found = await self._in_thread(lambda: self.compute(rows, top))
         except Exception as error:  # noqa: BLE001 -- told to those who wait for it
             failure = error if isinstance(error, RamifyError) else TrainError(f"the teacher failed: {error!r}")
             for future in futures:
@@ -193,13 +195,15 @@ class Teachers:
     def __init__(
         self, sources: Mapping[str, float], policy: Policy, backend_of: Callable[[Policy], Single], out: Path,
         save: Callable[[Path], None], client_of: Callable[[str], Any] | None = None, seed: int = 0,
+        in_engine: Run | None = None,
     ) -> None:  # fmt: skip
         """``sources``: name -> decay of the average, for ``ema``. ``policy`` is the one that learns; ``save`` writes it as it
-        is into a folder; ``client_of`` connects an engine by name.
+        is into a folder; ``client_of`` connects an engine by name. ``in_engine`` computes between two steps of the engine,
+        where that samples from the very module that learns.
 
         Raises ConfigError for a checkpoint that is not there, or has another vocabulary."""
         self._sources, self._policy, self._backend_of, self._out = dict(sources), policy, backend_of, out
-        self._save, self._client_of, self._seed = save, client_of, seed
+        self._save, self._client_of, self._seed, self._in_engine = save, client_of, seed, in_engine
         self._executor = ThreadPoolExecutor(1, "ramify-teacher")
         self._models: dict[str, Any] = {}
         self._scorers: dict[str, Any] = {}
@@ -239,7 +243,11 @@ class Teachers:
         policy = self._models.get(name) or self._own(name, step)
         self._models[name] = policy
         backend = self._backend_of(policy)
-        return PolicyScorer(backend, policy.window, policy.config.vocab_size, self._executor)
+        run = self._in_engine if name == "live" and self._in_engine is not None else self._in_own
+        return PolicyScorer(backend, policy.window, policy.config.vocab_size, run)
+
+    async def _in_own(self, function: Callable[[], Any]) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._executor, function)
 
     def _own(self, name: str, step: int) -> Policy:
         """The policy as it is, or a copy of it."""

@@ -65,6 +65,8 @@ class Teacher(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """Of the policy in each step's average."""
 
     def __post_init__(self) -> None:
+        if isinstance(self.hints, str | Mapping):
+            msgspec.structs.force_setattr(self, "hints", hints_of(self.hints))
         if "{hint}" not in self.template:
             raise ConfigError(f"teacher.template={self.template!r} has no {{hint}} in it")
         if self.top < ALL or self.overlap < 1 or self.evidence < 0 or not 0 < self.ema_decay <= 1:

@@ -6,7 +6,6 @@ import asyncio
 import math
 import shutil
 from collections.abc import AsyncIterator, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -80,9 +79,8 @@ async def conversation(client: LocalClient, seed: int, temperature: float) -> Tr
 
 @asynccontextmanager
 async def scorer_of(policy: Policy) -> AsyncIterator[PolicyScorer]:
-    with ThreadPoolExecutor(1) as executor:
-        backend = Single(policy, None, Compute(precision="fp32"))
-        yield PolicyScorer(backend, policy.window, policy.config.vocab_size, executor)
+    backend = Single(policy, None, Compute(precision="fp32"))
+    yield PolicyScorer(backend, policy.window, policy.config.vocab_size, asyncio.to_thread)
 
 
 def read(teacher: Teacher, group: Group, policy: Policy, *, temperature: float = 1.0, **scorers: Any) -> list[Reading]:
