@@ -409,7 +409,8 @@ def write(runs: Sequence[Trained], found: Sequence[Figure]) -> None:
     RESULTS.write_text(json.dumps(data) + "\n")
     PICTURE.write_text(picture(runs))
     page = PAGE.read_text(encoding="utf-8")
-    for name, text in (("arms", table(runs)), ("seeds", by_seed(runs))):
+    arms = f"{table(runs)}\n![Validation curves](hybrid.svg)\n"
+    for name, text in (("arms", arms), ("seeds", by_seed(runs))):
         begin, end = f"<!-- begin {name} -->\n", f"<!-- end {name} -->"
         head, mark, rest = page.partition(begin)
         assert mark, f"{PAGE} has no place for {name}"

@@ -19,9 +19,7 @@ def call(code: str, name: str = "code_interpreter") -> str:
     return "<tool_call>\n" + json.dumps({"name": name, "arguments": {"code": code}}) + "\n</tool_call>"
 
 
-TAGGED = (
-    "<tool_call>\n<function=code_interpreter>\n<parameter=code>\nprint(2)\n</parameter>\n</function>\n</tool_call>"
-)
+TAGGED = "<tool_call>\n<function=code_interpreter>\n<parameter=code>\nprint(2)\n</parameter>\n</function>\n</tool_call>"
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 Nothing that a model wrote is ever executed here. A cell is read by the grammar of ``library.py`` and worked out by plain
 arithmetic; what the grammar does not know is answered with one line that says so. On programs it says what any other
-sandbox does where they run as Python (a test compares them), in a thousandth of the time. Named by its module:
+sandbox does where they run as Python (a test compares them), without a process for each session. Named by its module:
 ``SandboxSpec(provider="ramify.tasks.programs.evaluator", allow_weaker=True)``.
 """
 
