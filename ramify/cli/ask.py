@@ -56,7 +56,7 @@ SETTINGS = (
     Option(
         "scaffold",
         str,
-        "prompts: default, minimal, tiny, bare, retool, retool_native, or a .toml or .json file",
+        "prompts: default, minimal, tiny, bare, retool, or a .toml or .json file",
         "NAME|FILE",
     ),
     Option("sandbox", str, "where code runs (default: jail)"),
