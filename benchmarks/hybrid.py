@@ -38,6 +38,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "hybrid.json"
 PAGE, PICTURE = ROOT / "docs" / "hybrid.md", ROOT / "docs" / "hybrid.svg"
 NUM_ITEMS, NUM_ATTEMPTS = 256, 8
+NUM_QUICK = 32
 MINUTES = 60.0
 """Processor time that the whole study may take."""
 DRAWS = 4000
@@ -145,13 +146,13 @@ def is_over(folder: Path) -> bool:
     return (folder / "attempts.json").is_file()
 
 
-def carried_out(folder: Path, recipe: str, *overrides: str) -> None:
+def carried_out(folder: Path, recipe: str, *overrides: str, num_items: int = NUM_ITEMS) -> None:
     """Train and evaluate, or go on where a kill left it."""
     if not (folder / "policy" / "config.json").is_file():
         path = ["--resume", str(folder)] if Checkpoints(folder).all() else [recipe, *overrides, "--out", str(folder)]
         python("-m", "ramify", "train", *path, "--plain")
     if not is_over(folder):
-        python(str(Path(__file__).resolve()), "--attempts", str(folder))
+        python(str(Path(__file__).resolve()), "--attempts", str(folder), "--items", str(num_items))
 
 
 def begin(runs: Path, seed: int, quick: bool) -> Path:
@@ -159,8 +160,9 @@ def begin(runs: Path, seed: int, quick: bool) -> Path:
     folder = runs / f"sft-{seed}"
     short = QUICK[:1] if quick else ()
     carried_out(
-        folder, "recipes/programs.py", f"seed={seed}", "rl=null", "evaluate.final=[]", "evaluate.validation=4", *short
-    )
+        folder, "recipes/programs.py", f"seed={seed}", "rl=null", "evaluate.final=[]", "evaluate.validation=4", *short,
+        num_items=NUM_QUICK if quick else NUM_ITEMS,
+    )  # fmt: skip
     return folder
 
 
@@ -169,24 +171,24 @@ def carry_out(runs: Path, name: str, seed: int, quick: bool) -> None:
     short = QUICK[1:] if quick else ()
     carried_out(
         runs / f"{name}-{seed}", arm.recipe, f"seed={seed}", "sft=null", f"policy.path={start}/policy", "evaluate.final=[]",
-        *arm.overrides, *short,
+        *arm.overrides, *short, num_items=NUM_QUICK if quick else NUM_ITEMS,
     )  # fmt: skip
 
 
 # --- evaluation --------------------------------------------------------------------------------------------------------
 
 
-def attempts(folder: Path) -> None:
+def attempts(folder: Path, num_items: int) -> None:
     """Attempt the test problems with the policy of the last step, and write down each reward; in a process of its own."""
     last = Checkpoints(folder).latest()
     assert last is not None, folder
-    found = asyncio.run(_attempted(last / "policy", is_start=folder.name.startswith("sft-")))
+    found = asyncio.run(_attempted(last / "policy", num_items, is_start=folder.name.startswith("sft-")))
     usage = resource.getrusage(resource.RUSAGE_SELF)
     found["cpu_s"] = usage.ru_utime + usage.ru_stime
     (folder / "attempts.json").write_text(json.dumps(found))
 
 
-async def _attempted(policy: Path, is_start: bool) -> dict[str, Any]:
+async def _attempted(policy: Path, num_items: int, is_start: bool) -> dict[str, Any]:
     import torch
 
     from ramify import RLM, Limits, SandboxSpec
@@ -204,8 +206,7 @@ async def _attempted(policy: Path, is_start: bool) -> dict[str, Any]:
         client, scaffold="bare", sandbox=SandboxSpec(provider="ramify.tasks.programs.evaluator"),
         limits=Limits(max_turns=3, max_depth=0, max_reply_tokens=32, max_seconds=600, max_concurrency=512),
     )  # fmt: skip
-    num = NUM_ITEMS
-    plan = Plan(model="local:policy", task="programs", items=num, attempts=NUM_ATTEMPTS)
+    plan = Plan(model="local:policy", task="programs", items=num_items, attempts=NUM_ATTEMPTS)
     done = await evaluate(rlm, task, plan, sampling=Sampling(temperature=1.0), concurrency=256)
     rewards: dict[str, list[float]] = {}
     for outcome in done.outcomes:
@@ -427,9 +428,10 @@ def main() -> int:
     parser.add_argument("--report", action="store_true", help="make no runs: write what those say that are over")
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "hybrid", help="where runs are kept")
     parser.add_argument("--attempts", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--items", type=int, default=NUM_ITEMS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.attempts is not None:
-        attempts(options.attempts)
+        attempts(options.attempts, options.items)
         return 0
     folder: Path = options.runs.resolve() / ("quick" if options.quick else "whole")
     folder.mkdir(parents=True, exist_ok=True)
