@@ -27,8 +27,10 @@ import msgspec
 
 from ramify.engine import observe
 from ramify.engine.rlm import RLM
+from ramify.engine.run import NATIVE_TOOLS
 from ramify.engine.scaffold import Scaffold, scaffold_of
 from ramify.errors import ConfigError
+from ramify.evaluate.report import RIGHT
 from ramify.progress import doing
 from ramify.store.cache import CallCache
 from ramify.store.store import Store
@@ -222,9 +224,9 @@ class Made:
 
     def _check_prompts(self) -> None:
         """A first message that leaves no room for a reply would fail in every rollout."""
-        room = self.policy.window - 1
+        room, tools = self.policy.window - 1, self.scaffold.tools(NATIVE_TOOLS)
         for item in islice(items_of(self.task, "train"), 32):
-            tokens = len(self.policy.renderer.prompt(first_prompt(self.scaffold, self.run, item)))
+            tokens = len(self.policy.renderer.prompt(first_prompt(self.scaffold, self.run, item), tools))
             if tokens > room:
                 raise ConfigError(
                     f"item {item.id} does not fit the policy: its prompt has {tokens} tokens and the window {room + 1}; "
@@ -252,7 +254,7 @@ class Made:
         from transformers import AutoConfig
 
         from ramify.policy.load import from_config, load, load_tokenizer
-        from ramify.policy.tokenizer import train_tokenizer
+        from ramify.policy.tokenizer import train_tokenizer, word_tokenizer
 
         spec = self.run.policy
         device = None if spec.device == "auto" else spec.device
@@ -260,6 +262,8 @@ class Made:
             return load(spec.path, None if spec.dtype == "auto" else getattr(torch, spec.dtype), device)
         if spec.tokenizer:
             tokenizer = load_tokenizer(Path(spec.tokenizer))
+        elif spec.words:
+            tokenizer = word_tokenizer(spec.words)
         elif demonstrations:
             with doing("tokenizer", note="trained on the demonstrations"):
                 tokenizer = train_tokenizer(_texts(demonstrations), spec.vocab_size)
@@ -290,7 +294,7 @@ class Made:
         return serving
 
     def _rows(self, spec: SftSpec, demonstrations: Sequence[Trajectory]) -> list[Row]:
-        tokeniser = Tokeniser(self.policy.renderer)
+        tokeniser = Tokeniser(self.policy.renderer, self.scaffold.tools(NATIVE_TOOLS))
         groups = []
         with doing("tokenising", len(demonstrations), "trajectories") as work:
             for each in demonstrations:
@@ -507,7 +511,8 @@ def first_prompt(scaffold: Scaffold, run: Run, item: Item) -> list[Message]:
 def report(
     split: str, items: Sequence[Item], groups: Sequence[Group], weights: Mapping[str, float]
 ) -> dict[str, float]:
-    """Mean reward of all rollouts and of those by kind of item; a failed one counts 0."""
+    """Mean reward of all rollouts and of those by kind of item; a failed one counts 0. With n > 1 at each item also the
+    share of items of which at least one is right (``pass@n``), and in any case the metrics of the task's score."""
     worth = [
         (item.kind, total(trajectory.rewards, weights))
         for item, group in zip(items, groups, strict=True)
@@ -516,8 +521,21 @@ def report(
     found = {f"{split}/reward": fmean(value for _, value in worth)}
     for kind in sorted({kind for kind, _ in worth if kind}):
         found[f"{split}/{kind}"] = fmean(value for each, value in worth if each == kind)
+    most = max(len(group.trajectories) for group in groups)
+    if most > 1:
+        found[f"{split}/pass@{most}"] = fmean(
+            any(total(each.rewards, weights) >= RIGHT for each in group.trajectories) for group in groups
+        )
+    found |= _metrics(split, [each for group in groups for each in group.trajectories])
     failed = sum(not trajectory.rewards for group in groups for trajectory in group.trajectories)
     return {**found, f"{split}/failed": float(failed)}
+
+
+def _metrics(split: str, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Mean of each metric over the rollouts that have it."""
+    names = dict.fromkeys(name for each in trajectories for name in each.metrics)
+    values = {name: [each.metrics[name] for each in trajectories if name in each.metrics] for name in names}
+    return {f"{split}/metric {name}": fmean(each) for name, each in values.items()}
 
 
 def _texts(demonstrations: Sequence[Trajectory]) -> Iterator[str]:

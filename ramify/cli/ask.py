@@ -55,7 +55,12 @@ SETTINGS = (
     Option("max_concurrency", int, "requests at once (default: 64)"),
     Option("branches", int, "first turns to go on from, each to an answer; most of them win (default: 1)"),
     Option("cite", bool, "ask for citations and check them"),
-    Option("scaffold", str, "prompts: default, minimal, tiny, or a .toml or .json file", "NAME|FILE"),
+    Option(
+        "scaffold",
+        str,
+        "prompts: default, minimal, tiny, bare, retool, or a .toml or .json file",
+        "NAME|FILE",
+    ),
     Option("sandbox", str, "where code runs (default: jail)"),
     Option("tier", str, "of the jail, the weakest accepted: A, B or C (default: B)", "A|B|C"),
     Option("allow_weaker", bool, "accept less isolation, or none where there is no jail"),

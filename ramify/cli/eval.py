@@ -295,10 +295,10 @@ def _refuse_more(words: list[str], given: dict[str, Any]) -> None:
 COMMAND = Command(
     "eval",
     """\
-Evaluate a model on TASK: ledger, needle, one of your own (file.py:name or module:name), or rows of a
-.jsonl or .parquet file or of hf:NAME. OPTION=VALUE goes to the task. Attempts are runs like those of
-ask, with the same settings; figures go to stdout. A stored evaluation can be gone on with (--resume)
-and compared (--against).""",
+Evaluate a model on TASK: ledger, needle, programs, toolmath, one of your own (file.py:name or
+module:name), or rows of a .jsonl or .parquet file or of hf:NAME. OPTION=VALUE goes to the task.
+Attempts are runs like those of ask, with the same settings; figures go to stdout. A stored
+evaluation can be gone on with (--resume) and compared (--against).""",
     evaluate,
     "TASK OPTION=VALUE…",
     max_words=None,

@@ -64,6 +64,8 @@ class PolicySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     nothing."""
     tokenizer: str = ""
     """A folder with the tokenizer of a model made from nothing; empty: one is trained on the demonstrations."""
+    words: tuple[str, ...] = ()
+    """Instead: the words of a tokenizer that knows nothing else, one token each (``policy.tokenizer.word_tokenizer``)."""
     vocab_size: int = 512
     """Of the tokenizer that is trained."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
