@@ -67,11 +67,12 @@ class PPO(GroupOptions, frozen=True, forbid_unknown_fields=True, kw_only=True, t
 
     def finish(self, rows: Sequence[Row]) -> dict[str, float]:
         calls = list(row_math.lines(rows))
-        told, missed = [], []
+        told, missed, gaps = [], [], []
         for line in calls:
             rewards, values = line.read("rewards"), line.read("values")
             if self.kl_reward:
-                rewards = rewards - self.kl_reward * (line.read("old_logprobs") - line.read("ref_logprobs"))
+                gaps.append(line.read("old_logprobs") - line.read("ref_logprobs"))
+                rewards = rewards - self.kl_reward * gaps[-1]
             advantages = row_math.gae(rewards, values, self.gamma, self.lam)
             line.write("returns", advantages + values)
             line.write("advantages", line.read("advantages") + advantages)
@@ -79,7 +80,8 @@ class PPO(GroupOptions, frozen=True, forbid_unknown_fields=True, kw_only=True, t
             missed.append(advantages)
         if self.normalise:
             row_math.normalise_lines(calls)
-        return {"explained_variance": _explained(told, missed)}
+        measured = {"explained_variance": _explained(told, missed)}
+        return {**measured, "reward_kl": float(np.concatenate(gaps).mean())} if gaps else measured
 
 
 def _put_reward(stamp: Stamp, reward: float) -> None:
