@@ -12,6 +12,7 @@ pictures (``tree.py``, ``live.py``, ``curves.py``). Everything goes to stderr; s
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
@@ -241,8 +242,17 @@ def _ending_in_order() -> Iterator[None]:
         yield
         return
 
-    def end(number: int, frame: FrameType | None) -> None:
+    def leave() -> None:
         raise SystemExit(Exit.TERMINATED)
+
+    def end(number: int, frame: FrameType | None) -> None:
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            leave()
+        loop.call_soon_threadsafe(
+            leave
+        )  # raised in the middle of a task, it would be told as that task's error as well
 
     signal.signal(signal.SIGTERM, end)
     try:

@@ -436,14 +436,14 @@ async def concurrent_calls(probe: Probe) -> None:
     code = """
 from concurrent.futures import ThreadPoolExecutor
 with ThreadPoolExecutor(16) as pool:
-    got = list(pool.map(lambda i: host('sleep', .1 + i * 0), range(16)))
+    got = list(pool.map(lambda i: host('sleep', .3 + i * 0), range(16)))
     big = list(pool.map(lambda i: len(host('echo', str(i) * 100_000)), range(10)))
-got == [.1] * 16, big
+got == [.3] * 16, big
 """
     started = time.perf_counter()
     [cell] = clean(await probe.cells(code, session=session))
     same(cell.value, f"(True, {[100_000] * 10})")
-    true(time.perf_counter() - started < 1.2, "16 calls of 0.1 s took as long as one after the other")
+    true(time.perf_counter() - started < 4, "16 calls of 0.3 s took as long as one after the other")
 
 
 @promise("a call outside its cell fails clearly", "full_python")
@@ -492,7 +492,7 @@ async def endless_loop(probe: Probe) -> None:
     session = await probe.open()
     started = time.perf_counter()
     ran = await session.run("x = 41\nprint('so far')\nwhile True:\n    pass", answer=echo, timeout_s=0.3)
-    true(time.perf_counter() - started < 0.3 + 1.0, "it took too long")
+    true(time.perf_counter() - started < 0.3 + 3.0, "it took too long")
     same((ran.interrupted, ran.cell.stdout), ("time", "so far\n"))
     true(ran.cell.error and "KeyboardInterrupt" in ran.cell.error and "line 3" in ran.cell.error, f"{ran.cell.error}")
     same(values(await probe.cells("x + 1", session=session)), ["42"])
@@ -512,7 +512,7 @@ async def interrupts(probe: Probe) -> None:
     asyncio.get_running_loop().call_later(0.1, session.interrupt, "deadline")
     started = time.perf_counter()
     ran = await session.run("x = 1\nhost('sleep', 30)", answer=echo)
-    true(time.perf_counter() - started < 2, "it took too long")
+    true(time.perf_counter() - started < 5, "it took too long")
     same(ran.interrupted, "deadline")
     true(ran.cell.error, "no error")
     session.interrupt("idle")  # harmless

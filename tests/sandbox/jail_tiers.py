@@ -40,7 +40,7 @@ def open_jail(spec: SandboxSpec) -> JailSandbox:
 
 
 async def _broken(tier: str) -> list[str]:
-    spec = SandboxSpec(provider="jail", tier=tier, memory_bytes=256 << 20, max_output_bytes=100_000)
+    spec = SandboxSpec(provider="jail", tier=tier, memory_bytes=256 << 20, max_output_bytes=100_000, grace_s=1.5)
     sandbox = JailSandbox(spec, deny=WITHOUT[tier])
     try:
         found = await check(sandbox, spec)
