@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Many
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import msgspec
 import numpy as np
@@ -34,6 +34,7 @@ from ramify.train import loss as losses
 from ramify.train.backends.base import Compute, Optim
 from ramify.train.backends.heap import keep_freed_memory
 from ramify.train.backends.optimizers import Optimizers
+from ramify.train.backends.spread import Alone, Elsewhere, Spread
 from ramify.train.head import Asked, entry_logprobs
 from ramify.train.loss import Entries, Loss, Tally
 from ramify.train.pack import Cost, Packing
@@ -49,21 +50,24 @@ class Single:
     """Implements ``Backend``."""
 
     def __init__(
-        self, policy: Policy, optim: Optim | None = None, compute: Compute | None = None, *, dumps: Path | None = None
-    ) -> None:
+        self, policy: Policy, optim: Optim | None = None, compute: Compute | None = None, *, dumps: Path | None = None,
+        spread: Spread | None = None,
+    ) -> None:  # fmt: skip
         """``policy``'s weights are trained in place, in fp32: lower ones are converted. Batches whose loss is not finite
-        are written into ``dumps``, by default the working directory."""
+        are written into ``dumps``, by default the working directory. ``spread``: how the weights lie over ranks, of which
+        this is one; None where they are all here."""
         self._policy, self._optim, self._compute = policy, optim or Optim(), compute or Compute()
         self._dumps = dumps or Path()
         self._model: nn.Module = policy.model.float()
-        self._device = policy.device
+        self._spread = spread or Alone(policy.device)
+        self._device = self._spread.device
         if self._device.type == "cpu":
             keep_freed_memory()
-        self._trunk = trunk_of(self._model)
+        self._trunk = self._spread.run(lambda: trunk_of(self._model))
         self._cost = _cost(self._model, policy.config, self._device.type)
         self._uses_bf16 = self._wants_bf16()
         _recompute_layers(self._model, self._compute.recompute)
-        self._optimizers = Optimizers(self._model, self._optim)
+        self._optimizers = Optimizers(self._model, self._optim, self._spread.muon)
         self._num_steps = 0
 
     @property
@@ -79,19 +83,24 @@ class Single:
     def forward_backward(self, batches: Many[Batch], loss: Loss) -> dict[str, float]:
         tally = Tally()
         for batch in batches:
-            with self._trunk.scope():
-                entries = self._entries(batch, _entropy_wanted(loss, batch))
-                value, measured = losses.compute(loss, entries)
-                if not bool(torch.isfinite(value)):
-                    self._fail(batch, entries, loss)
-                value.backward()  # type: ignore[no-untyped-call]
-            tally.merge(measured)
+            tally.merge(self.add(batch, loss))
         return tally.metrics()
+
+    def add(self, batch: Batch, loss: Loss) -> Tally:
+        """``forward_backward`` of one batch: what was measured of it."""
+        with self._trunk.scope():
+            entries = self._spread.run(lambda: self._entries(batch, _entropy_wanted(loss, batch)))
+            value, measured = losses.compute(loss, entries)
+            is_finite = bool(torch.isfinite(value))
+            if not self._spread.agree(is_finite):
+                self._fail(batch, entries, loss, is_finite)
+            value.backward()  # type: ignore[no-untyped-call]
+        return measured
 
     def optim_step(self) -> dict[str, float]:
         lr = self._optim.lr_at(self._num_steps)
         gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
-        norm = float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
+        norm = float(self._spread.whole(torch.nn.utils.get_total_norm(gradients))) if gradients else 0.0
         if not math.isfinite(norm):
             self._model.zero_grad(set_to_none=True)
             raise TrainError(
@@ -108,7 +117,7 @@ class Single:
 
     def logprobs(self, batches: Many[Batch]) -> list[Floats]:
         with torch.no_grad(), self._trunk.scope():
-            return [self._entries(batch, "no").logprobs.cpu().numpy() for batch in batches]
+            return [self._spread.run(lambda b=batch: self._entries(b, "no")).logprobs.cpu().numpy() for batch in batches]
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self._model.named_parameters():
@@ -148,13 +157,7 @@ class Single:
     # --- one batch -----------------------------------------------------------------------------------------------
 
     def _entries(self, batch: Batch, entropy: Literal["no", "value", "gradient"]) -> Entries:
-        window = self._policy.window
-        longest = int(batch.positions.max()) + 1
-        if longest > window:
-            names = ", ".join(sorted(batch.sequences.values())[:3])
-            raise ConfigError(
-                f"a path of {longest} tokens does not fit the policy's window of {window}; it is one of: {names}"
-            )
+        check_window(batch, self._policy.window)
         streams = {name: self._tensor(column) for name, column in batch.streams.items()}
         asked = self._asked(batch, streams, entropy)
         with self._autocast():
@@ -182,9 +185,11 @@ class Single:
             kept = (self._tensor(batch.kept.offsets), self._tensor(batch.kept.ids))
         return Asked(targets, temperature, kept, entropy)
 
-    def _fail(self, batch: Batch, entries: Entries, loss: Loss) -> None:
+    def _fail(self, batch: Batch, entries: Entries, loss: Loss, is_finite: bool) -> NoReturn:
         """Write the batch down, name the first sequence whose loss is not finite, and stop."""
         self._model.zero_grad(set_to_none=True)
+        if is_finite:
+            raise Elsewhere(f"the loss of step {self._num_steps + 1} is not finite on another rank")
         bad = ~torch.isfinite(losses.per_entry(loss, entries).detach())
         index, token = batch.owners[int(bad.int().argmax())].tolist() if bool(bad.any()) else batch.owners[0].tolist()
         self._dumps.mkdir(parents=True, exist_ok=True)
@@ -239,6 +244,22 @@ class Single:
             raise ConfigError(
                 f"{folder} is of another optimizer: optim.kind is {there['kind']} there and {here['kind']} here"
             )
+
+
+def check_window(batch: Batch, window: int) -> None:
+    """Raises ConfigError where a path of ``batch`` is longer than the policy's window."""
+    longest = int(batch.positions.max()) + 1
+    if longest > window:
+        names = ", ".join(sorted(batch.sequences.values())[:3])
+        raise ConfigError(
+            f"a path of {longest} tokens does not fit the policy's window of {window}; it is one of: {names}"
+        )
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """The model's layers: its longest ``ModuleList``; empty where it has none."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return list(max(lists, key=len, default=nn.ModuleList()))
 
 
 def _entropy_wanted(loss: Loss, batch: Batch) -> Literal["no", "value", "gradient"]:
@@ -300,10 +321,10 @@ def _cost(model: nn.Module, config: Any, device: str) -> Cost:
 
 def _recompute_layers(model: nn.Module, wanted: bool) -> None:
     """Let each layer keep its input alone, or no longer, where an earlier backend of the model did so."""
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    if wanted and not lists:
+    layers = layers_of(model)
+    if wanted and not layers:
         raise ConfigError("compute.recompute needs a model whose layers stand in a ModuleList")
-    for layer in max(lists, key=len, default=nn.ModuleList()):
+    for layer in layers:
         if isinstance(vars(layer).get("forward"), _Again):
             del layer.forward
         if wanted:

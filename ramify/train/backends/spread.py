@@ -1,0 +1,64 @@
+"""What is otherwise where a model's weights lie over several ranks: the seam between ``single.py``, which computes, and
+``sharding.py``, which knows where weights are.
+
+``Alone`` is for one device that holds them all: everything is as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from ramify.errors import TrainError
+from ramify.train.backends.muon import Muon
+
+T = TypeVar("T")
+
+
+class Spread(Protocol):
+    """How the weights of a model lie over ranks, as one of them sees it."""
+
+    muon: type[Muon]
+    """The class that steps matrices as they lie."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        ...
+
+    def run(self, work: Callable[[], T]) -> T:
+        """``work`` with the weights at hand. Every rank enters and leaves it together with the others."""
+        ...
+
+    def agree(self, is_well: bool) -> bool:
+        """Whether all is well on every rank."""
+        ...
+
+    def whole(self, value: Tensor) -> Tensor:
+        """A number that was computed from parts, on every rank."""
+        ...
+
+
+class Alone:
+    """Implements ``Spread``."""
+
+    muon = Muon
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def run(self, work: Callable[[], T]) -> T:
+        return work()
+
+    def agree(self, is_well: bool) -> bool:
+        return is_well
+
+    def whole(self, value: Tensor) -> Tensor:
+        return value
+
+
+class Elsewhere(TrainError):
+    """This rank stops because another one has a reason to, which that one tells."""
