@@ -63,7 +63,8 @@ class Single:
         self._device = self._spread.device
         if self._device.type == "cpu":
             keep_freed_memory()
-        self._trunk = self._spread.run(lambda: trunk_of(self._model))
+        with torch.no_grad():
+            self._trunk = self._spread.run(lambda: trunk_of(self._model))
         self._cost = _cost(self._model, policy.config, self._device.type)
         self._uses_bf16 = self._wants_bf16()
         _recompute_layers(self._model, self._compute.recompute)
@@ -89,7 +90,7 @@ class Single:
     def add(self, batch: Batch, loss: Loss) -> Tally:
         """``forward_backward`` of one batch: what was measured of it."""
         with self._trunk.scope():
-            entries = self._spread.run(lambda: self._entries(batch, _entropy_wanted(loss, batch)))
+            entries = self._entries(batch, _entropy_wanted(loss, batch))
             value, measured = losses.compute(loss, entries)
             is_finite = bool(torch.isfinite(value))
             if not self._spread.agree(is_finite):
@@ -117,7 +118,7 @@ class Single:
 
     def logprobs(self, batches: Many[Batch]) -> list[Floats]:
         with torch.no_grad(), self._trunk.scope():
-            return [self._spread.run(lambda b=batch: self._entries(b, "no")).logprobs.cpu().numpy() for batch in batches]
+            return [self._entries(batch, "no").logprobs.cpu().numpy() for batch in batches]
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self._model.named_parameters():
@@ -154,19 +155,22 @@ class Single:
         if state["cuda_random"] and self._device.type == "cuda":
             torch.cuda.set_rng_state_all([each.cpu() for each in state["cuda_random"]])
 
+    @property
+    def trained(self) -> tuple[dict[str, nn.Parameter], Optimizers]:
+        """What changes: name -> parameter, and what steps them."""
+        return {name: each for name, each in self._model.named_parameters() if each.requires_grad}, self._optimizers
+
+    def go_on_from(self, num_steps: int) -> None:
+        """Weights and optimizer have been set to those of a backend that had made so many steps."""
+        self._num_steps = num_steps
+
     # --- one batch -----------------------------------------------------------------------------------------------
 
     def _entries(self, batch: Batch, entropy: Literal["no", "value", "gradient"]) -> Entries:
         check_window(batch, self._policy.window)
         streams = {name: self._tensor(column) for name, column in batch.streams.items()}
         asked = self._asked(batch, streams, entropy)
-        with self._autocast():
-            rows, places = (self._tensor(each) for each in np.unique(batch.sources, return_inverse=True))
-            tokens = self._tensor(batch.token_ids), self._tensor(batch.positions)
-            h_ED = self._trunk.hidden(*tokens, batch.segments, rows).index_select(0, places)
-            num_ids, max_logits = self._policy.config.vocab_size, self._compute.max_logits
-            max_logits = max_logits or (1 << 26 if self._device.type == "cuda" else 1 << 22)
-            logprobs, entropies = entry_logprobs(h_ED, self._trunk.logits, asked, num_ids, max_logits)
+        logprobs, entropies = self._spread.run(lambda: self._computed(batch, asked))
         return Entries(
             logprobs=logprobs[:, 0],
             streams=streams,
@@ -174,6 +178,15 @@ class Single:
             entropy=entropies if entropy != "no" else None,
             teacher_ids_logprobs=logprobs[:, 1:] if logprobs.shape[1] > 1 else None,
         )
+
+    def _computed(self, batch: Batch, asked: Asked) -> tuple[Tensor, Tensor]:
+        with self._autocast():
+            rows, places = (self._tensor(each) for each in np.unique(batch.sources, return_inverse=True))
+            tokens = self._tensor(batch.token_ids), self._tensor(batch.positions)
+            h_ED = self._trunk.hidden(*tokens, batch.segments, rows).index_select(0, places)
+            num_ids, max_logits = self._policy.config.vocab_size, self._compute.max_logits
+            max_logits = max_logits or (1 << 26 if self._device.type == "cuda" else 1 << 22)
+            return entry_logprobs(h_ED, self._trunk.logits, asked, num_ids, max_logits)
 
     def _asked(self, batch: Batch, streams: Mapping[str, Tensor], entropy: Literal["no", "value", "gradient"]) -> Asked:
         targets = self._tensor(batch.targets)[:, None]
