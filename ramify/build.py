@@ -21,7 +21,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -32,6 +32,8 @@ from ramify.errors import ConfigError
 from ramify.tasks.base import Item, Task, items_of, task_of, total
 from ramify.tasks.validate import validate
 from ramify.train.algorithms import ALGORITHMS
+from ramify.train.backends import launch
+from ramify.train.backends.base import BACKENDS
 from ramify.train.checkpoint import State, check_config, find, read_state
 from ramify.train.compile import sequences
 from ramify.train.config import CHOICES, Run, SftSpec, plain
@@ -51,11 +53,11 @@ if TYPE_CHECKING:
 
     from ramify.inference.local.client import LocalClient
     from ramify.policy.load import Policy
-    from ramify.train.backends.base import Backend, Optim
+    from ramify.train.backends.base import Trained
 
 NUM_TOKENIZER_TEXTS = 3000
 """Demonstrations that a tokenizer is trained on; more change little."""
-FREE = ("cadence.", "evaluate.", "name")
+FREE = ("cadence.", "evaluate.", "name", "compute.shard.")
 """Fields of a run that a resumed one may have otherwise: they change no weight."""
 _SWITCH_S = 5e-4
 """How long one thread may keep the interpreter from another: the loop's, which speaks to sessions, waits for the engine's
@@ -108,6 +110,7 @@ def train(
 
     ``resume`` is a run's folder or one of its checkpoints. Raises ConfigError for what is wrong with the run before
     anything is trained, TrainError where training cannot go on."""
+    launch.follow_if_told()
     out = Path(out)
     checkpoint = find(Path(resume)) if resume is not None else None
     if checkpoint is not None:
@@ -139,6 +142,8 @@ async def building(
         gc.unfreeze()
         sys.setswitchinterval(interval)
         await made.client.close()
+        if made.trained is not None:
+            made.trained.close()
 
 
 class Made:
@@ -150,6 +155,9 @@ class Made:
         if run.threads:
             torch.set_num_threads(run.threads)
         self.run, self._say = run, say
+        self._kind: Any = of_name(run.compute.backend, BACKENDS, "backend")
+        self._kind.check(run.compute, _device_of(run))
+        self.trained: Trained | None = None
         self.task: Task = task_of(run.task.name, **run.task.options)
         self.scaffold = scaffold_of(run.scaffold)
         self._check_task()
@@ -233,6 +241,8 @@ class Made:
         from ramify.train.lora import attach
 
         lora, policy = self.run.policy.lora, self.policy
+        if not self._kind.is_here:
+            return policy
         if lora is None and str(policy.dtype) == "torch.float32":
             return policy
         serving = dataclasses.replace(policy, model=copy.deepcopy(policy.model))
@@ -263,17 +273,20 @@ class Made:
         spec = self.run.policy
         return LocalClient(self.serving, name=f"local:{self.run.name}", slots=spec.slots, cache_bytes=spec.cache_bytes)
 
-    def _backend_of(self, out: Path) -> Callable[[Optim], Backend]:
-        from ramify.train.backends.single import Single
+    def _trained(self, out: Path) -> Trained:
+        """What is trained: the policy of this process, or a copy of it over ranks."""
+        run = self.run
+        if self._kind.is_here:
+            here: Trained = self._kind(self.policy, run.compute, out)
+            return here
+        from ramify.train.backends.adapters import Lora
 
-        return lambda optim: Single(self.policy, optim, self.run.compute, dumps=out)
-
-    def _reference_of(self, out: Path) -> Callable[[Path], Backend]:
-        from ramify.policy.load import load
-        from ramify.train.backends.single import Single
-
-        policy, compute = self.policy, self.run.compute
-        return lambda folder: Single(load(folder, policy.dtype, policy.device), None, compute, dumps=out)
+        spec, lora = run.policy, run.policy.lora
+        adapters = None if lora is None else Lora(rank=lora.rank, alpha=lora.alpha, targets=lora.targets, seed=run.seed)
+        is_folder = bool(spec.path) and type(self.policy.model).__name__ == "Dense" and Path(spec.path).is_dir()
+        source = Path(spec.path) if is_folder else self.policy.model.state_dict()
+        spread: Trained = self._kind(self.policy, run.compute, out, lora=adapters, source=source)
+        return spread
 
     def _stages(self) -> list[Stage]:
         run = self.run
@@ -300,15 +313,18 @@ class Made:
 
         run = self.run
         prompt = first_prompt(self.scaffold, run, items_of(self.task, "validation")[0])
-        published = Published(self.policy, self.serving, self.client)
+        trained = self.trained = self._trained(out)
+        weights = None if trained.is_here else trained.weights
+        published = Published(self.policy, self.serving, self.client, weights)
+        starts_at_base = run.warmup is None and run.sft is None
         check = SelfCheck(
             self.seen, lambda: fingerprint_of(published.weights()), prompt,
             _TOLERANCE.get(str(self.serving.dtype), _COARSE),
         )  # fmt: skip
         loop = Loop(
-            out, self._stages(), self._backend_of(out), published, self.evaluate,
+            out, self._stages(), trained.backend, published, self.evaluate,
             first=run.evaluate.first, final=run.evaluate.final, cadence=run.cadence, config=plain(run), check=check,
-            reference_of=self._reference_of(out), listener=listener, say=self._say,
+            reference_of=lambda folder: trained.reference(folder, starts_at_base), listener=listener, say=self._say,
         )  # fmt: skip
         first = run.rl.sample.first_item if run.rl is not None else 0
         loop.state.next_item = max(first, run.sft.num if run.sft is not None and run.sft.demos else 0)
@@ -331,20 +347,32 @@ class Made:
 class Published:
     """The policy as the loop sees it: to be given to the engine, saved, and gone back to."""
 
-    def __init__(self, trained: Policy, serving: Policy, client: LocalClient) -> None:
-        self._trained, self._serving, self._client = trained, serving, client
+    def __init__(
+        self, trained: Policy, serving: Policy, client: LocalClient,
+        weights: Callable[[], Iterator[tuple[str, Tensor]]] | None = None,
+    ) -> None:  # fmt: skip
+        """``weights``: of what is trained, where that is not ``trained`` itself."""
+        self._trained, self._serving, self._client, self._elsewhere = trained, serving, client, weights
+        self._is_loaded = False
+        """Whether the engine was set to a saved policy, which the trained one no longer is."""
+
+    @property
+    def _shares(self) -> bool:
+        return self._is_loaded or (self._elsewhere is None and self._trained is self._serving)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """The trained weights as the engine should have them."""
         from ramify.train.lora import merged
 
         dtype = self._serving.dtype
-        return ((name, weight.to(dtype)) for name, weight in merged(self._trained.model))
+        if self._is_loaded:
+            return ((name, weight.detach()) for name, weight in self._serving.model.named_parameters())
+        found = merged(self._trained.model) if self._elsewhere is None else self._elsewhere()
+        return ((name, weight.to(dtype)) for name, weight in found)
 
     async def publish(self) -> None:
         self._trained.version += 1
-        shares = self._trained is self._serving
-        given = self._trained.model if shares else dict(self.weights())
+        given = self._serving.model if self._shares else await asyncio.to_thread(lambda: dict(self.weights()))
         await self._client.update(given, self._trained.version)
 
     def save(self, folder: Path) -> None:
@@ -352,7 +380,7 @@ class Published:
         from ramify.policy.load import save
         from ramify.policy.weights import load_weights
 
-        if self._trained is not self._serving:
+        if not self._shares:
             load_weights(self._serving.model, dict(self.weights()))
         save(self._serving, folder)
 
@@ -360,6 +388,14 @@ class Published:
         from ramify.policy.load import load_into
 
         load_into(self._serving, folder)
+        self._is_loaded = True
+
+
+def _device_of(run: Run) -> str:
+    import torch
+
+    kind = run.policy.device.partition(":")[0]
+    return kind if kind != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def first_prompt(scaffold: Scaffold, run: Run, item: Item) -> list[Message]:

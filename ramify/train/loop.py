@@ -23,7 +23,7 @@ import msgspec
 
 from ramify.errors import TrainError
 from ramify.train import metrics as metric_file
-from ramify.train.backends.base import Backend, Optim
+from ramify.train.backends.base import Backend, Optim, Reference
 from ramify.train.checkpoint import Checkpoints, State, read_state
 from ramify.train.metrics import Measured, Metrics
 from ramify.train.pack import attach, describe, pack
@@ -85,7 +85,7 @@ class Loop:
         cadence: Cadence | None = None,
         config: Mapping[str, Any] | None = None,
         check: SelfCheck | None = None,
-        reference_of: Callable[[Path], Backend] | None = None,
+        reference_of: Callable[[Path], Reference] | None = None,
         listener: Callable[[Measured], None] | None = None,
         say: Callable[[str], None] = print,
     ) -> None:
@@ -96,7 +96,7 @@ class Loop:
         self._cadence = cadence = cadence or Cadence()
         self._evaluate, self._first, self._final = evaluate, first, final
         self._check, self._reference_of = check, reference_of
-        self._reference: Backend | None = None
+        self._reference: Reference | None = None
         self._say = say
         self.checkpoints = Checkpoints(out, cadence.keep_last, cadence.keep_best)
         self.state = State(step=0, config=dict(config or {}))
@@ -216,7 +216,7 @@ class Loop:
         self._is_published = False
         return {**measured, **describe(batches, part.rows)}
 
-    def _kept_reference(self) -> Backend:
+    def _kept_reference(self) -> Reference:
         """The policy that rollouts began with, which is kept beside the checkpoints."""
         folder = self.out / "reference"
         if not self.state.stage_step:

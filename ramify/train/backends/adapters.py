@@ -119,7 +119,7 @@ def _config(lora: Lora, names: Sequence[str]) -> Any:
 
     return LoraConfig(
         r=lora.rank,
-        lora_alpha=lora.alpha,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]  # peft takes any number
         target_modules=list(names),
         lora_dropout=0.0,
         bias="none",

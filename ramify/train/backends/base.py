@@ -29,6 +29,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+BACKENDS = {
+    "single": "ramify.train.backends.trained:Here",
+    "fsdp": "ramify.train.backends.fsdp:OnRanks",
+}
+"""Name -> class of a ``Trained``."""
+
+
 class Optim(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How weights are moved along the gradient."""
 
@@ -139,6 +146,42 @@ class Compute(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         if self.backend == "fsdp2":
             warnings.warn("compute.backend=fsdp2 is called fsdp here", DeprecationWarning, stacklevel=3)
             msgspec.structs.force_setattr(self, "backend", "fsdp")
+
+
+class Reference(Protocol):
+    """A policy that is asked and not trained: of a ``Backend`` what that needs."""
+
+    @property
+    def packing(self) -> Packing:
+        """How sequences are to be packed for this model on this device."""
+        ...
+
+    def logprobs(self, batches: Many[Batch]) -> list[Floats]:
+        """As ``Backend.logprobs``."""
+        ...
+
+
+class Trained(Protocol):
+    """The model that a run trains, wherever its weights lie, through all stages of the run."""
+
+    is_here: bool
+    """Whether the weights that are trained are those of the policy in this process."""
+
+    def backend(self, optim: Optim) -> Backend:
+        """What the next stage is trained by, with a fresh optimizer."""
+        ...
+
+    def reference(self, folder: Path, is_base: bool) -> Reference:
+        """The policy that was saved in ``folder``; ``is_base`` says that nothing had been trained then."""
+        ...
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Name -> tensor, as a model without adapters has them."""
+        ...
+
+    def close(self) -> None:
+        """Free what was started for it."""
+        ...
 
 
 class Backend(Protocol):

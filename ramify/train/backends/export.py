@@ -86,8 +86,8 @@ def _write_header(file: Any, shapes: Mapping[str, tuple[int, ...]], dtype: torch
     file.write(len(text).to_bytes(8, "little") + text)
 
 
-def _bytes(tensor: Tensor, dtype: torch.dtype) -> memoryview:
-    return memoryview(tensor.detach().to("cpu", dtype).contiguous().flatten().view(torch.uint8).numpy())
+def _bytes(tensor: Tensor, dtype: torch.dtype) -> Any:
+    return (tensor.detach().to("cpu", dtype).contiguous().flatten().view(torch.uint8).numpy()).data
 
 
 def _write_config(folder: Path, config: Any, dtype: torch.dtype) -> None:

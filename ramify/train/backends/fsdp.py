@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Many
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -66,15 +66,57 @@ class Ranks:
         """The ``Rank`` of this process."""
         return self._joined.rank
 
-    def spread(self, config: Any, source: Source, lora: Lora | None = None) -> OverRanks:
-        """A model of a Hugging Face configuration, its weights from ``source``. Raises ConfigError that names the first
+    def spread(
+        self, config: Any, source: Source, lora: Lora | None = None, compute: Compute | None = None
+    ) -> OverRanks:
+        """A model of a Hugging Face configuration, its weights from ``source``; ``compute`` where it is to be otherwise than
+        that of the ranks, whose number stays. Raises ConfigError that names the first
         tensor that does not fit."""
         check_source(config, source)
         self._num_models += 1
-        return OverRanks(self, f"model {self._num_models}", config, source, lora)
+        made = Made(config, source, lora, compute or self.compute)
+        return OverRanks(self, f"model {self._num_models}", made)
 
     def close(self) -> None:
         self._end()
+
+
+class OnRanks:
+    """Implements ``Trained``. The policy in this process is the engine's, which is renewed at each publication."""
+
+    is_here = False
+
+    def __init__(
+        self, policy: Policy, compute: Compute, dumps: Path, *, lora: Lora | None = None, source: Source
+    ) -> None:
+        """``policy`` says which model, and which tokenizer; its weights may change later on."""
+        self._ranks = Ranks(compute, policy.device.type, dumps=dumps)
+        try:
+            self._model = self._ranks.spread(policy.config, source, lora)
+        except BaseException:
+            self._ranks.close()
+            raise
+        self._backend: Fsdp | None = None
+
+    @staticmethod
+    def check(compute: Compute, device: str) -> None:
+        """Raises ConfigError where the ranks cannot be had."""
+        launch.check(compute.shard, device)
+
+    def backend(self, optim: Optim) -> Fsdp:
+        self._backend = self._model.backend(optim)
+        return self._backend
+
+    def reference(self, folder: Path, is_base: bool) -> Base | Fsdp:
+        if is_base and self._model.lora is not None and self._backend is not None:
+            return self._backend.base()
+        return self._ranks.spread(self._model.config, folder).backend()
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        return self._model.weights()
+
+    def close(self) -> None:
+        self._ranks.close()
 
 
 def check_source(config: Any, source: Source) -> None:
@@ -85,13 +127,23 @@ def check_source(config: Any, source: Source) -> None:
     check_weights(on_meta(config), weights, str(folder or "the given weights"))
 
 
+class Made(NamedTuple):
+    """What a model over ranks is made of."""
+
+    config: Any
+    source: Source
+    lora: Lora | None
+    compute: Compute
+
+
 class OverRanks:
     """One model over all ranks, as rank 0 has it."""
 
-    def __init__(self, ranks: Ranks, key: str, config: Any, source: Source, lora: Lora | None) -> None:
-        self.ranks, self.key, self.config, self.lora = ranks, key, config, lora
+    def __init__(self, ranks: Ranks, key: str, what: Made) -> None:
+        config, source, lora, compute = what
+        self.ranks, self.key, self.config, self.lora, self.compute = ranks, key, config, lora, compute
         folder = str(source.resolve()) if isinstance(source, Path) else ""
-        ranks.team.call("make", key, Making(config, ranks.compute, folder, lora, str(ranks.dumps.resolve())))
+        ranks.team.call("make", key, Making(config, compute, folder, lora, str(ranks.dumps.resolve())))
         made = ranks.own.model(key)
         self._shapes: dict[str, torch.Size] = {name: each.shape for name, each in made.sharded.parameters.items()}
         self._adapted: list[str] = made.names
@@ -131,6 +183,11 @@ class OverRanks:
         """Name -> tensor of every A and B: all that is new since the last sync."""
         yield from self._gathered([name for name in self._shapes if adapters.is_adapter(name)])
 
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """Name -> whole gradient as it has been gathered so far, of all that is trained; for looking at it."""
+        trained = self.ranks.own.of(self.key).trained[0]
+        yield from self._gathered(list(trained), gradients=True)
+
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Take over whole tensors of this process, one at a time."""
         if self.lora is not None:
@@ -159,10 +216,10 @@ class OverRanks:
             each = [(named,), *[(blank,)] * (self.ranks.team.size - 1)]
             self.ranks.team.call("put", self.key, each=each)
 
-    def _gathered(self, names: list[str]) -> Iterator[tuple[str, Tensor]]:
+    def _gathered(self, names: list[str], gradients: bool = False) -> Iterator[tuple[str, Tensor]]:
         empty = {name: torch.empty(self._shapes[name], device="meta") for name in names}
         for group in _groups(empty):
-            yield from zip(group, self.ranks.team.call("gather", self.key, group)[0], strict=True)
+            yield from zip(group, self.ranks.team.call("gather", self.key, group, gradients)[0], strict=True)
 
 
 class Fsdp:
@@ -185,7 +242,7 @@ class Fsdp:
     def forward_backward(self, batches: Many[Batch], loss: Loss) -> dict[str, float]:
         tally = Tally()
         if batches:
-            shares, each = self._shares(batches)
+            _, each = self._shares(batches)
             for measured in self._call("add", each=[(part, loss, idle(batches[0])) for part in each]):
                 tally.merge(measured)
         return tally.metrics()
@@ -213,7 +270,7 @@ class Fsdp:
 
     def save(self, folder: Path) -> Callable[[], None] | None:
         folder.mkdir(parents=True, exist_ok=True)
-        is_async = self._model.ranks.compute.shard.save_async
+        is_async = self._model.compute.shard.save_async
         random = self._call("save", str(folder.resolve()), is_async)
         state = {
             "num_steps": self._steps,
@@ -278,7 +335,10 @@ class Base:
 
     def __init__(self, trained: Fsdp) -> None:
         self._trained = trained
-        self.packing = trained.packing
+
+    @property
+    def packing(self) -> Packing:
+        return self._trained.packing
 
     def logprobs(self, batches: Many[Batch]) -> list[Floats]:
         return self._trained.of(batches, base=True)

@@ -72,6 +72,8 @@ def check(shard: Shard, device: str) -> int:
     if world is not None and size != world.size:
         raise ConfigError(f"compute.shard.ranks={size}, but torchrun started {world.size}: leave ranks out")
     check_mesh(size, shard.replicas)
+    if shard.offload and device == "cpu":
+        raise ConfigError("compute.shard.offload moves weights from a GPU to main memory; this run has no GPU")
     if not dist.is_available() or not dist.is_gloo_available():
         raise ConfigError("the backend fsdp needs torch.distributed with gloo, which this build of torch does not have")
     if device == "cuda" and not dist.is_nccl_available():
@@ -113,7 +115,7 @@ def _unfinished(processes: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
 def join(shard: Shard, device: str, stacks: Path) -> Joined:
     """Start the other ranks, or find those that torchrun started. Raises ConfigError as ``check``, TrainError where one does
     not come up."""
-    from torch.distributed import TCPStore
+    from torch._C._distributed_c10d import TCPStore
 
     from ramify.train.backends.rank import Rank
     from ramify.train.backends.team import Link, Pulse, Team
@@ -174,8 +176,11 @@ def follow(world: World) -> NoReturn:
 
 
 def _started(rank: int, world: World, timeout_s: float, device: str) -> subprocess.Popen[bytes]:
+    import torch
+
     package = str(Path(ramify.__file__).parents[1])
     environment = os.environ | {
+        "OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // world.size)),
         "RANK": str(rank), "WORLD_SIZE": str(world.size), "LOCAL_RANK": str(rank), "MASTER_ADDR": world.address,
         "MASTER_PORT": str(world.port), _TIMEOUT: str(timeout_s), _DEVICE: device,
         "PYTHONPATH": os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH", "")])),
@@ -201,14 +206,14 @@ def _await(store: Any, processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
 def _store(world: World) -> Any:
     """The store that ranks meet at: torchrun's own, or that of rank 0."""
-    from torch.distributed import TCPStore
+    from torch._C._distributed_c10d import TCPStore
 
     is_host = world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
         return TCPStore(
             world.address, world.port, world.size, is_host, timedelta(seconds=_START_S), wait_for_workers=False
         )
-    except Exception as error:  # noqa: BLE001 (torch raises classes of several kinds)
+    except Exception as error:
         raise TrainError(
             f"rank {world.rank} cannot reach {world.address}:{world.port}: {str(error).splitlines()[0]}"
         ) from error
@@ -218,13 +223,14 @@ def _enter(store: Any, world: World, device: str, timeout_s: float) -> None:
     """Join the process group. Its own timeout is behind ours, so that ours can say who stands still."""
     import torch
     import torch.distributed as dist
+    from torch._C._distributed_c10d import PrefixStore
 
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     if device == "cuda":
         torch.cuda.set_device(world.local_rank)
     with _on_this_machine(world):
         dist.init_process_group(
-            backend, store=dist.PrefixStore("ramify", store), rank=world.rank, world_size=world.size,
+            backend, store=PrefixStore("ramify", store), rank=world.rank, world_size=world.size,
             timeout=timedelta(seconds=2 * timeout_s + 30),
         )  # fmt: skip
 

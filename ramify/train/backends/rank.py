@@ -18,7 +18,7 @@ from collections.abc import Sequence as Many
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -94,7 +94,7 @@ class Rank:
         names: list[str] = []
         if making.lora is not None:
             names = adapters.chosen(model, making.lora)
-            sizes = {name: model.get_submodule(name).weight.shape for name in names}  # type: ignore[union-attr]
+            sizes = {name: cast(Tensor, model.get_submodule(name).weight).shape for name in names}
             adapters.inject(model, making.lora, names)
         mesh = mesh_of(self.device, self.size, making.compute.shard.replicas)
         sharded = Sharded(model, mesh, self.device, making.compute, self._pulse.tick)
@@ -115,9 +115,9 @@ class Rank:
         for name, tensor in named:
             made.sharded.put(here[name], tensor)
 
-    def gather(self, key: str, names: list[str]) -> list[Tensor] | None:
-        """Whole tensors, for rank 0."""
-        found = [self._models[key].sharded.gather(name) for name in names]
+    def gather(self, key: str, names: list[str], gradients: bool) -> list[Tensor] | None:
+        """Whole tensors, or gradients, for rank 0."""
+        found = [self._models[key].sharded.gather(name, gradients) for name in names]
         return found if self.index == 0 else None
 
     def drop(self, key: str) -> None:

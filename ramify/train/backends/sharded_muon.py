@@ -38,7 +38,8 @@ class ShardedMuon(Muon):
             state["momentum"] = torch.zeros_like(gradient)
         momentum = state["momentum"].to_local()
         momentum.lerp_(gradient.to_local(), 1 - beta)
-        return gradient.to_local().lerp(momentum, beta)
+        update: Tensor = gradient.to_local().lerp(momentum, beta)
+        return update
 
 
 def _orthogonal(rows: list[Tensor], mesh: Any, num_rows: int) -> list[Tensor]:
@@ -55,11 +56,11 @@ def _orthogonal(rows: list[Tensor], mesh: Any, num_rows: int) -> list[Tensor]:
     parts = _exchange(torch.cat([rows[each].flatten() for each in order]), away, here, group)
     pieces = [
         part.view(owned[rank], height, columns)
-        for part, height in zip(parts.split(here), heights, strict=True)
+        for part, height in zip(torch.split(parts, here), heights, strict=True)
     ]  # fmt: skip
     whole = torch.cat(pieces, 1)
     done = orthogonal(whole) if owned[rank] else whole
-    back = torch.cat([piece.flatten() for piece in done.to(rows[0].dtype).split(heights, 1)])
+    back = torch.cat([piece.flatten() for piece in torch.split(done.to(rows[0].dtype), heights, 1)])
     flat = _exchange(back, here, away, group).view(len(rows), heights[rank], columns)
     found = [flat[0]] * len(rows)
     for place, each in enumerate(order):

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ramify.errors import ConfigError
 from ramify.policy.dense import Dense, unsupported
-from ramify.train.backends.base import Compute, Shard
+from ramify.train.backends.base import Compute
 from ramify.train.backends.sharded_muon import ShardedMuon
 from ramify.train.backends.single import layers_of
 
@@ -76,7 +76,6 @@ class Sharded:
         called as layers are entered, by which others see that this rank gets on."""
         self.device, self._mesh = device, mesh
         self._shard = shard = compute.shard
-        self._check(shard)
         layers = layers_of(model)
         if shard.compile:
             _compile(model, layers)
@@ -88,12 +87,12 @@ class Sharded:
         for layer in layers:
             fully_shard(layer, reshard_after_forward=shard.gather == "layer", **options)
             layer.register_forward_pre_hook(lambda *_: tick(), prepend=True)
-        root = fully_shard(self._root, **options)
-        self._sharded: list[FSDPModule] = [each for each in root.modules() if isinstance(each, FSDPModule)]
+        fully_shard(self._root, **options)
+        self._sharded: list[FSDPModule] = [each for each in self._root.modules() if isinstance(each, FSDPModule)]
         for each in self._sharded:
             each.set_gradient_divide_factor(1.0)
             each.set_force_sum_reduction_for_comms(True)
-        _give_memory(root, torch.device("cpu") if shard.offload else device, device)
+        _give_memory(self._root, torch.device("cpu") if shard.offload else device, device)
         self.parameters = dict(model.named_parameters())
         """Name -> this rank's rows."""
         self.buffers = {name: each for name, each in model.state_dict().items() if name not in _names(model)}
@@ -155,9 +154,12 @@ class Sharded:
                 dist.broadcast(whole, 0)
                 mine.copy_(whole)
 
-    def gather(self, name: str) -> Tensor:
-        """The whole tensor, on every rank, on the CPU."""
-        return self.whole(self.parameters[name].detach().to(self.device)).cpu()
+    def gather(self, name: str, gradient: bool = False) -> Tensor:
+        """The whole tensor, or its gradient, on every rank, on the CPU."""
+        parameter = self.parameters[name]
+        found = parameter.grad if gradient else parameter.detach()
+        found = torch.zeros_like(parameter) if found is None else found
+        return self.whole(found.to(self.device)).detach().cpu()
 
     def _rows(self, tensor: Tensor) -> Tensor:
         """Of this rank: as ``torch.chunk`` cuts, which is how FSDP2 does."""
@@ -169,10 +171,6 @@ class Sharded:
         if not wants_bf16(compute, self.device):
             return MixedPrecisionPolicy()
         return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=_DTYPES[compute.shard.reduce])
-
-    def _check(self, shard: Shard) -> None:
-        if shard.offload and self.device.type == "cpu":
-            raise ConfigError("compute.shard.offload moves weights from a GPU to main memory; this run has no GPU")
 
 
 def wants_bf16(compute: Compute, device: torch.device) -> bool:
@@ -216,7 +214,7 @@ def _parameters_on_meta() -> Iterator[None]:
             parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
         register(module, name, parameter)
 
-    nn.Module.register_parameter = to_meta  # type: ignore[method-assign]
+    nn.Module.register_parameter = to_meta  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
@@ -242,8 +240,9 @@ def _compile(model: nn.Module, layers: list[nn.Module]) -> None:
 class _Compiled:
     def __init__(self, forward: Callable[..., Tensor]) -> None:
         self._forward = torch.compile(forward, dynamic=True)
-        self._attend: Any = None
-        self._attended = torch.compiler.disable(lambda *arguments: self._attend(*arguments))
+        self._attend: Any = forward
+        disable: Any = torch.compiler.disable
+        self._attended = disable(lambda *arguments: self._attend(*arguments))
 
     def __call__(
         self, h_TD: Tensor, cos_T1d: Tensor, sin_T1d: Tensor, index: int, attend: Any, rows_N: Tensor | None = None

@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load as read_shards
+from torch.distributed.checkpoint.state_dict_saver import save as write_shards
 
 from ramify.errors import ConfigError, StoreError
 from ramify.train.backends.optimizers import Optimizers
@@ -64,7 +66,7 @@ def save(folder: Path, weights: Mapping[str, Any], optimizers: Optimizers, group
     state = _state(weights, _moments(weights, optimizers))
     if in_background:
         state = {kind: {name: _copied(each) for name, each in part.items()} for kind, part in state.items()}
-    return Saving(lambda: dcp.save(state, checkpoint_id=folder / FOLDER, process_group=group), in_background)
+    return Saving(lambda: write_shards(state, checkpoint_id=folder / FOLDER, process_group=group), in_background)
 
 
 def load(folder: Path, weights: Mapping[str, Any], optimizers: Optimizers, group: Any) -> None:
@@ -79,7 +81,7 @@ def load(folder: Path, weights: Mapping[str, Any], optimizers: Optimizers, group
             moment[key] = (
                 torch.zeros((), device=weights[name].device) if is_number else torch.zeros_like(parameters[name])
             )
-    dcp.load(_state(parameters, moments), checkpoint_id=folder / FOLDER, process_group=group)
+    read_shards(_state(parameters, moments), checkpoint_id=folder / FOLDER, process_group=group)
     owners = {
         parameter: each for each in optimizers.each for group in each.param_groups for parameter in group["params"]
     }
@@ -92,7 +94,7 @@ def load(folder: Path, weights: Mapping[str, Any], optimizers: Optimizers, group
 def sizes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Name -> shape of all that a checkpoint holds. Raises ConfigError where there is none."""
     try:
-        metadata = dcp.FileSystemReader(folder / FOLDER).read_metadata()
+        metadata = FileSystemReader(folder / FOLDER).read_metadata()
     except FileNotFoundError:
         raise ConfigError(f"{folder} holds no state of ranks: it has no {FOLDER}/.metadata") from None
     return {name: tuple(getattr(each, "size", ())) for name, each in metadata.state_dict_metadata.items()}

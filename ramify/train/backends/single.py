@@ -34,7 +34,8 @@ from ramify.train import loss as losses
 from ramify.train.backends.base import Compute, Optim
 from ramify.train.backends.heap import keep_freed_memory
 from ramify.train.backends.optimizers import Optimizers
-from ramify.train.backends.spread import Alone, Elsewhere, Spread
+from ramify.train.backends.spread import Alone, Spread
+from ramify.train.backends.team import Elsewhere
 from ramify.train.head import Asked, entry_logprobs
 from ramify.train.loss import Entries, Loss, Tally
 from ramify.train.pack import Cost, Packing
@@ -272,7 +273,8 @@ def check_window(batch: Batch, window: int) -> None:
 def layers_of(model: nn.Module) -> list[nn.Module]:
     """The model's layers: its longest ``ModuleList``; empty where it has none."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    return list(max(lists, key=len, default=nn.ModuleList()))
+    longest: nn.ModuleList = max(lists, key=len, default=nn.ModuleList())
+    return list(longest)
 
 
 def _entropy_wanted(loss: Loss, batch: Batch) -> Literal["no", "value", "gradient"]:

@@ -12,7 +12,6 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from ramify.errors import TrainError
 from ramify.train.backends.muon import Muon
 
 T = TypeVar("T")
@@ -21,8 +20,10 @@ T = TypeVar("T")
 class Spread(Protocol):
     """How the weights of a model lie over ranks, as one of them sees it."""
 
-    muon: type[Muon]
-    """The class that steps matrices as they lie."""
+    @property
+    def muon(self) -> type[Muon]:
+        """The class that steps matrices as they lie."""
+        ...
 
     @property
     def device(self) -> torch.device:
@@ -58,7 +59,3 @@ class Alone:
 
     def whole(self, value: Tensor) -> Tensor:
         return value
-
-
-class Elsewhere(TrainError):
-    """This rank stops because another one has a reason to, which that one tells."""

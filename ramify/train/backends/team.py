@@ -33,11 +33,14 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 from ramify.errors import RamifyError, TrainError
-from ramify.train.backends.spread import Elsewhere
 
 _GRACE_S = 5.0
 """How long others are waited for once something is wrong."""
 _DISTRIBUTED = os.path.join("torch", "distributed")
+
+
+class Elsewhere(TrainError):
+    """This rank stops because another one has a reason to, which that one tells."""
 
 
 class Pulse:
@@ -48,13 +51,15 @@ class Pulse:
         self.verb = ""
         """What it carries out; empty while it waits for work."""
         self.thread = 0
+        self.waits = False
+        """Whether it has done its part, and waits for what others say."""
 
     def tick(self) -> None:
         self.count += 1
 
     @contextlib.contextmanager
     def doing(self, verb: str) -> Iterator[None]:
-        self.verb, self.thread = verb, threading.get_ident()
+        self.verb, self.thread, self.waits = verb, threading.get_ident(), False
         self.tick()
         try:
             yield
@@ -115,7 +120,7 @@ class Team:
         """``own``: the object whose methods are the verbs, on this rank. ``stacks``: a folder for the stacks of ranks when
         one stands still."""
         self.size = 1 + len(links)
-        self._own, self._pulse, self._links, self._processes = own, pulse, links, processes
+        self._own, self._pulse, self._links, self.processes = own, pulse, links, processes
         self._lock = threading.Lock()
         self._watch = _Watch(pulse, links, processes, timeout_s, stacks)
 
@@ -131,6 +136,7 @@ class Team:
                 ended = [carried_out(self._own, verb, (*shared, *(each[0] if each else ())))]
                 if ended[0].broke:
                     self._watch.lose(ended[0].broke, rank=0, grace_s=_GRACE_S)
+                self._pulse.waits = True
                 ended += [self._watch.ended(link) for link in self._links]
         return self._values(ended)
 
@@ -139,9 +145,9 @@ class Team:
         self._watch.close()
         for link in self._links:
             with contextlib.suppress(OSError):
-                link.talk.send_bytes(pickle.dumps(("end", ())))
+                link.talk.send_bytes(pickle.dumps(None))
         until = time.monotonic() + _GRACE_S
-        for process in self._processes:
+        for process in self.processes:
             while process.poll() is None and time.monotonic() < until:
                 time.sleep(0.01)
             if process.poll() is None:
@@ -277,22 +283,26 @@ class _Watch:
         verb = self._pulse.verb
         for link in self._links:
             self._send(link, "stack")
-        until = time.monotonic() + min(_GRACE_S, 2.0)
-        while len(self._answers) < len(self._links) and time.monotonic() < until:
+        until = time.monotonic() + _GRACE_S
+        while time.monotonic() < until and any(self._may_answer(link.rank) for link in self._links):
             time.sleep(0.05)
             self._read()
         stacks = {0: self._pulse.stack(), **self._answers}
         silent = [link.rank for link in self._links if link.rank not in stacks]
-        working = [rank for rank, stack in stacks.items() if not _waits(stack)]
+        waits = {rank for rank, stack in stacks.items() if _waits(stack) or (self._pulse.waits and not rank)}
+        working = [rank for rank in stacks if rank not in waits]
         least = min(self._counts)
         behind = [rank for rank, count in enumerate(self._counts) if count == least]
-        named = silent or (working if len(working) < len(stacks) else behind)
+        named = silent or (working if waits and working else behind)
         path = self._write(stacks, silent)
         told = "; ".join(f"rank {rank}{self._place(rank)} {self._state(rank, stacks.get(rank, ''))}" for rank in named)
         self._give_up(
             f"no rank got on for {self._timeout_s:g} s in '{verb}'. {told}. The stacks of all ranks are in {path}",
             named,
         )
+
+    def _may_answer(self, rank: int) -> bool:
+        return rank not in self._answers and "(stopped)" not in _process_state(self._pid(rank))
 
     def _state(self, rank: int, stack: str) -> str:
         if stack:
@@ -351,11 +361,12 @@ def follow(own: Any, pulse: Pulse, talk: Connection, watch: Connection, rank: in
     try:
         while True:
             try:
-                verb, arguments = pickle.loads(talk.recv_bytes())
+                told = pickle.loads(talk.recv_bytes())
             except (EOFError, OSError):
                 _end(rank, "rank 0 is gone")
-            if verb == "end":
+            if told is None:
                 return
+            verb, arguments = told
             with pulse.doing(verb):
                 ended = carried_out(own, verb, arguments)
             talk.send_bytes(pickle.dumps(ended))
@@ -371,7 +382,7 @@ def _answer(pulse: Pulse, watch: Connection, rank: int, timeout_s: float, stop: 
     quiet = 0.0
     while not stop.is_set():
         # Written by a thread without the interpreter, where something keeps this one from it
-        faulthandler.dump_traceback_later(timeout_s, file=sys.__stderr__)
+        faulthandler.dump_traceback_later(timeout_s, file=sys.stderr)
         try:
             if not watch.poll(beat_s):
                 quiet += beat_s  # counted in waits, so that a machine that slept has not waited
