@@ -13,6 +13,7 @@ and what is written down when. Leaves out where work comes from (``stages.py``),
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +22,7 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from ramify.errors import TrainError
+from ramify.errors import StoreError, TrainError
 from ramify.train import metrics as metric_file
 from ramify.train.backends.base import Backend, Optim, Reference
 from ramify.train.checkpoint import Checkpoints, State, read_state
@@ -114,6 +115,7 @@ class Loop:
         self.out.mkdir(parents=True, exist_ok=True)
         if resume is not None:
             await self._in_torch(self._go_back_to, resume)
+            await self._policy.publish()  # the engine may hold weights of its own
         else:
             metric_file.cut(self.out, -1)
         self._metrics = Metrics(self.out, self._listener)
@@ -127,6 +129,8 @@ class Loop:
         finally:
             self._metrics.close()
             self._torch.shutdown(wait=True, cancel_futures=True)
+            with contextlib.suppress(StoreError):  # a run that came to its end has waited before
+                self.checkpoints.settle()
 
     async def _run_stage(self, stage: Stage) -> None:
         if self._backend is None:
