@@ -15,6 +15,7 @@ says when (``team.py``). Mixed precision, offloading and NCCL need GPUs; gloo on
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as Many
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
@@ -30,6 +31,7 @@ from ramify.policy.dense import Dense, unsupported
 from ramify.train.backends.base import Compute
 from ramify.train.backends.sharded_muon import ShardedMuon
 from ramify.train.backends.single import layers_of
+from ramify.train.backends.spread import squares
 
 T = TypeVar("T")
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -111,8 +113,11 @@ class Sharded:
         dist.all_reduce(flag, dist.ReduceOp.MIN)
         return bool(flag)
 
-    def whole(self, value: Tensor) -> Tensor:
-        return value.full_tensor() if isinstance(value, DTensor) else value
+    def norm(self, tensors: Many[Tensor]) -> float:
+        total = squares([_local(each) for each in tensors]) if tensors else torch.zeros((), dtype=torch.float64)
+        total = total.to(self.device)
+        dist.all_reduce(total, group=self._mesh.get_group(self._mesh.ndim - 1))
+        return float(total.sqrt())
 
     # --- when weights are put together -----------------------------------------------------------------------------
 
@@ -159,7 +164,7 @@ class Sharded:
         parameter = self.parameters[name]
         found = parameter.grad if gradient else parameter.detach()
         found = torch.zeros_like(parameter) if found is None else found
-        return self.whole(found.to(self.device)).detach().cpu()
+        return cast(DTensor, found.detach().to(self.device)).full_tensor().cpu()
 
     def _rows(self, tensor: Tensor) -> Tensor:
         """Of this rank: as ``torch.chunk`` cuts, which is how FSDP2 does."""

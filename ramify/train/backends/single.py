@@ -102,7 +102,7 @@ class Single:
     def optim_step(self) -> dict[str, float]:
         lr = self._optim.lr_at(self._num_steps)
         gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
-        norm = float(self._spread.whole(torch.nn.utils.get_total_norm(gradients))) if gradients else 0.0
+        norm = self._spread.norm(gradients)
         if not math.isfinite(norm):
             self._model.zero_grad(set_to_none=True)
             raise TrainError(
