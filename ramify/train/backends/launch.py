@@ -23,7 +23,6 @@ from multiprocessing.connection import Client, Connection, answer_challenge, del
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-import ramify
 from ramify.errors import ConfigError, TrainError
 from ramify.train.backends.base import Shard
 
@@ -178,7 +177,7 @@ def follow(world: World) -> NoReturn:
 def _started(rank: int, world: World, timeout_s: float, device: str) -> subprocess.Popen[bytes]:
     import torch
 
-    package = str(Path(ramify.__file__).parents[1])
+    package = str(Path(__file__).parents[3])
     environment = os.environ | {
         "OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // world.size)),
         "RANK": str(rank), "WORLD_SIZE": str(world.size), "LOCAL_RANK": str(rank), "MASTER_ADDR": world.address,

@@ -133,9 +133,10 @@ class Team:
                 for link in self._links:
                     with contextlib.suppress(OSError):  # the watch finds out why
                         link.talk.send_bytes(pickle.dumps((verb, (*shared, *(each[link.rank] if each else ())))))
-                ended = [carried_out(self._own, verb, (*shared, *(each[0] if each else ())))]
-                if ended[0].broke:
-                    self._watch.lose(ended[0].broke, rank=0, grace_s=_GRACE_S)
+                try:
+                    ended = [carried_out(self._own, verb, (*shared, *(each[0] if each else ())))]
+                except Exception as error:  # noqa: BLE001 (another rank may be the cause)
+                    self._watch.lose(_told(verb, error), rank=0, grace_s=_GRACE_S)
                 self._pulse.waits = True
                 ended += [self._watch.ended(link) for link in self._links]
         return self._values(ended)
@@ -191,7 +192,7 @@ class _Watch:
         if self._reason:
             raise TrainError(self._reason)
 
-    def lose(self, why: str, rank: int, grace_s: float = 0.0) -> None:
+    def lose(self, why: str, rank: int, grace_s: float = 0.0) -> NoReturn:
         """Rank ``rank`` is lost; within ``grace_s`` it may turn out that another one was the cause. Ends all others."""
         until = time.monotonic() + grace_s
         while not self._reason and time.monotonic() < until and self._links:
@@ -200,7 +201,7 @@ class _Watch:
                 break
             time.sleep(0.02)
         self._give_up(f"rank {rank}{self._place(rank)} is lost: {why}")
-        self.check()
+        raise TrainError(self._reason)
 
     def ended(self, link: Link) -> Ended:
         """How the rank ended its verb, once it has. Raises TrainError where a rank was lost."""
@@ -346,11 +347,11 @@ def carried_out(own: Any, verb: str, arguments: tuple[Any, ...]) -> Ended:
         return Ended(getattr(own, verb)(*arguments))
     except RamifyError as error:
         return Ended(said=error)
-    except Exception as error:  # noqa: BLE001 (told to rank 0, and raised there)
-        print(traceback.format_exc(), file=sys.stderr)
-        return Ended(
-            broke=f"in '{verb}', {type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
-        )
+
+
+def _told(verb: str, error: Exception) -> str:
+    first = str(error).strip().partition("\n")[0]
+    return f"in '{verb}', {type(error).__name__}: {first}"
 
 
 def follow(own: Any, pulse: Pulse, talk: Connection, watch: Connection, rank: int, timeout_s: float) -> None:
@@ -368,7 +369,11 @@ def follow(own: Any, pulse: Pulse, talk: Connection, watch: Connection, rank: in
                 return
             verb, arguments = told
             with pulse.doing(verb):
-                ended = carried_out(own, verb, arguments)
+                try:
+                    ended = carried_out(own, verb, arguments)
+                except Exception as error:  # noqa: BLE001 (told to rank 0, and raised there)
+                    traceback.print_exc()
+                    ended = Ended(broke=_told(verb, error))
             talk.send_bytes(pickle.dumps(ended))
             if ended.broke:
                 _end(rank, ended.broke)
