@@ -15,7 +15,9 @@ import torch
 from ramify.build import train
 from ramify.errors import ConfigError
 from ramify.inference.base import TINY
+from ramify.policy.weights import read_weights
 from ramify.train.backends.base import Compute, Optim, Shard
+from ramify.train.checkpoint import Checkpoints
 from ramify.train.config import LoraSpec, PolicySpec, Run
 from ramify.train.loop import Cadence
 from ramify.train.loss import Loss
@@ -91,6 +93,11 @@ def test_torchrun_starts_the_ranks(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("holds the trained policy") == 1
     check_close(tmp_path / "two", tmp_path / "one")
+    for out in (tmp_path / "one", tmp_path / "two"):
+        best = Checkpoints(out).best()
+        assert best is not None
+        kept = read_weights(best / "policy")
+        assert all(torch.equal(weight, kept[name]) for name, weight in weights_of(out).items())
     assert max(values.get("ref_kl", 0.0) for _, _, values in steady(tmp_path / "two")) > 1e-6
 
 
