@@ -1,6 +1,7 @@
 """Figures of the viewer's page, in headless Chromium over a server in a process of its own.
 
-    first paint     from opening the address of a run with 10,000 calls to all of them drawn; tab and server are new
+    first paint     from opening the address of a run with 10,000 calls to all of them drawn; tab and server are new, and
+                    nothing of the run was read before
     scrolling       the median time between two frames, and the rows that exist, while the list of calls is scrolled
     live events     from an event's line in the journal to the change on the page
 
@@ -83,16 +84,16 @@ def figures(quick: bool) -> Iterator[Figure]:
 def _big_run(browser: Any, folder: Path, rounds: int) -> list[float]:
     """[seconds to the first paint, of processor time for it, most rows, milliseconds of a frame]; each round
     has a server that is new."""
-    journal = golden.journal_of(NUM_CALLS, folder / "big.jsonl")
+    golden.journal_of(NUM_CALLS, folder / "big" / "run.jsonl")
     paints, work = [], []
     for round in range(rounds):
-        with _viewer(journal) as (address, process):
+        with _viewer(folder / "big") as (address, process):
             page = browser.new_page(viewport={"width": 1280, "height": 800})
             measure = page.context.new_cdp_session(page)
             measure.send("Performance.enable", {"timeDomain": "threadTicks"})
             before = _processor_s(process)
             started = time.perf_counter()
-            page.goto(f"{address}#/run/p0%2F", wait_until="commit")
+            page.goto(f"{address}#/run/p0%2Frun.jsonl", wait_until="commit")
             page.locator(f"canvas[data-drawn='{NUM_CALLS}']").wait_for()
             paints.append(time.perf_counter() - started)
             told = {each["name"]: each["value"] for each in measure.send("Performance.getMetrics")["metrics"]}

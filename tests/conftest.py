@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import sys
 from pathlib import Path
 
@@ -38,10 +39,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=f"NO DEFAULT SANDBOX HERE: {why_not()}"))
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    if why_not.cache_info().currsize and why_not():
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    was_split = bool(getattr(config.option, "numprocesses", None))  # the tests were in other processes
+    if (was_split or why_not.cache_info().currsize) and why_not():
         terminalreporter.write_sep("=", "NOT TESTED HERE", red=True)
         terminalreporter.write_line(f"tests of {', '.join(IN_THE_DEFAULT)} need the default sandbox: {why_not()}")
+    if was_split:
+        importlib.import_module("tests.viewer.browser")
     browser = sys.modules.get("tests.viewer.browser")  # where its tests were asked for
     if browser is not None and browser.why_not():
         terminalreporter.write_sep("=", "NOT TESTED HERE", red=True)

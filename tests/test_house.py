@@ -16,7 +16,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "ramify"
 FLOORS = [
-    {"types", "errors"},
+    {"types", "errors", "progress"},
     {"clients", "sandbox", "policy", "inference", "store", "sources", "tasks"},
     {"engine"},
     {"combinators"},

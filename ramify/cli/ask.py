@@ -20,7 +20,9 @@ from ramify.cli.exits import Exit, epilog
 from ramify.cli.measures import parse_size
 from ramify.cli.notes import Notes, write
 from ramify.cli.parser import Command, Option, UsageError
+from ramify.cli.progress import OPTION, Screen, form_of
 from ramify.cli.settings import fill, unknown_variables
+from ramify.cli.telemetry import exporting
 from ramify.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
@@ -53,7 +55,12 @@ SETTINGS = (
     Option("max_concurrency", int, "requests at once (default: 64)"),
     Option("branches", int, "first turns to go on from, each to an answer; most of them win (default: 1)"),
     Option("cite", bool, "ask for citations and check them"),
-    Option("scaffold", str, "prompts: default, minimal, tiny, or a .toml or .json file", "NAME|FILE"),
+    Option(
+        "scaffold",
+        str,
+        "prompts: default, minimal, tiny, bare, retool, or a .toml or .json file",
+        "NAME|FILE",
+    ),
     Option("sandbox", str, "where code runs (default: jail)"),
     Option("tier", str, "of the jail, the weakest accepted: A, B or C (default: B)", "A|B|C"),
     Option("allow_weaker", bool, "accept less isolation, or none where there is no jail"),
@@ -68,7 +75,10 @@ SETTINGS = (
     Option("json", bool, "print one JSON object"),
     Option("quiet", bool, "nothing on stderr but errors", short="-q"),
     Option("verbose", bool, "a line on stderr for each step", short="-v"),
+    OPTION,
 )
+_SAID_AGAIN = ("--json", "--quiet", "--verbose", "--progress", "--allow-weaker")
+"""What may be said again where a run goes on."""
 OF_ONE_QUESTION = (
     Option("answer_schema", str, "JSON schema that the answer must meet", "FILE|JSON"),
     Option("resume", str, "go on with a run that was cut off, as it began", "RUN"),
@@ -85,20 +95,23 @@ def ask(words: list[str], answer_schema: str | None = None, resume: str | None =
     notes.take_warnings()
     for line in unknown_variables(KINDS):
         notes.say(f"ramify: warning: {line}")
+    form = form_of(settings.get("progress"), notes)
     if resume is not None:
         from ramify.cli.asking import run_again
 
         allow_weaker = bool(settings.get("allow_weaker"))
-        return run_again(resume, notes, as_json=bool(settings.get("json")), allow_weaker=allow_weaker)
+        with exporting(notes), Screen(notes, form) as screen:
+            return run_again(resume, screen, as_json=bool(settings.get("json")), allow_weaker=allow_weaker)
     if not words or not words[0].strip():
         raise UsageError("say what you want to know: ramify ask QUESTION PATH…")
     if not settings.get("model"):
         write(NO_MODEL)
         return Exit.ERROR
-    return _ask(words[0], words[1:], answer_schema, settings, notes)
+    with exporting(notes), Screen(notes, form) as screen:
+        return _ask(words[0], words[1:], answer_schema, settings, screen)
 
 
-def _ask(question: str, paths: list[str], answer_schema: str | None, settings: dict[str, Any], notes: Notes) -> int:
+def _ask(question: str, paths: list[str], answer_schema: str | None, settings: dict[str, Any], screen: Screen) -> int:
     spec = sandbox_spec(settings)
     _warm_up(settings["model"], spec if _needs_session(paths, settings) else None)
     from ramify.cli import asking
@@ -106,11 +119,10 @@ def _ask(question: str, paths: list[str], answer_schema: str | None, settings: d
     schema = read_schema(answer_schema)
     with mcp_tools(settings) as tools:
         rlm = make_rlm(settings, spec, open_store(settings), tools)
-        loaded = load_sources(paths, notes)
-        servers = tools.servers if tools is not None else ()
+        loaded = load_sources(paths, screen.notes)
         cite, cache = bool(settings.get("cite")), bool(settings.get("cache"))
-        asked = asking.Asked(question, loaded, paths, schema, cite, cache, servers)
-        return asking.run(rlm, asked, notes, as_json=bool(settings.get("json")))
+        asked = asking.Asked(question, loaded, paths, schema, cite, cache)
+        return asking.run(rlm, asked, screen, as_json=bool(settings.get("json")))
 
 
 def mcp_tools(settings: dict[str, Any]) -> contextlib.AbstractContextManager[McpTools | None]:
@@ -270,7 +282,7 @@ def _is_piped(notes: Notes) -> bool:
 def _refuse_settings(words: list[str], answer_schema: str | None, given: dict[str, Any]) -> None:
     """A resumed run goes on as it began: only what concerns the output and this machine may be said again."""
     named = [option.long for option in SETTINGS if given[option.name] is not None]
-    other = [name for name in named if name not in ("--json", "--quiet", "--verbose", "--allow-weaker")]
+    other = [name for name in named if name not in _SAID_AGAIN]
     other += ["--answer-schema"] if answer_schema else []
     if words or other:
         raise UsageError(

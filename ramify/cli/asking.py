@@ -1,6 +1,6 @@
 """A question from the command line, from its start to its exit code: Ctrl-C, what is shown meanwhile, what is printed.
 
-run ──> start an RLM's run ──> watch its events (a live view, lines, or nothing) ──> print the answer ──> exit code
+run ──> start an RLM's run ──> watch its events (``progress.py``) ──> print the answer ──> exit code
            ^
            └── Ctrl-C: once ``wrap_up``, twice ``cancel``, a third time Python's own
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -22,6 +21,7 @@ import msgspec
 from ramify.cli import text
 from ramify.cli.exits import Exit, exit_of
 from ramify.cli.notes import Notes, error_line
+from ramify.cli.progress import Screen
 from ramify.cli.watch import Lines, Watcher
 from ramify.engine.call import jsonable
 from ramify.engine.rlm import RLM
@@ -47,33 +47,34 @@ class Asked(msgspec.Struct, frozen=True):
     schema: dict[str, Any] | None
     cite: bool
     cache: bool
-    mcp: tuple[str, ...] = ()
-    """MCP servers whose tools the session has, as they are recorded."""
 
     def start(self, rlm: RLM, on_event: Callable[[AnyEvent], None]) -> Running:
         given = (self.question, None) if self.loaded is None else (self.loaded, self.question)
         return rlm.start(
             *given, answer_type=self.schema, cite=self.cite, cache=self.cache, on_event=on_event,
-            metadata={**source_record(self.loaded, self.paths), **({"mcp": self.mcp} if self.mcp else {})},
+            metadata=source_record(self.loaded, self.paths),
         )  # fmt: skip
 
 
-def run(rlm: RLM, asked: Asked, notes: Notes, *, as_json: bool) -> Exit:
-    return _finish(lambda on_event: asked.start(rlm, on_event), rlm, notes, as_json, bool(asked.schema))
+def run(rlm: RLM, asked: Asked, screen: Screen, *, as_json: bool) -> Exit:
+    return _finish(lambda on_event: asked.start(rlm, on_event), rlm, screen, as_json, bool(asked.schema))
 
 
-def run_again(run: str, notes: Notes, *, as_json: bool, allow_weaker: bool) -> Exit:
+def run_again(run: str, screen: Screen, *, as_json: bool, allow_weaker: bool) -> Exit:
     """Go on with a stored run; one that has ended is answered from the record."""
     from ramify.cli import again
 
+    notes = screen.notes
     store, recorded = again.find(run)
     has_schema = bool(recorded.started.config.get("answer_schema"))
     rlm = again.rebuild(recorded.started, store, with_tools=recorded.ended is None, allow_weaker=allow_weaker)
     if recorded.ended is not None:
         notes.say(f"run {recorded.started.id} had ended; this is its answer")
-        return _print(asyncio.run(rlm.aresume(run)), notes, as_json, has_schema, is_stored=True)
+        result = asyncio.run(rlm.aresume(run))
+        screen.clear()
+        return _print(result, notes, as_json, has_schema, is_stored=True)
     notes.say(f"going on with run {recorded.started.id}: {text.one_line(recorded.started.question)}")
-    return _finish(lambda on_event: rlm.restart(run, on_event=on_event), rlm, notes, as_json, has_schema)
+    return _finish(lambda on_event: rlm.restart(run, on_event=on_event), rlm, screen, as_json, has_schema)
 
 
 def source_record(loaded: Loaded | None, paths: list[str]) -> dict[str, Any]:
@@ -86,34 +87,35 @@ def source_record(loaded: Loaded | None, paths: list[str]) -> dict[str, Any]:
 # --- running ---------------------------------------------------------------------------------------------------
 
 
-def _finish(start: Start, rlm: RLM, notes: Notes, as_json: bool, has_schema: bool) -> Exit:
+def _finish(start: Start, rlm: RLM, screen: Screen, as_json: bool, has_schema: bool) -> Exit:
+    notes = screen.notes
     interrupts = Interrupts(notes)
     gc.freeze()  # what start-up made stays; ``main`` had turned collection off for it
     gc.enable()
     try:
-        result = asyncio.run(_watched(start, rlm, notes, interrupts))
+        result = asyncio.run(_watched(start, rlm, screen, interrupts))
     except asyncio.CancelledError:
         notes.say("ramify: stopped")
         return interrupts.code
+    screen.clear()
     return _print(result, notes, as_json, has_schema, is_stored=rlm.store is not None)
 
 
-async def _watched(start: Start, rlm: RLM, notes: Notes, interrupts: Interrupts) -> Result:
+async def _watched(start: Start, rlm: RLM, screen: Screen, interrupts: Interrupts) -> Result:
     async with rlm:
-        watcher = _watcher(rlm, notes)
+        watcher = _watcher(rlm, screen)
         running = start(watcher.apply)
-        with interrupts.caught(running):
-            async with watcher.watching(running):
-                return await running.result()
+        with interrupts.caught(running), watcher.watching(running):
+            return await running.result()
 
 
-def _watcher(rlm: RLM, notes: Notes) -> Watcher:
-    lines = Lines(notes)
-    if notes.quiet or not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
+def _watcher(rlm: RLM, screen: Screen) -> Watcher:
+    lines = Lines(screen.notes, screen)
+    if screen.form != "live":
         return lines
     from ramify.cli.live import LiveView
 
-    return LiveView(notes, lines, rlm.limits.max_seconds)
+    return LiveView(screen, lines, rlm.limits.max_seconds)
 
 
 class Interrupts:

@@ -26,7 +26,8 @@ from ramify.sandbox.base import open_sandbox
 EXTRAS = {
     "anthropic": "anthropic", "litellm": "litellm", "pdf": "pypdf", "ipython": "IPython", "mcp": "mcp",
     "monty": "pydantic_monty", "modal": "modal", "e2b": "e2b", "daytona": "daytona", "prime": "prime_sandboxes",
-    "train": "torch", "datasets": "datasets", "ray": "ray",
+    "train": "torch", "datasets": "datasets", "ray": "ray", "tensorboard": "tensorboardX", "wandb": "wandb",
+    "mlflow": "mlflow", "trackio": "trackio", "otel": "opentelemetry.sdk",
 }  # fmt: skip
 """Extra -> the module that it brings."""
 _KEYS_OF_OTHERS = {"anthropic": ("ANTHROPIC_API_KEY",)}
@@ -96,10 +97,25 @@ def _sandbox() -> Iterator[str]:
 
 def _extras() -> Iterator[str]:
     for extra, module in EXTRAS.items():
-        if importlib.util.find_spec(module) is None:
-            yield f"{extra}: not installed (pip install 'ramify[{extra}]')"
+        if _is_installed(module):
+            yield f"{extra}: {module} {_version_of(module)}".rstrip()
         else:
-            yield f"{extra}: {module} {importlib.metadata.version(module)}"
+            yield f"{extra}: not installed (pip install 'ramify[{extra}]')"
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of a package that is not there
+        return False
+
+
+def _version_of(module: str) -> str:
+    """Empty where another distribution brings the module, as ``mlflow-skinny`` may."""
+    try:
+        return importlib.metadata.version(module)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def _store() -> Iterator[str]:

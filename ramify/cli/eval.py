@@ -8,24 +8,36 @@ ramify eval questions.jsonl question=q gold=a reward=f1 --model …
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
+import time
+from collections.abc import Coroutine
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ramify.cli.ask import KINDS, NO_MODEL, SETTINGS, make_rlm, open_store, sandbox_spec
+from ramify.cli.ask import KINDS, NO_MODEL, SETTINGS, make_rlm, mcp_tools, open_store, sandbox_spec
 from ramify.cli.exits import Exit
 from ramify.cli.notes import Notes, write
 from ramify.cli.parser import Command, Option, UsageError
+from ramify.cli.progress import Screen, form_of
 from ramify.cli.settings import fill, unknown_variables
+from ramify.cli.telemetry import exporting
+from ramify.cli.text import dollars
+from ramify.progress import Work, doing
 
 if TYPE_CHECKING:
+    from ramify.engine.rlm import RLM
     from ramify.evaluate.record import Record
+    from ramify.evaluate.report import Report
     from ramify.evaluate.run import Evaluation, Outcome, Plan
     from ramify.tasks.base import Task
+    from ramify.train.metrics import Measured
+    from ramify.train.trackers.base import Trackers
     from ramify.types.trajectory import Trajectory
 
-_OUTPUT = ("store", "json", "quiet", "verbose")
+_OUTPUT = ("store", "json", "quiet", "verbose", "progress")
 """Settings that do not decide what an attempt comes to."""
 OF_AN_EVALUATION = (
     Option("split", str, "of the task (default: test)"),
@@ -37,14 +49,17 @@ OF_AN_EVALUATION = (
     Option("validate", bool, "prove first that right answers score 1 and wrong ones do not (default: yes)"),
     Option("resume", str, "go on with an evaluation that was cut off, as it began; last is the latest", "ID"),
     Option("against", str, "also the difference from another evaluation, over the same items", "ID"),
+    Option("track", list, "also send the figures to tensorboard, wandb, mlflow, trackio or module:Class; repeat it"),
 )
 _PLANNED = ("split", "items", "n", "seed", "validate")
-_NOT_HERE = ("cite", "cache", "mcp")
+_NOT_HERE = ("cite", "cache")
 _SETTINGS = tuple(option for option in SETTINGS if option.name not in _NOT_HERE)
 _KINDS = {name: kind for name, kind in KINDS.items() if name not in _NOT_HERE}
 
 
-def evaluate(words: list[str], k: int | None, resume: str | None, against: str | None, **given: Any) -> int:
+def evaluate(
+    words: list[str], k: int | None, resume: str | None, against: str | None, track: list[str] | None, **given: Any
+) -> int:
     about = {option.name: given.pop(option.name) for option in OF_AN_EVALUATION if option.name in given}
     concurrency = about.pop("concurrency")
     if resume is not None:
@@ -61,18 +76,25 @@ def evaluate(words: list[str], k: int | None, resume: str | None, against: str |
         return Exit.ERROR
     if resume is not None and settings.get("store") is False:
         raise UsageError("--resume goes on with what is stored: leave out --no-store")
-    return _Command(settings, notes, k, against, concurrency or 16).run(words, resume, about)
+    with exporting(notes), Screen(notes, form_of(settings.get("progress"), notes)) as screen:
+        return _Command(settings, screen, k, against, concurrency or 16, track or []).run(words, resume, about)
 
 
 class _Command:
     """One evaluation from the command line."""
 
     def __init__(
-        self, settings: dict[str, Any], notes: Notes, k: int | None, against: str | None, concurrency: int
-    ) -> None:
-        self._settings, self._notes, self._k, self._against = settings, notes, k, against
+        self, settings: dict[str, Any], screen: Screen, k: int | None, against: str | None, concurrency: int,
+        track: list[str],
+    ) -> None:  # fmt: skip
+        self._settings, self._screen, self._notes, self._k, self._against = settings, screen, screen.notes, k, against
         self._concurrency = concurrency
         self._store = open_store(settings)
+        self._trackers: Trackers | None = None
+        if track:
+            from ramify.train.trackers.base import Trackers
+
+            self._trackers = Trackers(track, {}, self._notes.say)
 
     def run(self, words: list[str], resume: str | None, about: dict[str, Any]) -> Exit:
         from ramify.evaluate.record import Records
@@ -90,10 +112,19 @@ class _Command:
         if record is None and records is not None:
             record = records.create(plan)
         try:
-            return self._evaluated(task, plan, record, other)
+            with self._tracked(plan, record, resume is not None):
+                return self._evaluated(task, plan, record, other)
         finally:
             if record is not None:
                 record.close()
+
+    def _tracked(self, plan: Plan, record: Record | None, is_resumed: bool) -> contextlib.AbstractContextManager[None]:
+        """The trackers, open from the beginning, so that what is wrong with one is known before anything is spent."""
+        if self._trackers is None:
+            return contextlib.nullcontext()
+        id = record.id if record is not None else time.strftime("%Y%m%d-%H%M%S")
+        name, config = f"eval {plan.task}/{plan.split} {plan.model}", msgspec.to_builtins(plan)
+        return self._trackers.opened(name, Path("runs/evaluations") / id, config, 0 if is_resumed else None)
 
     def _other(self, records: Any) -> Evaluation | None:
         """The evaluation to compare with, read before anything is spent."""
@@ -109,28 +140,47 @@ class _Command:
 
         fields = {"split": about["split"], "items": about["items"], "attempts": about["n"], "seed": about["seed"]}
         settings = {name: value for name, value in self._settings.items() if name not in (*_OUTPUT, "model")}
+        if settings.get("mcp"):
+            from ramify.engine.mcp import recorded
+
+            settings["mcp"] = [recorded(server) for server in settings["mcp"]]
         return Plan(
             model=self._settings["model"], task=words[0], options=dict(map(_option, words[1:])), settings=settings,
             **{name: value for name, value in fields.items() if value is not None},
         )  # fmt: skip
 
     def _evaluated(self, task: Task, plan: Plan, record: Record | None, other: Evaluation | None) -> Exit:
+        settings = {**plan.settings, "model": plan.model}
+        given = self._settings.get("mcp") or settings.get("mcp")  # in the plan without the values of variables
+        with mcp_tools({"mcp": given}) as tools:
+            rlm = make_rlm(settings, sandbox_spec(settings), self._store, tools)
+            return self._attempted(rlm, task, plan, record, other)
+
+    def _attempted(self, rlm: RLM, task: Task, plan: Plan, record: Record | None, other: Evaluation | None) -> Exit:
         from ramify.clients.base import Sampling
         from ramify.evaluate.run import evaluate
 
-        settings = {**plan.settings, "model": plan.model}
-        rlm = make_rlm(settings, sandbox_spec(settings), self._store)
-        progress = _Progress(self._notes, min(plan.items, len(task.splits.get(plan.split, ()))) * plan.attempts, record)
-        work = evaluate(
-            rlm, task, plan, sampling=Sampling(temperature=settings.get("temperature")), record=record,
-            concurrency=self._concurrency, on_outcome=progress,
-        )  # fmt: skip
+        num = min(plan.items, len(task.splits.get(plan.split, ()))) * plan.attempts
+        done = len(record.outcomes) if record is not None else 0
+        with doing(f"evaluating {plan.split}", num, "attempts", first=done) as work:
+            progress = _Progress(self._screen, work, num, record)
+            evaluating = evaluate(
+                rlm, task, plan, sampling=Sampling(temperature=plan.settings.get("temperature")), record=record,
+                concurrency=self._concurrency, on_outcome=progress,
+            )  # fmt: skip
+            return self._run(evaluating, progress, record, other)
+
+    def _run(
+        self, evaluating: Coroutine[Any, Any, Evaluation], progress: _Progress, record: Record | None,
+        other: Evaluation | None,
+    ) -> Exit:  # fmt: skip
         try:
-            found = asyncio.run(work)
+            found = asyncio.run(evaluating)
         except KeyboardInterrupt:
             again = f"; go on with it: ramify eval --resume {record.id}" if record is not None else ""
             self._notes.say(f"ramify: stopped after {progress.done:,} attempts{again}")
             return Exit.STOPPED
+        self._screen.clear()
         return self._shown(found, record, other)
 
     def _shown(self, found: Evaluation, record: Record | None, other: Evaluation | None) -> Exit:
@@ -139,6 +189,8 @@ class _Command:
         figures = report(found, k=self._k)
         against = difference(found, other) if other is not None else None
         id = record.id if record is not None else None
+        if self._trackers is not None:
+            self._trackers(_measured(figures))
         if self._settings.get("json"):
             named = (
                 None if against is None else {"evaluation": self._against, "items": against[1], "average": against[0]}
@@ -158,21 +210,54 @@ class _Command:
         return Exit.ERROR if figures.failed == figures.attempts else Exit.ANSWERED
 
 
-class _Progress:
-    """Says how far it is: each tenth, and each attempt to those who asked for more."""
+def _measured(figures: Report) -> Measured:
+    """The figures as trackers take them: ``{"all/average": 0.81, "all/pass@4": 0.9, "cost": 0.12, …}``"""
+    from ramify.train.metrics import Measured
 
-    def __init__(self, notes: Notes, num: int, record: Record | None) -> None:
-        self.done = len(record.outcomes) if record is not None else 0
-        self._notes, self._num = notes, num
-        self._right = sum(each.reward or 0.0 for each in record.outcomes) if record is not None else 0.0
+    values: dict[str, float | None] = {
+        "attempts": figures.attempts, "failed": figures.failed, "cost": figures.spent.cost,
+        "input_tokens": figures.spent.input_tokens, "output_tokens": figures.spent.output_tokens,
+        "seconds_mean": figures.spent.seconds_mean,
+        **{f"rewards/{name}": value for name, value in figures.rewards.items()},
+        **{f"metrics/{name}": value for name, value in figures.metrics.items()},
+    }  # fmt: skip
+    for row in figures.rows:
+        shown = (("average", row.average), (f"pass@{figures.k}", row.passes), (f"majority@{figures.k}", row.majority))
+        values |= {f"{row.kind}/{name}": None if figure is None else figure.value for name, figure in shown}
+    return Measured(0, "eval", 0.0, {name: float(value) for name, value in values.items() if value is not None})
+
+
+class _Progress:
+    """Says how far it is: on the bar, or in lines each tenth; and each attempt to those who asked for more."""
+
+    def __init__(self, screen: Screen, work: Work, num: int, record: Record | None) -> None:
+        before = record.outcomes if record is not None else []
+        self.done = len(before)
+        self._screen, self._notes, self._work, self._num = screen, screen.notes, work, num
+        self._right, self._failed = sum(each.reward or 0.0 for each in before), 0
+        self._cost = sum(each.cost or 0.0 for each in before)
 
     def __call__(self, outcome: Outcome, trajectory: Trajectory) -> None:
         self.done += 1
         self._right += outcome.reward or 0.0
+        self._failed += outcome.reward is None
+        self._cost += outcome.cost or 0.0
         worth = "failed: " + outcome.error if outcome.reward is None else f"{outcome.reward:g}"
-        self._notes.detail(f"{outcome.item} attempt {outcome.attempt}: {worth} {outcome.run}".rstrip())
-        if 10 * self.done // self._num > 10 * (self.done - 1) // self._num and self._num >= 10:
+        if self._notes.verbose:
+            self._notes.say(f"{outcome.item} attempt {outcome.attempt}: {worth} {outcome.run}".rstrip())
+        self._screen.event(
+            "attempt", item=outcome.item, attempt=outcome.attempt, reward=outcome.reward, error=outcome.error,
+            run=outcome.run,
+        )  # fmt: skip
+        self._work.at(self.done, self._note())
+        is_tenth = 10 * self.done // self._num > 10 * (self.done - 1) // self._num and self._num >= 10
+        if self._screen.form == "lines" and is_tenth:
             self._notes.say(f"{self.done:,} of {self._num:,} attempts, average {self._right / self.done:.3f}")
+
+    def _note(self) -> str:
+        failed = f" · {self._failed:,} failed" if self._failed else ""
+        cost = f" · {dollars(self._cost)}" if self._cost else ""
+        return f"average {self._right / self.done:.3f}{failed}{cost}"
 
 
 def _task(plan: Plan, validates: bool) -> Task:
@@ -210,10 +295,10 @@ def _refuse_more(words: list[str], given: dict[str, Any]) -> None:
 COMMAND = Command(
     "eval",
     """\
-Evaluate a model on TASK: ledger, needle, one of your own (file.py:name or module:name), or rows of a
-.jsonl or .parquet file or of hf:NAME. OPTION=VALUE goes to the task. Attempts are runs like those of
-ask, with the same settings; figures go to stdout. A stored evaluation can be gone on with (--resume)
-and compared (--against).""",
+Evaluate a model on TASK: ledger, needle, programs, toolmath, one of your own (file.py:name or
+module:name), or rows of a .jsonl or .parquet file or of hf:NAME. OPTION=VALUE goes to the task.
+Attempts are runs like those of ask, with the same settings; figures go to stdout. A stored
+evaluation can be gone on with (--resume) and compared (--against).""",
     evaluate,
     "TASK OPTION=VALUE…",
     max_words=None,

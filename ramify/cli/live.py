@@ -1,4 +1,4 @@
-"""The live view on a terminal: the tree, the last code, what is spent of the budget. Drawn ten times a second on stderr.
+"""The picture of a run on a terminal: the tree, the last code, what is spent of the budget. ``progress.py`` draws it.
 
 Everything that a model or a document said is cleaned of escape sequences and put into ``Text`` objects, which know no
 markup: ``[bold]`` is shown as it was written.
@@ -6,23 +6,19 @@ markup: ``[bold]`` is shown as it was written.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import Iterator
 
-from rich.console import Console, Group
-from rich.live import Live
 from rich.text import Text
 
-from ramify.cli.notes import Notes
+from ramify.cli.progress import Screen
 from ramify.cli.text import clean, count, dollars, one_line, seconds, ticking
 from ramify.cli.tree import Node, Tree
 from ramify.cli.watch import Lines
 from ramify.engine.running import Running
 from ramify.types.event import AnyEvent
 
-_INTERVAL_S = 0.1
 _CODE_LINES = 6
 _MARKS = {"starting": "○", "asking": "◐", "running code": "▶", "last word": "◐", "done": "●"}
 
@@ -30,50 +26,35 @@ _MARKS = {"starting": "○", "asking": "◐", "running code": "▶", "last word"
 class LiveView:
     """Watches one run."""
 
-    def __init__(self, notes: Notes, lines: Lines, max_seconds: float) -> None:
-        self._notes, self._lines, self._max_seconds = notes, lines, max_seconds
+    def __init__(self, screen: Screen, lines: Lines, max_seconds: float) -> None:
+        self._screen, self._lines, self._max_seconds = screen, lines, max_seconds
         self._tree = Tree()
-        self._console = Console(stderr=True, highlight=False)
         self._began = time.monotonic()
+        self._running: Running | None = None
 
     def apply(self, event: AnyEvent) -> None:
         self._lines.apply(event)
-        self._tree.apply(event)
+        with self._screen.lock:
+            self._tree.apply(event)
 
-    @contextlib.asynccontextmanager
-    async def watching(self, running: Running) -> AsyncIterator[None]:
-        live = Live(
-            console=self._console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False
-        )
-        with live:
-            self._notes.above = lambda line: self._console.print(Text(clean(line)))
-            redraw = asyncio.create_task(self._redraw(live, running))
-            try:
-                yield
-            finally:
-                self._notes.above = None
-                redraw.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await redraw
+    @contextlib.contextmanager
+    def watching(self, running: Running) -> Iterator[None]:
+        self._running = running
+        self._screen.draw(self.rows)
+        yield
 
-    async def _redraw(self, live: Live, running: Running) -> None:
-        while True:
-            live.update(self.drawn(running.standing()), refresh=True)
-            await asyncio.sleep(_INTERVAL_S)
-
-    def drawn(self, standing: list[tuple[str, float, float]]) -> Group:
-        """All rows, within the terminal's height."""
+    def rows(self, width: int, height: int) -> list[Text]:
+        """Rows for a terminal of that size."""
         elapsed_s = time.monotonic() - self._began
-        room = max(self._console.height - 4, 4)
+        room = max(height - 1, 4)
         nodes, hidden = self._tree.shown(max(room // 3, 1))
         rows = [row for node in nodes for row in self._node_rows(node, elapsed_s, with_code=room >= 12)]
         rows = [*rows[: room - 1], Text(f"  … and {hidden:,} more sessions", "dim")] if hidden else rows[:room]
         if self._tree.notice:
-            rows.append(Text(f"  {one_line(self._tree.notice, self._console.width - 4)}", "yellow"))
+            rows.append(Text(f"  {one_line(self._tree.notice, width - 4)}", "yellow"))
+        standing = self._running.standing() if self._running is not None else []
         rows.append(budget_row([*standing, ("seconds", elapsed_s, self._max_seconds)]))
-        for row in rows:
-            row.no_wrap, row.overflow = True, "ellipsis"
-        return Group(*rows)
+        return rows
 
     def _node_rows(self, node: Node, elapsed_s: float, with_code: bool) -> list[Text]:
         indent = "  " * node.depth

@@ -9,10 +9,11 @@ from ramify.cli.ask import make_rlm, mcp_tools, open_store, sandbox_spec
 from ramify.cli.exits import Exit
 from ramify.cli.parser import Command
 from ramify.cli.serving import LIMITS, begin
+from ramify.cli.telemetry import exporting
 
 
 def mcp(words: list[str], **given: Any) -> int:
-    settings, _ = begin(given, "mcp")
+    settings, notes = begin(given, "mcp")
     if settings is None:
         return Exit.ERROR
     from ramify.engine.mcp import need_extra
@@ -20,7 +21,7 @@ def mcp(words: list[str], **given: Any) -> int:
     need_extra("ramify mcp")
     from ramify.serve.mcp import run
 
-    with mcp_tools(settings) as tools:
+    with exporting(notes), mcp_tools(settings) as tools:
         asyncio.run(run(make_rlm(settings, sandbox_spec(settings), open_store(settings), tools), words or ["."]))
     return Exit.ANSWERED
 

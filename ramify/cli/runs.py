@@ -53,10 +53,14 @@ def prune(words: list[str], older_than: str | None, keep: int | None, max_size: 
         parse_age(older_than, "--older-than") if older_than else None, keep,
         parse_size(max_size, "--max-size") if max_size else None,
     )  # fmt: skip
-    for id in removed:
+    for id in removed.runs:
         print(f"deleted {id}")
+    for id in removed.evaluations:
+        print(f"deleted evaluation {id}")
     after = store.size()
-    print(f"{many(len(removed), 'run')} deleted, {size(max(before - after, 0))} freed, {size(after)} left")
+    evaluations = f" and {many(len(removed.evaluations), 'evaluation')}" if removed.evaluations else ""
+    freed = f"{size(max(before - after, 0))} freed, {size(after)} left"
+    print(f"{many(len(removed.runs), 'run')}{evaluations} deleted, {freed}")
     return Exit.ANSWERED
 
 
@@ -107,12 +111,12 @@ COMMANDS = (
     Command(
         "runs prune",
         """\
-Delete old runs, and what only they hold. Runs that are being written stay. With --keep alone all but the
-newest go; without options, only what no run needs any more.""",
+Delete old runs and evaluations, and what only they hold. What is being written stays. With --keep alone all
+but the newest go; without options, only what no run needs any more.""",
         prune,
         options=(
-            Option("older_than", str, "delete runs that ended longer ago: 30d, 12h", "AGE"),
-            Option("keep", int, "keep this many newest runs in any case"),
+            Option("older_than", str, "delete what ended longer ago: 30d, 12h", "AGE"),
+            Option("keep", int, "keep this many newest runs in any case, and as many evaluations"),
             Option("max_size", str, "delete the oldest until the store fits: 2GB, 500MB", "SIZE"),
         ),
     ),

@@ -6,6 +6,7 @@ Ctrl-C or SIGTERM once: no more requests are taken, and runs may end for a while
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,9 @@ from ramify.cli.exits import Exit
 from ramify.cli.measures import parse_size
 from ramify.cli.notes import Notes, write
 from ramify.cli.parser import Command, Option, UsageError
+from ramify.cli.progress import Screen, form_of
 from ramify.cli.serving import LIMITS, begin, on_stop
+from ramify.cli.telemetry import exporting
 from ramify.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -46,7 +49,7 @@ def serve(words: list[str], **given: Any) -> int:
     for name in ("max_runs", "grace"):
         if own[name] is not None and not own[name] >= 1 * (name == "max_runs"):
             raise UsageError(f"--{name.replace('_', '-')} {own[name]}: give at least {1 if name == 'max_runs' else 0}")
-    with mcp_tools(settings) as tools:
+    with exporting(notes), mcp_tools(settings) as tools:
         server = _server(settings, own, open_store(settings), tools)
         asyncio.run(_serve(server, 30.0 if own["grace"] is None else own["grace"], notes))
     return Exit.ANSWERED
@@ -86,7 +89,9 @@ async def _serve(server: RunServer, grace_s: float, notes: Notes) -> None:
         (again if asked.is_set() else asked).set()
 
     on_stop(stop)
-    async with server:
+    async with contextlib.AsyncExitStack() as stack:
+        with Screen(notes, form_of(None, notes)):  # a policy of this machine's is loaded now
+            await stack.enter_async_context(server)
         write(f"{server.name} at {server.url} (Ctrl-C to stop)")
         await asked.wait()
         draining, at_once = asyncio.ensure_future(server.drain(grace_s)), asyncio.ensure_future(again.wait())

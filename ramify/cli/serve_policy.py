@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ramify.cli.exits import Exit
-from ramify.cli.notes import write
+from ramify.cli.notes import Notes, write
 from ramify.cli.parser import Command, Option, UsageError
+from ramify.cli.progress import Screen, form_of
 from ramify.cli.serving import on_stop
+from ramify.progress import doing
 
 if TYPE_CHECKING:
     from ramify.inference.local.client import LocalClient
@@ -21,7 +24,8 @@ _KEY = "RAMIFY_SERVE_KEY"
 def serve_policy(
     words: list[str], host: str | None = None, port: int | None = None, api_key: str | None = None,
     name: str | None = None, slots: int | None = None, device: str | None = None, dtype: str | None = None,
-    thinking: bool | None = None,
+    thinking: bool | None = None, weight_transfer: bool | None = None, carrier: str | None = None,
+    weights_root: str | None = None,
 ) -> int:  # fmt: skip
     from ramify.inference.base import TINY, need_train_extra
 
@@ -30,20 +34,24 @@ def serve_policy(
         raise UsageError(f"--slots {slots}: give at least 1")
     folder = str(TINY) if words[0] == "tiny" else words[0].removeprefix("local:")
 
-    import torch
+    notes = Notes()
+    with Screen(notes, form_of(None, notes)):
+        with doing("starting"):
+            import torch
 
-    from ramify.inference.local.client import LocalClient
-    from ramify.policy.load import load
-    from ramify.serve.policy import PolicyServer
+            from ramify.inference.local.client import LocalClient
+            from ramify.policy.load import load
+            from ramify.serve.policy import PolicyServer
 
-    chosen = None if dtype is None else getattr(torch, dtype, None)
-    if dtype is not None and chosen not in (torch.float32, torch.bfloat16, torch.float16):
-        raise UsageError(f"--dtype {dtype}: give float32, bfloat16 or float16")
-    policy = load(folder, chosen, device, thinking=thinking)
+        chosen = None if dtype is None else getattr(torch, dtype, None)
+        if dtype is not None and chosen not in (torch.float32, torch.bfloat16, torch.float16):
+            raise UsageError(f"--dtype {dtype}: give float32, bfloat16 or float16")
+        policy = load(folder, chosen, device, thinking=thinking)
     client = LocalClient(policy, slots=slots)
     server = PolicyServer(
         client, name=name or words[0], host=host or "127.0.0.1", port=8000 if port is None else port,
-        key=api_key or os.environ.get(_KEY) or None,
+        key=api_key or os.environ.get(_KEY) or None, weight_transfer=bool(weight_transfer),
+        carriers=[carrier] if carrier else [], weights_root=Path(weights_root) if weights_root else None,
     )  # fmt: skip
     asyncio.run(_serve(server, client))
     return Exit.ANSWERED
@@ -73,6 +81,11 @@ COMMAND = Command(
         Option("slots", int, "replies at once (default: 128 on a CPU, 256 on a GPU)"),
         Option("device", str, "cpu, cuda, cuda:1 (default: a GPU where there is one)", "DEVICE"),
         Option("dtype", str, "float32, bfloat16 or float16 (default: float32 on a CPU, else as stored)", "TYPE"),
+        Option(
+            "weight_transfer", bool, "let whoever may ask also replace the weights, as a trainer does (default: no)"
+        ),
+        Option("carrier", str, "a carrier of weights of your own that a trainer may use, as module:Class", "CLASS"),
+        Option("weights_root", str, "read files of weights below FOLDER alone (default: anywhere)", "FOLDER"),
         Option("thinking", bool, "switch a hybrid model's thinking on or off (default: as its template has it)"),
     ),
     epilog="FOLDER is a checkpoint in Hugging Face's layout, a model in Hugging Face's cache, or tiny.",

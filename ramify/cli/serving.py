@@ -11,7 +11,7 @@ from ramify.cli.ask import KINDS, NO_MODEL, SETTINGS
 from ramify.cli.notes import Notes, write
 from ramify.cli.settings import fill, unknown_variables
 
-_OF_ONE_QUESTION = ("cite", "cache", "json", "verbose")
+_OF_ONE_QUESTION = ("cite", "cache", "json", "verbose", "progress")
 LIMITS = tuple(option for option in SETTINGS if option.name not in _OF_ONE_QUESTION)
 """Options of ask: what a question may spend at most, by whom and where it is answered."""
 

@@ -5,18 +5,24 @@ Leaves out what a recipe may say (``train/config.py``) and everything that train
 
 from __future__ import annotations
 
-import contextlib
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
 
 from ramify.cli.curves import Curves, line
 from ramify.cli.exits import Exit
 from ramify.cli.notes import Notes, write
 from ramify.cli.parser import Command, Option, UsageError
-from ramify.cli.text import clean
+from ramify.cli.progress import OPTION, Screen, form_of
+from ramify.progress import doing
 from ramify.train.metrics import Measured, read
 
+if TYPE_CHECKING:
+    from rich.text import Text
+
+TRACKERS = "tensorboard, wandb, mlflow, trackio"
 EVERY = 50
 """Steps between lines of a stage that is not sampled, where there is no live view."""
 
@@ -27,21 +33,29 @@ def train(
     resume: str | None = None,
     plain: bool | None = None,
     quiet: bool | None = None,
+    progress: str | None = None,
+    track: list[str] | None = None,
 ) -> int:
-    from ramify.build import recipe, stored, train  # everything heavy comes with it
-
     recipes = [word for word in words if "=" not in word]
     overrides = [word for word in words if "=" in word]
     if len(recipes) > 1 or (not recipes and resume is None):
         raise UsageError("give one recipe, or --resume DIR")
-    run = recipe(recipes[0], overrides) if recipes else stored(str(resume), overrides)
-    folder = Path(out or _folder(resume) or f"runs/{run.name}")
     notes = Notes(bool(quiet))
     notes.take_warnings()
-    with _watching(run.name, folder, notes, bool(plain) or bool(quiet), resume is not None) as listener:
+    if plain and progress not in (None, "lines"):
+        raise UsageError(f"--plain is --progress lines: leave out one of --plain and --progress {progress}")
+    with Screen(notes, form_of("lines" if plain else progress, notes)) as screen:
+        with doing("starting"):
+            from ramify.build import recipe, stored, train  # everything heavy comes with it
+
+            run = recipe(recipes[0], overrides) if recipes else stored(str(resume), overrides)
+            run = msgspec.structs.replace(run, trackers=(*run.trackers, *(track or ())))
+        folder = Path(out or _folder(resume) or f"runs/{run.name}")
+        listener = _listener(run.name, folder, screen, resume is not None)
         try:
             train(run, folder, resume=resume, listener=listener, say=notes.say)
         except KeyboardInterrupt:
+            screen.close()
             write(f"stopped; go on with: ramify train --resume {folder}")
             return Exit.STOPPED
     print(f"{folder}/policy holds the trained policy: ramify ask --model local:{folder}/policy …")
@@ -56,33 +70,39 @@ def _folder(resume: str | None) -> str | None:
     return str(path.parents[1] if path.parent.name == "checkpoints" else path)
 
 
-@contextlib.contextmanager
-def _watching(
-    name: str, folder: Path, notes: Notes, is_plain: bool, is_resumed: bool
-) -> Iterator[Callable[[Measured], None]]:
-    curves = Curves(name)
-    if is_resumed:
-        for measured in read(folder):
-            curves.add(measured)
-    if is_plain or not sys.stderr.isatty():
-        yield lambda measured: _say(measured, notes)
-        return
-    from rich.console import Console, Group
-    from rich.live import Live
+def _listener(name: str, folder: Path, screen: Screen, is_resumed: bool) -> Callable[[Measured], None]:
+    """Shows what is measured, in the screen's form."""
+    match screen.form:
+        case "live":
+            return _drawing(name, folder, screen, is_resumed)
+        case "json":
+            return lambda measured: screen.event(
+                "measured", step=measured.step, stage=measured.stage, trained_s=measured.at_s, values=measured.values
+            )
+        case "lines":
+            return lambda measured: _say(measured, screen.notes)
+        case _:
+            return lambda measured: None
+
+
+def _drawing(name: str, folder: Path, screen: Screen, is_resumed: bool) -> Callable[[Measured], None]:
+    """Curves, which stay on the terminal when all is over."""
     from rich.text import Text
 
-    console = Console(stderr=True, highlight=False)
-    with Live(console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False) as live:
-        notes.above = lambda text: console.print(Text(clean(text)))
+    curves = Curves(name)
+    for measured in read(folder) if is_resumed else ():
+        curves.add(measured)
 
-        def show(measured: Measured) -> None:
+    def rows(width: int, height: int) -> list[Text]:
+        return [Text(row) for row in curves.rows(width)[:height]]
+
+    def show(measured: Measured) -> None:
+        with screen.lock:
             curves.add(measured)
-            live.update(Group(*(Text(row, no_wrap=True) for row in curves.rows(console.width))), refresh=True)
+        screen.keeps = True
+        screen.draw(rows)
 
-        try:
-            yield show
-        finally:
-            notes.above = None
+    return show
 
 
 def _say(measured: Measured, notes: Notes) -> None:
@@ -106,7 +126,9 @@ COMMAND = Command(
             "go on from a run's last checkpoint, or from the one named; the recipe may be left out",
             "DIR",
         ),
+        Option("track", list, f"also send what is measured to {TRACKERS}, or module:Class; repeat it", "NAME"),
         Option("plain", bool, "lines instead of a live view, as where stderr is no terminal", has_no=False),
         Option("quiet", bool, "nothing but errors", has_no=False),
+        OPTION,
     ),
 )

@@ -63,11 +63,15 @@ def _key_of_name(library: Library, name: str) -> str:
 
 def _key_of_file(library: Library, path: str) -> str:
     """The run that is all that ``path`` holds; empty where it holds several, or none."""
+    from ramify.viewer.kinds import kind_of
+
     file = Path(path).expanduser().resolve()
     if not file.is_file():
         return ""
-    prefix = library.key_of(file)
-    rows = [row.key for row in library.runs()[0] if prefix and row.key.startswith(prefix)]
+    prefix = library.key_of(file) or ""
+    if kind_of(file) == "journal":
+        return prefix
+    rows = [row.key for row in library.runs() if row.key.startswith(prefix)]
     return rows[0] if len(rows) == 1 else ""
 
 

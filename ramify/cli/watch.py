@@ -1,12 +1,15 @@
-"""What is said while a run goes on, where no live view is drawn: nothing, or with ``--verbose`` a line for each step."""
+"""What is said of a run while it goes on, where no live view is drawn: a line for each step with ``--verbose``, a JSON object
+for each where that is the form, else nothing.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import Iterator
 from typing import Protocol
 
 from ramify.cli.notes import Notes
+from ramify.cli.progress import Screen
 from ramify.cli.text import count, dollars, one_line, seconds
 from ramify.engine.running import Running
 from ramify.types.event import AnyEvent, Attempted, CallEnded, CallStarted, CellRan, Noted, Replied
@@ -17,23 +20,27 @@ class Watcher(Protocol):
 
     def apply(self, event: AnyEvent) -> None: ...
 
-    def watching(self, running: Running) -> contextlib.AbstractAsyncContextManager[None]:
+    def watching(self, running: Running) -> contextlib.AbstractContextManager[None]:
         """While the run goes on."""
         ...
 
 
 class Lines:
-    """A line for each step, for those who asked for more."""
+    """A line for each step, for those who asked for more; or an object for programs."""
 
-    def __init__(self, notes: Notes) -> None:
-        self._notes = notes
+    def __init__(self, notes: Notes, screen: Screen) -> None:
+        self._notes, self._screen = notes, screen
 
     def apply(self, event: AnyEvent) -> None:
-        if self._notes.verbose and (line := line_of(event)):
+        if self._screen.form == "json":
+            if line := line_of(event):
+                call = event.id if isinstance(event, CallStarted | CallEnded) else getattr(event, "call", "")
+                self._screen.event("step", kind=type(event).__name__, call=call, text=line)
+        elif self._notes.verbose and (line := line_of(event)):
             self._notes.say(f"{event.at_s:7.2f} s  {line}")
 
-    @contextlib.asynccontextmanager
-    async def watching(self, running: Running) -> AsyncIterator[None]:
+    @contextlib.contextmanager
+    def watching(self, running: Running) -> Iterator[None]:
         yield
 
 

@@ -47,6 +47,8 @@ class Final(msgspec.Struct, frozen=True):
     text: str
     variable: bool = False
     """``text`` names a variable of the session that holds the answer."""
+    as_is: bool = False
+    """``text`` is the answer: neither a name nor a literal of Python."""
 
     def literal(self) -> object:
         """The value where the text is a Python literal, otherwise the text."""
@@ -69,7 +71,7 @@ class Action(msgspec.Struct, frozen=True):
 
 def read_action(message: Message) -> Action:
     """The action that ``message`` asks for."""
-    codes, prose, ignored = _fenced(_without_thinking(message.content))
+    codes, prose, ignored = _fenced(without_thinking(message.content))
     final = _final_text(prose)
     for call in message.tool_calls:
         code, answer, problem = _native(call)
@@ -81,12 +83,13 @@ def read_action(message: Message) -> Action:
 
 def said(text: str) -> str:
     """What ``text`` says beside its code and thinking: the whole of it where it has no code to run."""
-    text = _without_thinking(text)
+    text = without_thinking(text)
     codes, prose, _ = _fenced(text)
     return (prose if codes else text).strip()
 
 
-def _without_thinking(text: str) -> str:
+def without_thinking(text: str) -> str:
+    """``text`` without what stands in thinking blocks, and with plain newlines."""
     text = text.replace("\r\n", "\n")
     text = _THOUGHT.sub("", text) if "</think>" in text else text
     return _THINK.sub("", text)

@@ -22,6 +22,7 @@ from ramify.engine.recorder import Listener, Recorder, checked_listener
 from ramify.engine.resources import Shared
 from ramify.engine.running import Result, Running, Thread, checked
 from ramify.engine.setup import Setup
+from ramify.engine.spans import tracing
 from ramify.errors import ConfigError
 from ramify.store.store import Store
 from ramify.types.trajectory import Trajectory
@@ -84,7 +85,7 @@ class Conversation:
         journal = self._store.create(self._store.new_id("conversation")) if self._store else None
         self._id = journal.id if journal else secrets.token_hex(8)
         self._close_journal = journal.close if journal else None
-        self._thread = Thread(Recorder(journal))
+        self._thread = Thread(Recorder(journal, tracing()))
         return self
 
     async def __aexit__(

@@ -157,7 +157,8 @@ class Host:
         if run.recording is not None:
             recorded = run.recording.tool(*where, asked)
             if recorded is not None:
-                return self._tool_outcome(where, name, asked, recorded.result, recorded.error)
+                return self._tool_outcome(where, name, asked, recorded.result, recorded.error, recorded.seconds)
+        began = run.recorder.now()
         try:
             result = await run.tools_at(self._call.depth).call(name, args, kwargs)
             packed, error = SharedContext(result).pack(), None
@@ -165,16 +166,16 @@ class Host:
             packed, error = None, f"{failure.kind}: {failure}"
         except SandboxError as failure:  # the tool returned something that no session can hold
             packed, error = None, f"TypeError: {name}: {failure}"
-        return self._tool_outcome(where, name, asked, packed, error)
+        return self._tool_outcome(where, name, asked, packed, error, round(run.recorder.now() - began, 6))
 
     def _tool_outcome(
-        self, where: tuple[str, int, int, int], name: str, asked: str, packed: Any, error: str | None
+        self, where: tuple[str, int, int, int], name: str, asked: str, packed: Any, error: str | None, seconds: float
     ) -> Any:
         call, turn, cell, ordinal = where
         self._run.recorder.emit(
             ToolAnswered(
                 at_s=self._run.recorder.now(), call=call, turn=turn, cell=cell, ordinal=ordinal, name=name,
-                arguments_hash=asked, result=packed, error=error,
+                arguments_hash=asked, result=packed, error=error, seconds=seconds,
             )
         )  # fmt: skip
         if error is not None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from ramify.engine import observe
+from ramify.engine import observe, retool
 from ramify.engine.action import Action, Final, read_action, said
 from ramify.engine.branch import Search
 from ramify.engine.call import LiveCall, Outcome
@@ -116,7 +116,7 @@ class RlmLoop:
             stop = run.hold_last_word(call, self._pending)
         if stop is not None:
             return await self._last_word(stop)
-        tools = NATIVE_TOOLS if run.scaffold.native_tools else ()
+        tools = run.scaffold.tools(NATIVE_TOOLS)
         try:
             reply = await run.ask(call, self._pending, reused=self._reused, tools=tools)
         except LimitReached as reached:
@@ -127,16 +127,13 @@ class RlmLoop:
             return Outcome(stop, self._best(in_words=False), str(error), error)
         self._reused, self._last_text = None, reply.message.content
         try:
-            outcome, messages = await self._act(self._action(reply.message))
+            outcome, messages = await self._act(run.scaffold.read(reply.message))
         except SessionDied as died:
             return Outcome(Stop.ERROR, self._best(in_words=False), str(died), died)
         if outcome is None:
             self._pending = messages
             await self._compact_if_long()
         return outcome
-
-    def _action(self, message: Message) -> Action:
-        return Action(codes=(message.content,)) if self.run.scaffold.raw_code else read_action(message)
 
     async def _act(self, action: Action) -> tuple[Outcome | None, list[Message]]:
         """Do what the model asked for: an outcome, or the messages that it is shown next."""
@@ -308,6 +305,8 @@ class RlmLoop:
     async def _text_final(self, final: Final, notes: list[str]) -> Any:
         """The value of ``FINAL(…)`` or ``FINAL_VAR(…)`` given as text; no value, with a note, if there is none."""
         name = final.text
+        if final.as_is:
+            return name
         if final.variable or (name.isidentifier() and name not in ("True", "False", "None")):
             try:
                 session = await self.notebook.session()
@@ -322,7 +321,7 @@ class RlmLoop:
 
     def _best(self, *, in_words: bool = True) -> Any:
         """The best answer so far, checked where it can be: one that was put off or kept, or else what was said last."""
-        words = said(self._last_text) if in_words and not self.run.scaffold.raw_code else ""
+        words = said(self._last_text) if in_words and self.run.scaffold.takes_words else ""
         for candidate in (self._deferred, self._partial, words or None):
             if candidate is _NOTHING or candidate is None:
                 continue
@@ -360,7 +359,7 @@ class RlmLoop:
         return Outcome(stop, best, f"the run's limit is reached ({stop})" if best is None else None)
 
     async def _last_answer(self, message: Message) -> Any:
-        action = read_action(message)
+        action = read_action(message) if self.run.scaffold.raw_code else self.run.scaffold.read(message)
         if action.final is None:
             return self._best()
         value = await self._text_final(action.final, [])
@@ -388,6 +387,8 @@ class RlmLoop:
         )
 
     def _observation(self, action: Action, reports: list[str], notes: list[str]) -> list[Message]:
+        if self.run.scaffold.protocol == "retool":
+            return retool.observation(action, reports, notes)
         if self.run.scaffold.terse_chars:
             shown = "\n".join(filter(None, reports)) or "\n".join(notes)[: self.run.scaffold.terse_chars]
             return [Message("user", shown)]

@@ -10,6 +10,7 @@ what counts as the same past (``past.py``) and what the cell's calls do (``host.
 from __future__ import annotations
 
 import asyncio
+import functools
 from importlib import resources
 
 import msgspec
@@ -148,6 +149,7 @@ class Notebook:
             await session.close()
 
 
+@functools.cache
 def _prelude(max_output_chars: int) -> str:
     source = resources.files("ramify.engine").joinpath("prelude.py").read_text("utf-8")
     return f"{source}\n_CONTROL['max_output_chars'] = {max_output_chars}\n"

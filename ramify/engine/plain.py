@@ -17,9 +17,9 @@ async def ask_plain(
     run: Run, call: LiveCall, prompt: str, kind: AnswerType | None, *, system: str | None = None
 ) -> Outcome:
     """Ask once, and again with the error shown while the reply does not fit ``kind``. Never raises for a failed model."""
-    text = f"{prompt}\n\n{kind.instruction()} Reply with the JSON value alone." if kind else prompt
+    text = f"{prompt}\n\n{kind.alone()}" if kind else prompt
     new = [*([Message("system", system)] if system else []), Message("user", text)]
-    schema = kind.schema if kind else None
+    schema = kind.enforced if kind else None
     error = "no reply"
     for _ in range(1 + MAX_REPAIRS):
         try:

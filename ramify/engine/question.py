@@ -56,7 +56,7 @@ class Question(msgspec.Struct, frozen=True):
 
     def is_direct(self, scaffold: Scaffold, window: int, has_tools: bool) -> bool:
         """The root-level rule: what fits easily is answered by one direct call."""
-        if has_tools or self.tools:
+        if has_tools or self.tools or self.on_session is not None or scaffold.protocol != "notebook":
             return False
         return self.context is None or observe.chars_of(self.context) <= min(scaffold.direct_chars, 2 * window)
 

@@ -28,6 +28,7 @@ from typing import Any
 import msgspec
 
 from ramify.clients.base import Client, Sampling
+from ramify.clients.pool import Pool
 from ramify.engine import sync
 from ramify.engine.branch import Search, config_of, recorded_search, search_of
 from ramify.engine.citations import Citation, Cited
@@ -40,6 +41,7 @@ from ramify.engine.resources import Resources, Shared
 from ramify.engine.running import Result, Running, as_text, checked
 from ramify.engine.scaffold import Scaffold, scaffold_of
 from ramify.engine.setup import Setup
+from ramify.engine.spans import tracing
 from ramify.engine.tools import Tools, ToolSet
 from ramify.errors import ConfigError
 from ramify.sandbox.base import SandboxSpec, module_of
@@ -104,7 +106,7 @@ class RLM:
         self._setup = Setup(
             self._connect, limits, chosen, spec, sampling or Sampling(), tool_set,
             tool_set if child_tools is None else ToolSet(child_tools), store.blobs if store else None,
-            _config(model, sub_model, limits, chosen, spec, sampling),
+            _config(model, sub_model, limits, chosen, spec, sampling, tool_set),
         )  # fmt: skip
 
     @property
@@ -121,6 +123,14 @@ class RLM:
         async with self._shared.use() as resources:
             resources.sandbox()
             return list(self._connect(resources).all)
+
+    @contextlib.asynccontextmanager
+    async def pool(self) -> AsyncIterator[Pool]:
+        """The connections and gates that its runs ask models through, for others whose requests should share them: judges
+        of what the runs did, say."""
+        async with self._shared.use() as resources:
+            self._connect(resources)
+            yield resources.pool
 
     # --- asking ------------------------------------------------------------------------------------------------
 
@@ -176,7 +186,7 @@ class RLM:
         which all runs of an RLM share."""
         asked = question(prompt, query, answer_type, cite)
         chosen = self._search if search is None else search_of(search)
-        listeners = checked_listener(on_event)
+        listeners = (*checked_listener(on_event), *tracing())
         journal = self.store.create(self.store.new_id(asked.text)) if self.store else None
         recorder = Recorder(journal, listeners)
         config = {**self._setup.config, **config_of(chosen), **(metadata or {})}
@@ -221,7 +231,7 @@ class RLM:
         recording = Recording(store.events(run))
         if recording.ended is not None:
             raise ConfigError(f"run {recording.started.id} has ended ({recording.ended.stop}): ask anew")
-        listeners = checked_listener(on_event)
+        listeners = (*checked_listener(on_event), *tracing())
         journal = store.reopen(run)
         recorder = Recorder(journal, listeners, held=recording.holds, since_s=recording.last_s)
         try:
@@ -354,13 +364,13 @@ class RLM:
 
 def _config(
     model: ModelSpec | Sequence[ModelSpec], sub_model: ModelSpec | Sequence[ModelSpec] | None, limits: Limits,
-    chosen: Scaffold, spec: SandboxSpec, sampling: Sampling | None,
+    chosen: Scaffold, spec: SandboxSpec, sampling: Sampling | None, tools: ToolSet,
 ) -> dict[str, Any]:  # fmt: skip
     names = [spec if isinstance(spec, str) else spec.name for spec in listed(model)]
     subs = [spec if isinstance(spec, str) else spec.name for spec in listed(sub_model or ())]
     config = {
         "model": names, "sub_model": subs, "limits": limits, "scaffold": chosen, "sandbox": spec,
-        "sampling": sampling or Sampling(),
+        "sampling": sampling or Sampling(), **({"mcp": tools.servers} if tools.servers else {}),
     }  # fmt: skip
     plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(config))  # as a reader of the journal will see it
     return plain

@@ -27,6 +27,7 @@ from ramify.engine.limits import Amount, Ledger, Limits, bound
 from ramify.engine.models import Models
 from ramify.engine.recorder import Recorder
 from ramify.engine.resources import Resources
+from ramify.engine.retool import closed
 from ramify.engine.setup import Setup
 from ramify.engine.tools import ToolSet
 from ramify.errors import ConfigError, LimitReached
@@ -96,7 +97,9 @@ class Run:
         self.on_session = on_session
         self._resources, self._tools = resources, tools
         self.sampling = msgspec.structs.replace(
-            setup.sampling, max_tokens=min(setup.sampling.max_tokens, limits.max_reply_tokens)
+            setup.sampling,
+            max_tokens=min(setup.sampling.max_tokens, limits.max_reply_tokens),
+            stop=tuple(dict.fromkeys([*setup.sampling.stop, *self.scaffold.stop])),
         )
         _check_prices(limits, models)
         self.ledger = Ledger(limits, priced=any(client.price is not None for client in models.all))
@@ -286,7 +289,10 @@ class Run:
             self.ledger.held = Amount()
         work = self._resources.pool.ask(client, request, account, lambda text: self.note(call, text))
         reply = await (self._until_deadline(work) if last_word else self._until_closing(work))
-        reply = msgspec.structs.replace(reply, message=sendable(reply.message))
+        message = sendable(reply.message)
+        if self.scaffold.stop and reply.finish == "stop" and not message.tool_calls:
+            message = msgspec.structs.replace(message, content=closed(message.content, self.scaffold.stop))
+        reply = msgspec.structs.replace(reply, message=message)
         if reply.usage.unknown_calls:  # one upper bound everywhere: the one that was reserved
             usage, cost = account.most()
             reply = msgspec.structs.replace(reply, usage=usage, cost=cost)

@@ -1,4 +1,4 @@
-"""What a model is told: system prompt, first message and conventions, as data that a user may replace.
+"""What a model is told, and how it is read: prompts and conventions, as data that a user may replace.
 
 Markers in doubled braces are filled in, and nothing else, so that a prompt may contain any braces it likes:
 ``{{tools}}`` the user's tools, ``{{limits}}`` what may be spent, ``{{children}}`` how to start children where that is
@@ -8,12 +8,16 @@ possible. In ``first`` they are ``{{question}}`` and ``{{chars}}``.
 from __future__ import annotations
 
 import re
+from typing import Literal
 
 import msgspec
 
-from ramify.engine import observe
+from ramify.clients.base import Tool
+from ramify.engine import observe, retool
+from ramify.engine.action import Action, read_action
 from ramify.errors import ConfigError, nearest
 from ramify.inference.base import made_for
+from ramify.types.message import Message
 from ramify.types.trajectory import Cell
 
 _DEFAULT_SYSTEM = """\
@@ -54,6 +58,14 @@ Answer the question with Python. The data is in `context`. Write one code fence 
 output. `llm_query(prompt)` asks a language model. Give the answer with FINAL(value).
 {{tools}}"""
 
+_RETOOL_SYSTEM = """\
+You solve mathematical problems. Think step by step, and leave calculations and searches to Python: {how} What it printed \
+comes back between <interpreter> and </interpreter>; variables stay from one piece of code to the next. Check your result, \
+and end with the answer as \\boxed{{answer}}."""
+_RETOOL_TAGS = "write code between <code> and </code>."
+_RETOOL_CALLS = "call the tool code_interpreter with your code."
+_RETOOL_FIRST = "{{question}}\n\nPut the final answer into \\boxed{}."
+
 _DIRECT_SYSTEM = (
     "Answer the question from the text that is given. Be exact and brief. If the text does not say, say so."
 )
@@ -85,6 +97,10 @@ class Scaffold(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Share of the model's window at which the history is summarised and a new branch begins; 0 is never."""
     native_tools: bool = False
     """Also offer running code and answering as native tools."""
+    protocol: Literal["notebook", "retool"] = "notebook"
+    """How replies are read and answered: as ``action.py`` has it, or as ``retool.py`` has."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a reply and belong to it, as ``</code>``: a model that went on would invent what came back."""
     raw_code: bool = False
     """A reply is one cell of code as it stands, without fences or words around it."""
     terse_chars: int = 0
@@ -102,6 +118,10 @@ class Scaffold(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ConfigError(f"scaffold '{self.name}': terse_chars={self.terse_chars} shows nothing; give 20 or more")
         if self.native_tools and self.raw_code:
             raise ConfigError(f"scaffold '{self.name}': with raw_code a reply is code, so leave native_tools out")
+        if self.protocol != "notebook" and (self.raw_code or self.terse_chars):
+            raise ConfigError(
+                f"scaffold '{self.name}': protocol '{self.protocol}' has its own form: leave raw_code and terse_chars out"
+            )
 
     def system_prompt(self, *, depth: int, children: bool, tools: str, limits: str) -> str:
         text = self.system if depth == 0 or self.child_system is None else self.child_system
@@ -117,8 +137,27 @@ class Scaffold(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         filled = {"{{question}}": question, "{{chars}}": str(observe.chars_of(context)), "{{about}}": about}
         return re.sub("|".join(map(re.escape, filled)), lambda found: filled[found[0]], self.first)
 
+    @property
+    def takes_words(self) -> bool:
+        """Whether at the end what was said last is the answer, where none was given in its form."""
+        return not self.raw_code and self.protocol == "notebook"
+
+    def tools(self, usual: tuple[Tool, ...] = ()) -> tuple[Tool, ...]:
+        """What is offered natively; ``usual`` are those of the notebook."""
+        if not self.native_tools:
+            return ()
+        return (retool.TOOL,) if self.protocol == "retool" else usual
+
+    def read(self, message: Message) -> Action:
+        """What a reply asks for."""
+        if self.raw_code:
+            return Action(codes=(message.content,))
+        return retool.read(message) if self.protocol == "retool" else read_action(message)
+
     def report(self, cell: Cell) -> str:
         """What is shown of one execution."""
+        if self.protocol == "retool":
+            return retool.report(cell)
         return observe.terse(cell, self.terse_chars) if self.terse_chars else observe.cell_report(cell)
 
 
@@ -127,7 +166,22 @@ TINY = Scaffold(
     defer_final=False, last_word=False, compact_at=0.0,
 )  # fmt: skip
 """For policies of a few hundred thousand parameters: as few tokens as will do, nothing that needs reading."""
-SCAFFOLDS = {"default": Scaffold(), "minimal": Scaffold(name="minimal", system=_MINIMAL_SYSTEM), "tiny": TINY}
+BARE = msgspec.structs.replace(TINY, name="bare", first="{{question}}")
+"""The same for questions without a context: the question, and not a word more."""
+RETOOL = Scaffold(
+    name="retool", system=_RETOOL_SYSTEM.format(how=_RETOOL_TAGS), first=_RETOOL_FIRST, protocol="retool", stop=("</code>",),
+    max_output_chars=1024, max_idle=16, direct_chars=0, defer_final=False, last_word=False, compact_at=0.0,
+)  # fmt: skip
+"""Mathematics with a Python tool, in tags, for models without native calls."""
+RETOOL_NATIVE = msgspec.structs.replace(
+    RETOOL, name="retool_native", system=_RETOOL_SYSTEM.format(how=_RETOOL_CALLS), native_tools=True,
+    stop=("</code>", "</tool_call>"),
+)  # fmt: skip
+"""The same by native calls."""
+SCAFFOLDS = {
+    each.name: each
+    for each in (Scaffold(), Scaffold(name="minimal", system=_MINIMAL_SYSTEM), TINY, BARE, RETOOL, RETOOL_NATIVE)
+}
 
 
 def scaffold_of(given: Scaffold | str | None, model: object = None) -> Scaffold:

@@ -50,6 +50,12 @@ class ToolSet:
     def plus(self, tools: Mapping[str, Any]) -> ToolSet:
         return ToolSet({**self.functions, **self.values, **tools})
 
+    @property
+    def servers(self) -> list[str]:
+        """The MCP servers that functions belong to, as they are recorded; see ``engine/mcp.py``."""
+        owners = (getattr(tool, "owner", None) for tool in self.functions.values())
+        return [*dict.fromkeys(server for owner in owners for server in getattr(owner, "servers", ()))]
+
     def describe(self) -> str:
         """Lines for the system prompt; empty if there are none."""
         lines = [f"- `{name}{_signature(tool)}`: {_summary(tool)}" for name, tool in self.functions.items()]

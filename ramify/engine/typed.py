@@ -58,8 +58,17 @@ class AnswerType(msgspec.Struct, frozen=True):
             return values[-1]
         return values[0]
 
+    @property
+    def enforced(self) -> dict[str, Any] | None:
+        """The schema that a provider may hold a plain reply to, if any."""
+        return self.schema
+
     def instruction(self) -> str:
         return f"The answer must be a value of this JSON schema:\n{json.dumps(self.schema)}"
+
+    def alone(self) -> str:
+        """``instruction`` for a reply that is nothing but the answer."""
+        return f"{self.instruction()} Reply with the JSON value alone."
 
 
 def answer_type(kind: Any) -> AnswerType | None:

@@ -1,6 +1,7 @@
 """One attempt at one item through the one engine: prepared, run, scored. Used by evaluation and by training alike.
 
     prepare ──> RLM (sessions, children, a model) ──> on_end ──> score ──> Trajectory with rewards, or errors without
+                                                                  └─> the run's journal, where there is a store
 
 Decides how long anything may wait and what is a failure: an attempt that ends in an error not of the model's own making
 keeps what happened in ``errors`` and gets no reward. What the model did to itself (a prompt grown past its window, a
@@ -13,6 +14,7 @@ import asyncio
 import contextlib
 import functools
 import threading
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any
@@ -22,6 +24,7 @@ from ramify.engine.rlm import RLM
 from ramify.engine.running import Result
 from ramify.errors import RamifyError, Refused, SessionDied
 from ramify.tasks.base import Item, Start, Task, scored
+from ramify.types.event import scores_of
 from ramify.types.trajectory import Stop, Trajectory
 
 GRACE_S = 30.0
@@ -57,6 +60,7 @@ async def attempt(
         if start.on_end is not None:
             start.on_end(None)
         raise
+    run = trajectory.id
     trajectory.id, trajectory.task = name or trajectory.id, item.id
     try:
         if start.on_end is not None:
@@ -65,6 +69,10 @@ async def attempt(
         if failure is None:
             score = functools.partial(_in_thread, scored, task, item, trajectory)
             await _in_time(score, task, item, "score", grace_s)
+            if rlm.store is not None:
+                await asyncio.to_thread(
+                    rlm.store.append, run, scores_of(trajectory, time.time() - trajectory.started_at)
+                )
     except RamifyError as error:
         failure = failure or str(error)
     if failure is not None:

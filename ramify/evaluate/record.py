@@ -19,10 +19,8 @@ import msgspec
 
 from ramify.errors import ConfigError, StoreError
 from ramify.evaluate.run import Evaluation, Outcome, Plan
-from ramify.store.files import FILE_MODE, make_folder, write_all
+from ramify.store.files import EVALUATIONS, FILE_MODE, make_folder, write_all
 
-FOLDER = "evaluations"
-"""In a store."""
 _decoder = msgspec.json.Decoder(Plan | Outcome)
 
 
@@ -30,7 +28,7 @@ class Records:
     """The evaluations of a store."""
 
     def __init__(self, root: Path) -> None:
-        self._folder = root / FOLDER
+        self._folder = root / EVALUATIONS
 
     def create(self, plan: Plan) -> Record:
         make_folder(self._folder)
@@ -107,22 +105,25 @@ class Record:
         write_all(self._fd, msgspec.json.encode(entry) + b"\n", self.path)
 
 
-def read(path: Path) -> Evaluation:
-    """The evaluation in ``path`` as far as it got; of an attempt that was made again, the last."""
+def read(path: Path, problems: list[str] | None = None) -> Evaluation:
+    """The evaluation in ``path`` as far as it got; of an attempt that was made again, the last. Raises StoreError for a
+    damaged line, but where ``problems`` is given: then it is told there, and left out."""
     try:
         data = path.read_bytes()
     except OSError as error:
         raise StoreError(f"the evaluation {path} cannot be read: {error.strerror}") from None
-    return _decoded(data[: data.rfind(b"\n") + 1], path)
+    return _decoded(data[: data.rfind(b"\n") + 1], path, problems)
 
 
-def _decoded(data: bytes, path: Path) -> Evaluation:
+def _decoded(data: bytes, path: Path, problems: list[str] | None = None) -> Evaluation:
     entries = []
     for number, line in enumerate(data.splitlines(), 1):
         try:
             entries.append(_decoder.decode(line))
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise StoreError(f"{path}, line {number}: {error}") from None
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            if problems is None or number == 1:
+                raise StoreError(f"{path}, line {number}: {error}") from None
+            problems.append(f"{path}, line {number} is damaged and left out: {error}")
     if not entries or not isinstance(entries[0], Plan):
         raise StoreError(f"{path} is no evaluation: its first line must be a plan")
     outcomes: dict[tuple[str, int], Outcome] = {}

@@ -15,7 +15,11 @@ from typing import Protocol, runtime_checkable
 
 from ramify.clients.base import Client
 from ramify.errors import ConfigError
+from ramify.progress import doing
 
+PROTOCOL = 1
+"""Of ``ramify serve-policy --weight-transfer``: counts up with every change that an older trainer or engine would
+misunderstand. Both sides say theirs at the start."""
 TINY = Path(__file__).parents[1] / "policy" / "tiny"
 """The folder of the packaged policy."""
 
@@ -34,13 +38,19 @@ class InferenceClient(Client, Protocol):
         goes on under the new ones, and says so in its ``versions``."""
         ...
 
-    async def fingerprint(self) -> str:
-        """Of the weights that answer now; equal for equal weights, as ``policy.fingerprint`` computes it."""
+    async def fingerprint(self) -> str | None:
+        """Of the weights that answer now; equal for equal weights, as ``policy.fingerprint`` computes it. None where an
+        engine keeps them in a layout of its own."""
         ...
 
     async def logprobs(self, ids: Sequence[int]) -> list[float]:
         """Log-probability of each of ``ids`` but the first, given those before it, at temperature 1."""
         ...
+
+
+def engines_of(client: InferenceClient) -> Sequence[InferenceClient]:
+    """Each engine behind ``client`` by itself, for checks that every one has to pass: itself, where it is one."""
+    return getattr(client, "engines", None) or [client]
 
 
 def made_for(model: object) -> str | None:
@@ -69,8 +79,9 @@ def connect(name: str, tiny: Path = TINY) -> Client:
             "`ramify train recipes/tiny.py`, and use it as local:FOLDER"
         )
     need_train_extra(f"model '{name}'")
-    from ramify.inference.local.client import LocalClient
-    from ramify.policy.load import load
+    with doing("starting", note=f"the engine for {name}"):  # importing it takes longer than loading a small policy
+        from ramify.inference.local.client import LocalClient
+        from ramify.policy.load import load
 
     return LocalClient(load(path), name=name)
 

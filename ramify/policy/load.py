@@ -25,6 +25,7 @@ from ramify.errors import ConfigError, StoreError
 from ramify.policy.dense import Dense, Shape, unsupported
 from ramify.policy.renderer import Renderer, renderer_of
 from ramify.policy.weights import check_weights, config_difference, load_weights, read_weights, write_weights
+from ramify.progress import doing
 
 _GENERATION = "generation_config.json"
 _OUTPUTS = ("o_proj.weight", "down_proj.weight")
@@ -202,14 +203,20 @@ def _config(folder: Path) -> Any:
 
 def _model(folder: Path, config: Any, dtype: torch.dtype, device: torch.device) -> nn.Module:
     if unsupported(config) is not None:
-        return _module(folder, dtype).to(device).eval()
+        with doing("loading", note=str(folder)):
+            return _module(folder, dtype).to(device).eval()
     with torch.device("meta"):
         model = Dense(config)
     weights = read_weights(folder)
     if config.tie_word_embeddings:
         weights.pop("lm_head.weight", None)
     check_weights(model, weights, str(folder))
-    model.load_state_dict({name: each.to(device, dtype) for name, each in weights.items()}, assign=True)
+    moved = {}
+    with doing("loading", sum(each.nbytes for each in weights.values()), "bytes", str(folder)) as work:
+        for name, each in weights.items():
+            moved[name] = each.to(device, dtype)
+            work.more(each.nbytes)
+    model.load_state_dict(moved, assign=True)
     return model.eval()
 
 

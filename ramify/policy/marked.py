@@ -54,6 +54,7 @@ class MarkedRenderer:
         self.stop_ids = tuple(dict.fromkeys([self._end, *stop_ids]))
         self._thinks = "</think>" in template.source
         self._preludes: dict[bytes, tuple[str, str]] = {}
+        self._bare_preludes: dict[bytes, str] = {}
         self._opening = self._reply_opening()
         self._compare(CANNED)
         self.takes_tools = format.wraps_tools and self._agrees_on_tools()
@@ -154,7 +155,12 @@ class MarkedRenderer:
 
     def _bare_prelude(self, tools: Sequence[Tool]) -> str:
         """What the template writes before a first message that is no system message."""
-        return self._before_question([], tools) if self._template.source else self._format.prelude
+        if not self._template.source:
+            return self._format.prelude
+        key = msgspec.json.encode(list(tools))
+        if key not in self._bare_preludes:
+            self._bare_preludes[key] = self._before_question([], tools)
+        return self._bare_preludes[key]
 
     def _before_question(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
         text = self._template.text([*messages, _QUESTION], generate=False, tools=tools)

@@ -10,7 +10,8 @@ Every byte has a token, so that any text can be written. The conversation's form
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -20,6 +21,8 @@ from ramify.errors import ConfigError
 PAD, USER, ASSISTANT, END = "<|pad|>", "<|u|>", "<|a|>", "<|end|>"
 SPECIAL_TOKENS = (PAD, USER, ASSISTANT, END)
 """Ids 0 to 3."""
+UNKNOWN = "<|?|>"
+"""Of a tokenizer of words; id 4."""
 TEMPLATE = (
     "{% for message in messages %}"
     "{% if message.role == 'assistant' %}<|a|>{{ message.content }}<|end|>"
@@ -58,12 +61,34 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = 512) -> PreTrainedTo
         raise ConfigError(
             f"the texts give a vocabulary of {bpe.get_vocab_size()} tokens, not {vocab_size}: give more texts, or ask for fewer"
         )
-    tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-        tokenizer_object=bpe,
+    return _conversing(bpe)
+
+
+def word_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
+    """A tokenizer that knows ``words`` and nothing else: at each place the longest that fits is one token; what lies
+    between them is unknown. For languages that were made up for a policy. A text of words comes back to the letter.
+
+    Raises ConfigError for a word that is there twice, empty, or a marker."""
+    vocabulary = [*SPECIAL_TOKENS, UNKNOWN, *words]
+    if not words or len(set(vocabulary)) < len(vocabulary) or "" in vocabulary:
+        twice = sorted({word for word in vocabulary if not word or vocabulary.count(word) > 1})
+        raise ConfigError(f"the words of a tokenizer must be there, not empty, and different; these are not: {twice}")
+    whole = Tokenizer(models.WordLevel({word: id for id, word in enumerate(vocabulary)}, unk_token=UNKNOWN))
+    longest_first = sorted(words, key=len, reverse=True)
+    whole.pre_tokenizer = pre_tokenizers.Split(Regex("|".join(map(re.escape, longest_first))), "isolated")
+    whole.decoder = decoders.Fuse()
+    return _conversing(whole, unk_token=UNKNOWN)
+
+
+def _conversing(tokenizer: Tokenizer, **special: str) -> PreTrainedTokenizerFast:
+    """``tokenizer`` with the markers and the template of conversations."""
+    whole = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=tokenizer,
         pad_token=PAD,
         eos_token=END,
         extra_special_tokens=[USER, ASSISTANT],
         clean_up_tokenization_spaces=False,
+        **special,
     )
-    tokenizer.chat_template = TEMPLATE
-    return tokenizer
+    whole.chat_template = TEMPLATE
+    return whole

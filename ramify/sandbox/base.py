@@ -53,8 +53,8 @@ class SandboxSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Which sessions a run gets."""
 
     provider: str = "jail"
-    """One of ``PROVIDERS``. Where there is no jail (it needs Linux), one that isolates has to be named, or less
-    accepted."""
+    """One of ``PROVIDERS``, or the dotted name of a module with an ``open_provider(spec)`` of its own. Where there is no
+    jail (it needs Linux), one that isolates has to be named, or less accepted."""
     memory_bytes: int = 2 << 30
     """Address space that one session may add to what it is forked with."""
     cell_s: float = 120.0
@@ -244,11 +244,19 @@ def said_aloud(sandbox: Sandbox, spec: SandboxSpec) -> str | None:
 
 
 def module_of(spec: SandboxSpec) -> str:
-    """The module that holds the provider. Raises ConfigError for an unknown one."""
+    """The module that holds the provider. Raises ConfigError for an unknown one, or a module that has none."""
     module = PROVIDERS.get(spec.provider)
-    if module is None:
+    if module is not None:
+        return module
+    if "." not in spec.provider:
         raise ConfigError(f"unknown sandbox '{spec.provider}': {nearest(spec.provider, PROVIDERS)}")
-    return module
+    try:
+        has_door = hasattr(importlib.import_module(spec.provider), "open_provider")
+    except ImportError as error:
+        raise ConfigError(f"sandbox '{spec.provider}' cannot be imported: {error}") from error
+    if not has_door:
+        raise ConfigError(f"sandbox '{spec.provider}' is a module without open_provider(spec)")
+    return spec.provider
 
 
 def digest_of(value: Any) -> str:

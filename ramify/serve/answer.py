@@ -12,6 +12,8 @@ import msgspec
 
 from ramify.engine.running import Result
 from ramify.errors import ModelError, RamifyError
+from ramify.serve.tools import Called, new_id
+from ramify.serve.tools import Wanted as Call
 from ramify.serve.wanted import Wanted
 from ramify.serve.web import Rejected
 from ramify.types.message import Usage, encodable
@@ -24,12 +26,14 @@ class Answer(msgspec.Struct, frozen=True):
     """The answer to one request."""
 
     text: str
-    finish: Literal["stop", "length"]
+    finish: Literal["stop", "length", "tool_calls"]
     """``length`` where a limit cut the run or the answer short."""
     usage: Usage
     """Of the whole tree."""
     about: dict[str, Any]
     """The field ``ramify``."""
+    calls: tuple[tuple[str, Call], ...] = ()
+    """Id and call of each function of the caller's that is asked for; there is no text then."""
 
 
 def length_note(max_tokens: int | None) -> str:
@@ -41,7 +45,8 @@ def answer_of(result: Result, wanted: Wanted) -> Answer:
     """Raises Rejected with the run's id where a failure left it without an answer."""
     if result.stop is Stop.ERROR and result.answer is None:
         raise failure_of(result.failure, result.error, result.run_id)
-    text, was_cut = _cut(encodable(result.response), wanted)
+    called = result.answer if isinstance(result.answer, Called) else None
+    text, was_cut = _cut(encodable(result.response), wanted) if called is None else ("", False)
     is_partial = result.stop.is_truncated() or result.stop is Stop.ERROR
     about: dict[str, Any] = {
         "run": result.run_id, "stop": str(result.stop), "cost": result.cost, "seconds": result.trajectory.seconds,
@@ -50,6 +55,8 @@ def answer_of(result: Result, wanted: Wanted) -> Answer:
     }  # fmt: skip
     if wanted.own.cite:
         about["citations"] = result.citations
+    if called is not None:
+        return Answer("", "tool_calls", result.usage, about, tuple((new_id(), each) for each in called.tool_calls))
     return Answer(text, "length" if is_partial or was_cut else "stop", result.usage, about)
 
 

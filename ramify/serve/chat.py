@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from ramify.serve import completions
 from ramify.serve.answer import Answer
 from ramify.serve.parts import Content, Role, said
+from ramify.serve.tools import Function, offer_of
 from ramify.serve.wanted import Own, Wanted, decode, refuse_unsupported, schema_of
 from ramify.serve.web import Rejected
 
@@ -22,7 +23,7 @@ _CHUNK_CHARS = 8000
 """Of an answer in one event: some clients refuse longer lines than 64 KiB."""
 _HARMLESS: dict[str, tuple[Any, ...]] = {
     "n": (1,), "frequency_penalty": (0,), "presence_penalty": (0,), "logit_bias": ({},), "logprobs": (False,),
-    "top_logprobs": (0,), "tools": ([],), "tool_choice": ("auto", "none"), "functions": ([],), "function_call": ("none",),
+    "top_logprobs": (0,), "functions": ([],), "function_call": ("none",),
     "audio": (), "modalities": (["text"],), "web_search_options": (), "return_token_ids": (False,),
 }  # fmt: skip
 """Field -> the values at which it changes nothing."""
@@ -34,13 +35,20 @@ class _Function(msgspec.Struct):
 
 
 class _Call(msgspec.Struct):
+    id: str = ""
     function: _Function = msgspec.field(default_factory=_Function)
+
+
+class _Tool(msgspec.Struct):
+    function: Function
+    type: Literal["function"] = "function"
 
 
 class _Message(msgspec.Struct):
     role: Role
     content: Content = None
     tool_calls: list[_Call] | None = None
+    tool_call_id: str | None = None
 
 
 class _StreamOptions(msgspec.Struct):
@@ -58,6 +66,9 @@ class _Body(msgspec.Struct):
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
     response_format: Any = None
+    tools: list[_Tool] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
     ramify: Own | None = None
 
 
@@ -74,13 +85,16 @@ def read(body: bytes) -> Wanted:
     limit = asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens
     limit_field = "max_tokens" if asked.max_completion_tokens is None else "max_completion_tokens"
     stops = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
+    tools = [each.function for each in asked.tools or ()]
+    names = {call.id: call.function.name for each in asked.messages for call in each.tool_calls or ()}
     return Wanted(
         tuple(
-            said(each.role, each.content, f"messages[{index}]", _calls(each))
+            said(each.role, each.content, f"messages[{index}]", _calls(each), names.get(each.tool_call_id or "", ""))
             for index, each in enumerate(asked.messages)
         ),
         bool(asked.stream), schema, field, limit, limit_field, asked.temperature, asked.top_p, asked.ramify or Own(),
-        asked.seed, tuple(stops), asked.stream_options is not None and asked.stream_options.include_usage,
+        asked.seed, tuple(stops), offer_of(tools, asked.tool_choice, asked.parallel_tool_calls is not False, schema, field),
+        asked.stream_options is not None and asked.stream_options.include_usage,
     )  # fmt: skip
 
 
@@ -93,7 +107,9 @@ def new_id() -> str:
 
 def whole(answer: Answer, wanted: Wanted, id: str, model: str) -> dict[str, Any]:
     """The whole body."""
-    message = {"role": "assistant", "content": answer.text, "refusal": None}
+    message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
+    if answer.calls:
+        message |= {"content": None, "tool_calls": _called(answer)}
     choice = {"index": 0, "message": message, "finish_reason": answer.finish, "logprobs": None}
     usage = completions.usage_fields(answer.usage)
     return {
@@ -119,6 +135,8 @@ class Stream:
     def end(self, answer: Answer) -> Iterator[bytes]:
         for at in range(0, len(answer.text), _CHUNK_CHARS):
             yield self._delta({"content": answer.text[at : at + _CHUNK_CHARS]})
+        for index, call in enumerate(_called(answer)):
+            yield self._delta({"tool_calls": [{"index": index, **call}]})
         last = completions.event(self._id, self._model, {})
         last["choices"][0]["finish_reason"] = answer.finish
         yield _sse({**last, "ramify": answer.about})
@@ -135,6 +153,13 @@ class Stream:
 
     def _delta(self, delta: dict[str, Any]) -> bytes:
         return _sse(completions.event(self._id, self._model, delta))
+
+
+def _called(answer: Answer) -> list[dict[str, Any]]:
+    return [
+        {"id": id, "type": "function", "function": {"name": call.name, "arguments": call.written()}}
+        for id, call in answer.calls
+    ]
 
 
 def _calls(message: _Message) -> str:

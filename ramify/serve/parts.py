@@ -58,13 +58,14 @@ class Part(msgspec.Struct):
 Content = str | list[Part] | None
 
 
-def said(role: Role, content: Content, where: str, more: str = "") -> Said:
-    """One message; ``more`` is text that stands beside its content."""
+def said(role: Role, content: Content, where: str, more: str = "", result_of: str = "") -> Said:
+    """One message; ``more`` is text that stands beside its content, ``result_of`` the tool whose result it is."""
     if isinstance(content, str):
         parts: list[str | Attached] = [content]
     else:
         parts = [part.read(f"{where}.content[{index}]") for index, part in enumerate(content or ())]
-    return Said("system" if role == "developer" else role, (*parts, *([more] if more else [])))
+    head = [f"(result of {result_of})"] if result_of else []
+    return Said("system" if role == "developer" else role, (*head, *parts, *([more] if more else [])))
 
 
 def _attached(name: str | None, data: str | None, where: str) -> Attached:

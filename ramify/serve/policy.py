@@ -3,6 +3,8 @@
     GET  /health                 {"status": "ok", "version": 0}
     GET  /v1/models              the one model, with its window
     POST /v1/chat/completions    also streamed; logprobs, token ids (return_token_ids), tools where the template has them
+    POST /v1/completions         ids in, ids out (``tokens.py``); POST /generate is the same as SGLang has it
+    GET  /version, /server_info  what a trainer compares with its policy; how it brings new weights: ``weights.py``
 
 A conversation that is sent back with one more message goes on by the ids that it had: the server remembers the paths of
 its last replies. Whoever hangs up frees the slot. Without a key it listens on loopback only.
@@ -15,7 +17,9 @@ import hashlib
 import hmac
 import uuid
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import msgspec
 from aiohttp import web
@@ -23,9 +27,10 @@ from aiohttp import web
 from ramify.clients.base import Known, Request
 from ramify.errors import ModelError, RamifyError, Refused
 from ramify.inference.local.client import LocalClient
-from ramify.serve import completions
+from ramify.serve import completions, tokens
 from ramify.serve.completions import Asked
 from ramify.serve.web import Listener, bearer, failed, refuse_open
+from ramify.serve.weights import WeightRoutes, facts
 from ramify.types.message import Message, Reply
 
 _MAX_BODY_BYTES = 64 << 20
@@ -39,9 +44,11 @@ class PolicyServer:
     """The server; ``async with`` starts and stops it."""
 
     def __init__(
-        self, client: LocalClient, *, name: str, host: str = "127.0.0.1", port: int = 8000, key: str | None = None
-    ) -> None:
-        """``name`` is the model's; ``port`` 0 takes a free one; ``key`` is asked for as a bearer token.
+        self, client: LocalClient, *, name: str, host: str = "127.0.0.1", port: int = 8000, key: str | None = None,
+        weight_transfer: bool = False, carriers: Sequence[str] = (), weights_root: Path | None = None,
+    ) -> None:  # fmt: skip
+        """``name`` is the model's; ``port`` 0 takes a free one; ``key`` is asked for as a bearer token. With
+        ``weight_transfer`` whoever may ask may also replace the weights; the last two are ``WeightRoutes``'s.
 
         Raises ConfigError for an address beyond loopback without a key."""
         refuse_open(host, bool(key))
@@ -49,6 +56,9 @@ class PolicyServer:
         self._client, self._key = client, key
         self._in_flight = 0
         self._paths = _Paths()
+        self._weights: WeightRoutes | None = None
+        if weight_transfer:
+            self._weights = WeightRoutes(client, lambda: self._in_flight, carriers=carriers, root=weights_root)
         self._listener = Listener(host, port)
 
     @property
@@ -61,6 +71,12 @@ class PolicyServer:
         app.router.add_get("/health", self._health)
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/chat/completions", self._complete)
+        app.router.add_post("/v1/completions", self._sample)
+        app.router.add_post("/generate", self._sample)
+        for path in ("/version", "/server_info", "/model_info"):
+            app.router.add_get(path, self._facts)
+        if self._weights is not None:
+            self._weights.add_to(app)
         await self._listener.start(app)
         return self
 
@@ -86,18 +102,41 @@ class PolicyServer:
         model = {"id": self.name, "object": "model", "owned_by": "ramify", "max_model_len": self._client.window}
         return web.json_response({"object": "list", "data": [model]})
 
+    async def _facts(self, _: web.Request) -> web.Response:
+        return web.json_response({**facts(self._client, self.name), "weight_transfer": self._weights is not None})
+
+    async def _sample(self, http: web.Request) -> web.StreamResponse:
+        async def answer() -> web.StreamResponse:
+            body = await http.read()
+            if http.path == "/generate":
+                return web.json_response(await tokens.generate(self._client, body), dumps=_dumps)
+            return web.json_response(await tokens.complete(self._client, body, self.name), dumps=_dumps)
+
+        return await self._counted(http, answer)
+
     async def _complete(self, http: web.Request) -> web.StreamResponse:
+        async def answer() -> web.StreamResponse:
+            asked = completions.read(await http.read())
+            request = self._paths.continued(completions.request_of(asked, self._client.window))
+            return await (self._streamed(http, asked, request) if asked.stream else self._whole(asked, request))
+
+        return await self._counted(http, answer)
+
+    async def _counted(
+        self, http: web.Request, answer: Callable[[], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        """``answer``, or what is wrong before it or in it."""
         if http.content_type != "application/json":  # a page in a browser may post other types without asking
             return failed(415, "send the body as application/json")
         if self._in_flight >= _MAX_IN_FLIGHT:
             busy = failed(429, f"{self._in_flight} requests are being answered: come back")
             busy.headers["retry-after"] = "1"
             return busy
+        if self._weights is not None and self._weights.broken:
+            return failed(503, f"{self._weights.broken}; send all of them again")
         self._in_flight += 1
         try:
-            asked = completions.read(await http.read())
-            request = self._paths.continued(completions.request_of(asked, self._client.window))
-            return await (self._streamed(http, asked, request) if asked.stream else self._whole(asked, request))
+            return await answer()
         except ModelError as error:
             return _refused(error) if isinstance(error, Refused) else failed(503, str(error))
         except RamifyError as error:
@@ -182,6 +221,10 @@ async def _send(response: web.StreamResponse, event: object) -> None:
 
 def _refused(error: Refused) -> web.Response:
     return failed(400, str(error), code="context_length_exceeded" if error.too_long else None)
+
+
+def _dumps(value: Any) -> str:
+    return msgspec.json.encode(value).decode()
 
 
 def _new_id() -> str:

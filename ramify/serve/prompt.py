@@ -28,7 +28,8 @@ from ramify.sources.base import Loaded, Loading, Unreadable
 from ramify.sources.kinds import File, read_file
 
 LONG_CHARS = MAX_BARE_PROMPT_CHARS
-"""A longer text becomes part of the context."""
+"""A longer text becomes part of the context; for a model of a small window one that has more characters than the window has
+tokens."""
 _ENDS_CHARS = 400
 """Of a long question that are shown: it may say at either end what it wants."""
 _MOST_NAMES = 20
@@ -51,13 +52,16 @@ class _Held(msgspec.Struct):
     ends: str = ""
 
 
-def prompt_of(said: Sequence[Said], field: str, max_bytes: int) -> Prompt:
-    """``field`` holds the messages, for errors; ``max_bytes`` bounds what is read and unpacked. Raises Rejected."""
+def prompt_of(said: Sequence[Said], field: str, max_bytes: int, long_chars: int = LONG_CHARS) -> Prompt:
+    """``field`` holds the messages, for errors; ``max_bytes`` bounds what is read and unpacked; a text of more than
+    ``long_chars`` characters goes into the context. Raises Rejected."""
     last = max((index for index, each in enumerate(said) if each.role == "user"), default=None)
     if last is None:
         raise Rejected("no message is the user's, so nothing is asked: add one", param=field)
     loading = Loading(max_bytes)
-    pieces = [[_piece(part, each, index, loading) for part in each.parts] for index, each in enumerate(said)]
+    pieces = [
+        [_piece(part, each, index, loading, long_chars) for part in each.parts] for index, each in enumerate(said)
+    ]
     asked = _text(pieces[last], False)
     if not asked:
         raise Rejected("the last message of the user is empty: say what you want to know", param=f"{field}[{last}]")
@@ -69,7 +73,7 @@ def prompt_of(said: Sequence[Said], field: str, max_bytes: int) -> Prompt:
         return "\n".join(f"{role}: {text}" for role, text in lines if text)
 
     before = dialogue(False)
-    if len(before) > LONG_CHARS:
+    if len(before) > long_chars:
         name = _added("conversation", before, loading)
         is_single = len(loading.texts) == 1
         before = f"({_place(name, is_single)} has what was said, {len(before):,} characters)"
@@ -80,9 +84,9 @@ def prompt_of(said: Sequence[Said], field: str, max_bytes: int) -> Prompt:
     return Prompt(_question(instructions, before, _asked(pieces[last], is_single)), _loaded(loading))
 
 
-def _piece(part: str | Attached, message: Said, index: int, loading: Loading) -> str | _Held:
+def _piece(part: str | Attached, message: Said, index: int, loading: Loading, long_chars: int) -> str | _Held:
     if isinstance(part, str):
-        if len(part) <= LONG_CHARS:
+        if len(part) <= long_chars:
             return part
         name = _added(f"message {index + 1} ({message.role})", part, loading)
         ends = f"It begins {part[:_ENDS_CHARS]!r} and ends {part[-_ENDS_CHARS:]!r}."

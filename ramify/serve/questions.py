@@ -69,8 +69,9 @@ class Questions:
         """Questions that are being answered."""
         return len(self._present)
 
-    async def prepare(self) -> None:
-        """Models and sandbox, before anybody asks. Raises ConfigError where a budget cannot be kept."""
+    async def prepare(self) -> int:
+        """Models and sandbox, before anybody asks; the smallest window, in tokens. Raises ConfigError where a budget cannot be
+        kept."""
         clients = await self._rlm.prepare()
         unpriced = [client.name for client in clients if client.price is None]
         if not unpriced:
@@ -82,6 +83,7 @@ class Questions:
                     f"key '{caller.name}': max-cost cannot be kept, since {', '.join(unpriced)} has no known price: use "
                     "max-tokens, or add it to a price file (RAMIFY_PRICES)"
                 )
+        return min(client.window for client in clients)
 
     @asynccontextmanager
     async def ask(self, caller: Caller, wanted: Wanted, prompt: Prompt) -> AsyncIterator[One]:
@@ -116,7 +118,7 @@ class Questions:
         question = prompt.question + length_note(wanted.max_tokens)
         given = (question, None) if prompt.context is None else (prompt.context, question)
         try:
-            kind = answer_type(wanted.schema)
+            kind = wanted.offer or answer_type(wanted.schema)
         except ConfigError as error:
             raise Rejected(str(error), param=wanted.schema_field) from None
         try:

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
 
 import msgspec
 
 from ramify.serve.answer import Answer
 from ramify.serve.completions import encode
 from ramify.serve.parts import Content, Role, said
+from ramify.serve.tools import Function, offer_of
 from ramify.serve.wanted import Own, Said, Wanted, decode, refuse_unsupported, schema_of
 from ramify.serve.web import Rejected
 from ramify.types.message import Usage
@@ -24,7 +25,7 @@ PATH = "/v1/responses"
 FIELD = "input"
 _CHUNK_CHARS = 8000
 _HARMLESS: dict[str, tuple[Any, ...]] = {
-    "previous_response_id": (), "conversation": (), "prompt": (), "tools": ([],), "tool_choice": ("auto", "none"),
+    "previous_response_id": (), "conversation": (), "prompt": (),
     "background": (False,), "top_logprobs": (0,), "max_tool_calls": (), "context_management": ([],),
 }  # fmt: skip
 """Field -> the values at which it changes nothing."""
@@ -36,7 +37,12 @@ class _Item(msgspec.Struct):
     content: Content = None
     name: str = ""
     arguments: str = ""
+    call_id: str = ""
     output: Any = None
+
+
+class _Tool(Function, frozen=True):
+    type: Literal["function"] = "function"
 
 
 class _Text(msgspec.Struct):
@@ -50,6 +56,9 @@ class _Body(msgspec.Struct):
     temperature: float | None = None
     top_p: float | None = None
     text: _Text | None = None
+    tools: list[_Tool] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
     stream: bool | None = None
     ramify: Own | None = None
 
@@ -65,11 +74,14 @@ def read(body: bytes) -> Wanted:
     if not items:
         raise Rejected("there is no input: give a text or a list of items", param="input")
     messages = [Said("system", (asked.instructions,))] if asked.instructions else []
-    messages += [each for index, item in enumerate(items) if (each := _said(item, f"input[{index}]")) is not None]
+    names = {item.call_id: item.name for item in items if item.type == "function_call"}
+    told = (_said(item, f"input[{index}]", names) for index, item in enumerate(items))
+    messages += [each for each in told if each is not None]
     schema, field = schema_of(asked.text.format if asked.text else None, "text.format", nested=False)
     return Wanted(
         tuple(messages), bool(asked.stream), schema, field, asked.max_output_tokens, "max_output_tokens",
         asked.temperature, asked.top_p, asked.ramify or Own(),
+        offer=offer_of(asked.tools or (), asked.tool_choice, asked.parallel_tool_calls is not False, schema, field),
     )  # fmt: skip
 
 
@@ -79,7 +91,7 @@ def new_id() -> str:
 
 def whole(answer: Answer, wanted: Wanted, id: str, model: str) -> dict[str, Any]:
     """The whole response."""
-    return _ended(_Head(wanted, id, model), [_message(f"msg_{id[5:]}", answer.text, answer)], answer)
+    return _ended(_Head(wanted, id, model), _called(answer) or [_message(f"msg_{id[5:]}", answer.text, answer)], answer)
 
 
 class Stream:
@@ -112,7 +124,29 @@ class Stream:
         if self._reasoning:
             items.append(self._reasoned())
             yield self._end_of_reasoning(items[0])
-        index, id = len(items), self._message_id
+        for call in _called(answer):
+            yield self._call(len(items), call)
+            items.append(call)
+        if not answer.calls:
+            yield from self._text(len(items), answer)
+            items.append(_message(self._message_id, answer.text, answer))
+        response = _ended(self._head, items, answer)
+        yield self._event(response["status"], response=response)
+
+    def _call(self, index: int, item: dict[str, Any]) -> bytes:
+        place = {"item_id": item["id"], "output_index": index}
+        opened = {**item, "status": "in_progress", "arguments": ""}
+        return b"".join(
+            [
+                self._event("output_item.added", output_index=index, item=opened),
+                self._event("function_call_arguments.delta", **place, delta=item["arguments"]),
+                self._event("function_call_arguments.done", **place, name=item["name"], arguments=item["arguments"]),
+                self._event("output_item.done", output_index=index, item=item),
+            ]
+        )
+
+    def _text(self, index: int, answer: Answer) -> Iterator[bytes]:
+        id = self._message_id
         place = {"item_id": id, "output_index": index, "content_index": 0}
         item = _message(id, answer.text, answer)
         opened = {**item, "status": "in_progress", "content": []}
@@ -123,8 +157,6 @@ class Stream:
         yield self._event("output_text.done", **place, text=answer.text, logprobs=[])
         yield self._event("content_part.done", **place, part=_part(answer.text))
         yield self._event("output_item.done", output_index=index, item=item)
-        response = _ended(self._head, [*items, item], answer)
-        yield self._event(response["status"], response=response)
 
     def fail(self, error: Rejected) -> Iterator[bytes]:
         items = [self._reasoned()] if self._reasoning else []
@@ -178,13 +210,23 @@ class _Head:
 
 
 def _ended(head: _Head, output: list[dict[str, Any]], answer: Answer) -> dict[str, Any]:
-    is_whole = answer.finish == "stop"
+    is_whole = answer.finish != "length"
     body = head.body("completed" if is_whole else "incomplete", output, _usage(answer.usage))
     body["incomplete_details"] = None if is_whole else {"reason": "max_output_tokens"}
     return {**body, "ramify": answer.about}
 
 
-def _said(item: _Item, where: str) -> Said | None:
+def _called(answer: Answer) -> list[dict[str, Any]]:
+    return [
+        {
+            "type": "function_call", "id": f"fc_{id[5:]}", "call_id": id, "name": call.name, "arguments": call.written(),
+            "status": "completed",
+        }
+        for id, call in answer.calls
+    ]  # fmt: skip
+
+
+def _said(item: _Item, where: str, names: Mapping[str, str]) -> Said | None:
     """The message that an item is; None for earlier reasoning, which is not read again."""
     match item.type:
         case "message":
@@ -197,7 +239,8 @@ def _said(item: _Item, where: str) -> Said | None:
             return Said("assistant", (f"(called {item.name}({item.arguments}))",))
         case "function_call_output":
             output = item.output if isinstance(item.output, str) else msgspec.json.encode(item.output).decode()
-            return Said("tool", (output,))
+            name = names.get(item.call_id)
+            return Said("tool", ((f"(result of {name})", output) if name else (output,)))
         case _:
             raise Rejected(f"an item of type {item.type!r:.60} is not supported: give messages", param=f"{where}.type")
 

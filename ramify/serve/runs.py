@@ -26,13 +26,14 @@ from aiohttp import web
 
 from ramify.clients.base import Sampling
 from ramify.engine.rlm import RLM
+from ramify.engine.spans import continued
 from ramify.errors import RamifyError
 from ramify.serve import chat, responses
 from ramify.serve.answer import Answer
 from ramify.serve.completions import encode
 from ramify.serve.keys import Keys
 from ramify.serve.metrics import TYPE, Metrics
-from ramify.serve.prompt import Prompt, prompt_of
+from ramify.serve.prompt import LONG_CHARS, Prompt, prompt_of
 from ramify.serve.questions import One, Questions
 from ramify.serve.wanted import Wanted
 from ramify.serve.web import Listener, Rejected, bearer, is_loopback, refuse_open
@@ -99,6 +100,7 @@ class RunServer:
         refuse_open(host, not self._keys.is_open)
         self.name, self.metrics = name, Metrics()
         self._rlm, self._max_body_bytes, self._ping_s = rlm, max_body_bytes, ping_s
+        self._long_chars = LONG_CHARS
         self._questions = Questions(rlm, self._keys, self.metrics, max_runs, sampling or Sampling())
         self._listener = Listener(host, port)
         self._is_open = False
@@ -119,7 +121,8 @@ class RunServer:
     async def __aenter__(self) -> RunServer:
         await self._rlm.__aenter__()
         try:
-            await self._questions.prepare()
+            window = await self._questions.prepare()
+            self._long_chars = min(LONG_CHARS, window)
             app = web.Application(client_max_size=self._max_body_bytes, middlewares=[self._guarded])
             for path, get in (
                 ("/healthz", self._health), ("/metrics", self._metrics), ("/v1/models", self._models),
@@ -218,12 +221,13 @@ class RunServer:
     def _asked_over(self, api: API) -> Any:
         async def asked(http: web.Request) -> web.StreamResponse:
             wanted, prompt = await self._read(http, api)
-            async with self._questions.ask(self._keys.caller(bearer(http)), wanted, prompt) as one:
-                if wanted.stream:
-                    return await self._streamed(http, api, one)
-                answer = await one.answer()
-                body = api.whole(answer, wanted, api.new_id(), self.name)
-                return web.Response(body=encode(body), content_type="application/json")
+            with continued(http.headers):
+                async with self._questions.ask(self._keys.caller(bearer(http)), wanted, prompt) as one:
+                    if wanted.stream:
+                        return await self._streamed(http, api, one)
+                    answer = await one.answer()
+                    body = api.whole(answer, wanted, api.new_id(), self.name)
+                    return web.Response(body=encode(body), content_type="application/json")
 
         return asked
 
@@ -238,7 +242,7 @@ class RunServer:
 
         def read() -> tuple[Wanted, Prompt]:
             wanted = api.read(body)
-            return wanted, prompt_of(wanted.said, api.FIELD, _UNPACKED * self._max_body_bytes)
+            return wanted, prompt_of(wanted.said, api.FIELD, _UNPACKED * self._max_body_bytes, self._long_chars)
 
         return await asyncio.to_thread(read) if len(body) > _LARGE_BYTES else read()
 

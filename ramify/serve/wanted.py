@@ -15,6 +15,7 @@ import msgspec
 
 from ramify.clients.base import Sampling
 from ramify.engine.limits import Limits
+from ramify.serve.tools import Offer
 from ramify.serve.web import Rejected
 
 T = TypeVar("T")
@@ -104,6 +105,8 @@ class Wanted(msgspec.Struct, frozen=True):
     seed: int | None = None
     stops: tuple[str, ...] = ()
     """The answer ends before the first of these."""
+    offer: Offer | None = None
+    """Functions that the answer may ask to have called."""
     with_usage: bool = True
     """Of a chat completion's stream: whether its last event has the usage."""
 
@@ -116,6 +119,8 @@ class Wanted(msgspec.Struct, frozen=True):
             raise Rejected(f"temperature={self.temperature} must be from 0 to 2", param="temperature")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise Rejected(f"top_p={self.top_p} must be above 0 and at most 1", param="top_p")
+        if self.offer is not None and self.own.cite:
+            raise Rejected("an answer that may be a call of tools cannot be cited: leave one out", param="ramify.cite")
 
     def sampling(self, server: Sampling) -> Sampling:
         """How this run's replies are drawn."""

@@ -15,7 +15,10 @@ from typing import Any
 import msgspec
 
 from ramify.errors import SourceError
+from ramify.progress import Work
 
+MAX_FILE_S = 60.0
+"""To parse one file of a kind that can be made to take for ever."""
 _SHOWN = 6
 """Names in a list, before "and 12 more"."""
 
@@ -101,10 +104,13 @@ class Loaded(msgspec.Struct, frozen=True):
 
 
 class Loading:
-    """Collects what the readers find; refuses more than ``max_bytes`` of text and unpacked data in all."""
+    """Collects what the readers find; refuses more than ``max_bytes`` of text and unpacked data in all, and a file that
+    takes more than ``max_file_s`` to parse."""
 
-    def __init__(self, max_bytes: int) -> None:
-        self.max_bytes = max_bytes
+    def __init__(self, max_bytes: int, max_file_s: float = MAX_FILE_S, work: Work | None = None) -> None:
+        """``work`` is told how much was read."""
+        self.max_bytes, self.max_file_s = max_bytes, max_file_s
+        self._work = work
         self.texts: dict[str, str] = {}
         self.items: list[Item] = []
         self.problems: list[Problem] = []
@@ -121,6 +127,8 @@ class Loading:
 
     def spend(self, num_bytes: int, name: str) -> None:
         self._spent += num_bytes
+        if self._work is not None:
+            self._work.at(self._spent, name)
         if self._spent > self.max_bytes:
             raise SourceError(
                 f"{name} brings the sources to over {self.max_bytes / 1e6:,.0f} MB: "

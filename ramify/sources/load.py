@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ramify.errors import SourceError
-from ramify.sources.base import Item, Loaded, Loading, Problem, Unreadable, listing
+from ramify.progress import doing
+from ramify.sources.base import MAX_FILE_S, Item, Loaded, Loading, Problem, Unreadable, listing
 from ramify.sources.kinds import File, read_file, read_regular
 
 __all__ = ["Item", "Loaded", "Problem", "load"]
@@ -33,16 +34,21 @@ _BLOCK_BYTES = 1 << 20
 _MANY = 3
 
 
-def load(paths: Sequence[str | Path], *, stdin: BinaryIO | None = None, max_bytes: int = MAX_BYTES) -> Loaded:
-    """Read everything that ``paths`` name. SourceError where one cannot be read, or nothing is in them."""
+def load(
+    paths: Sequence[str | Path], *, stdin: BinaryIO | None = None, max_bytes: int = MAX_BYTES,
+    max_file_s: float = MAX_FILE_S,
+) -> Loaded:  # fmt: skip
+    """Read everything that ``paths`` name. SourceError where one cannot be read, or nothing is in them; ``max_file_s`` is
+    the most that parsing one PDF may take."""
     names = [os.fspath(path) for path in ([paths] if isinstance(paths, str | Path) else paths)]
     if not names:
         raise SourceError("nothing to read: name a file, a folder, or '-' for standard input")
-    loading = Loading(max_bytes)
     given = [found for name in names for found in _expand(name)]
     labels = _labels([path for path, _ in given])
-    for (path, named), label in zip(given, labels, strict=True):
-        _read_path(path, label, named, stdin, loading)
+    with doing("reading", unit="bytes") as work:
+        loading = Loading(max_bytes, max_file_s, work)
+        for (path, named), label in zip(given, labels, strict=True):
+            _read_path(path, label, named, stdin, loading)
     single = len(given) == 1 and not os.path.isdir(given[0][0])
     return _finish(loading, names, single)
 

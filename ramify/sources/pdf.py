@@ -1,12 +1,21 @@
-"""The text of a PDF, page by page, by ``pypdf`` (the extra ``pdf``). Leaves out pictures, so also scanned pages."""
+"""The text of a PDF, page by page, by ``pypdf`` (the extra ``pdf``). Leaves out pictures, so also scanned pages.
+
+A PDF can be made to take hours, so it is parsed in a thread that is stopped when its time is over.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import io
 import logging
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from ramify.sources.base import Loading, Unreadable
 from ramify.sources.kinds import File
+
+T = TypeVar("T")
 
 
 def read(file: File, loading: Loading) -> None:
@@ -16,12 +25,13 @@ def read(file: File, loading: Loading) -> None:
         raise Unreadable("is a PDF", "reading it needs pip install 'ramify[pdf]'") from None
     logging.getLogger("pypdf").setLevel(logging.ERROR)  # it warns of every slip in a file; the text is what counts
     try:
-        reader = pypdf.PdfReader(io.BytesIO(file.data))
-        if reader.is_encrypted and not reader.decrypt(""):
-            raise Unreadable("is an encrypted PDF", "save it without a password")
-        pages = [page.extract_text() for page in reader.pages]
+        pages = in_time(lambda: _pages(pypdf.PdfReader(io.BytesIO(file.data))), loading.max_file_s)
     except Unreadable:
         raise
+    except TimeoutError:
+        raise Unreadable(
+            f"is a PDF that takes more than {loading.max_file_s:g} s to read", "convert it to text first"
+        ) from None
     except Exception as error:  # noqa: BLE001  a damaged PDF raises anything: KeyError, RecursionError …
         raise Unreadable(
             "is a PDF that cannot be read", f"{type(error).__name__}: {' '.join(str(error).split())}"
@@ -32,3 +42,37 @@ def read(file: File, loading: Loading) -> None:
     text = text.encode("utf-8", "replace").decode()  # broken font tables yield lone surrogates
     loading.spend(len(text), file.name)
     loading.add(file.name, text, "pdf", len(file.data), f"PDF: {len(pages):,} pages")
+
+
+def _pages(reader: Any) -> list[str]:
+    if reader.is_encrypted and not reader.decrypt(""):
+        raise Unreadable("is an encrypted PDF", "save it without a password")
+    return [page.extract_text() for page in reader.pages]
+
+
+class _TimeIsOver(BaseException):
+    """Not an Exception: parsers catch those and go on."""
+
+
+def in_time(work: Callable[[], T], limit_s: float) -> T:
+    """``work()``, which is pure Python. Raises TimeoutError after ``limit_s``; the thread that does it is told to stop, and
+    does so at its next instruction."""
+    done: list[T] = []
+    failed: list[BaseException] = []
+
+    def target() -> None:
+        try:
+            done.append(work())
+        except BaseException as error:  # noqa: BLE001 -- raised again by whoever waits
+            failed.append(error)
+
+    thread = threading.Thread(target=target, daemon=True, name="ramify parse")
+    thread.start()
+    thread.join(limit_s)
+    if thread.is_alive():
+        assert thread.ident is not None
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(_TimeIsOver))
+        raise TimeoutError
+    if failed:
+        raise failed[0]
+    return done[0]

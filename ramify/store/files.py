@@ -9,6 +9,8 @@ from ramify.errors import StoreError
 
 FOLDER_MODE = 0o700
 FILE_MODE = 0o600
+EVALUATIONS = "evaluations"
+"""Folder of a store with a file for each evaluation; ``evaluate/record.py`` writes them."""
 Bytes = bytes | bytearray | memoryview
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _SCHEMA = "CREATE TABLE IF NOT EXISTS runs (id TEXT PRIMARY KEY, size INTEGER, changed INTEGER, summary BLOB)"
 PATIENCE_S = 2.0
 """To wait for another process that writes the index, before the journals are read instead."""
-_VERSION = 1
+_VERSION = 2
 """Of the summaries; a file with another one is made anew."""
 
 
@@ -54,6 +54,8 @@ class RunSummary(msgspec.Struct, omit_defaults=True):
     """Whether a process is writing it now."""
     problem: str | None = None
     """Why the journal could not be read."""
+    rewards: dict[str, float] = {}
+    """Of the whole run, where it was scored."""
 
 
 class _Bill(msgspec.Struct):
@@ -74,6 +76,8 @@ class _Glance(msgspec.Struct):
     usage: Usage = Usage()
     cost: float | None = None
     stop: Stop | None = None
+    call: str = ""
+    rewards: dict[str, float] = {}
 
 
 _glance = msgspec.json.Decoder(_Glance)
@@ -81,21 +85,26 @@ _glance = msgspec.json.Decoder(_Glance)
 
 def summarise(path: Path) -> RunSummary:
     """Read the journal at ``path`` for its summary: the numbers that ``Fold`` would give, several times faster."""
-    summary = RunSummary(path.stem)
+    summary, number = RunSummary(path.stem), 0
     try:
         for line in lines(path):
+            number += 1
             if line.startswith(b'{"type":"RunStarted"'):
                 check_version(line, path)
             _add(summary, _glance.decode(line))
             summary.num_bytes += len(line) + 1
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        summary.problem = f"{path} is damaged: {error}"
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        summary.problem = f"{path}, line {number} is damaged: {error}"
     except StoreError as error:
         summary.problem = str(error)
     return summary
 
 
 def _add(summary: RunSummary, event: _Glance) -> None:
+    if event.type == "Scored":
+        if not event.call:
+            summary.rewards |= event.rewards
+        return
     summary.seconds = max(summary.seconds, event.at_s)
     match event.type:
         case "RunStarted":

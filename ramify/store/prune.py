@@ -1,4 +1,4 @@
-"""Deleting runs, and the blobs that nothing names any more.
+"""Deleting runs, evaluations, and the blobs that nothing names any more.
 
 Which blobs are needed is read from the journals: every quoted string of 64 hexadecimal digits counts as a name. A run
 that is about to name a blob has put it (which renews the blob's time) a moment before; so a blob is spared that was
@@ -20,7 +20,7 @@ import msgspec
 
 from ramify.errors import StoreError
 from ramify.store.blobs import Blobs
-from ramify.store.files import FILE_MODE, remove_file
+from ramify.store.files import EVALUATIONS, FILE_MODE, remove_file
 from ramify.store.journal import open_locked, writer, writer_file
 
 DEFAULT_MAX_BYTES = 20 << 30
@@ -32,6 +32,15 @@ SETTLE_S = 60.0
 _STALE_S = 3600.0
 """How old a measurement of the store's size may be before it is taken again."""
 _NAME = re.compile(rb'"([0-9a-f]{64})"')
+
+
+class Pruned(msgspec.Struct):
+    """What was deleted, oldest first."""
+
+    runs: list[str]
+    """Their ids."""
+    evaluations: list[str]
+    """Theirs."""
 
 
 class _Size(msgspec.Struct):
@@ -55,16 +64,22 @@ class Pruner:
 
     def prune(
         self, newest_first: list[Path], older_than_s: float | None, keep_last: int | None, max_bytes: int | None
-    ) -> list[str]:
+    ) -> Pruned:
+        """The ids of the runs and of the evaluations that are gone. Both go by the same rules, each counted by itself."""
+        records = sorted((self._root / EVALUATIONS).glob("*.jsonl"), reverse=True)  # their names begin with their time
+        records = records[keep_last or 0 :][::-1]
         oldest_first = [path for path in newest_first[keep_last or 0 :][::-1] if writer(path) is None]
-        if older_than_s is not None:
-            going = [path for path in oldest_first if time.time() - path.stat().st_mtime > older_than_s]
+        if older_than_s is None:
+            takes_all = keep_last is not None and max_bytes is None
+            going, leaving = (oldest_first, records) if takes_all else ([], [])
         else:
-            going = oldest_first if keep_last is not None and max_bytes is None else []
-        removed = self._remove_all(going)
+            going, leaving = (_older(paths, older_than_s) for paths in (oldest_first, records))
+        removed = Pruned(self._remove_all(going), [path.stem for path in leaving if _delete_record(path)])
         self._sweep()
         if max_bytes is not None:
-            removed += self._fit(max_bytes, [path for path in oldest_first if path.stem not in set(removed)])
+            gone = {*removed.runs, *removed.evaluations}
+            left = [path for path in (*oldest_first, *records) if path.stem not in gone]
+            self._fit(max_bytes, sorted(left, key=lambda path: path.stat().st_mtime), removed)
         return removed
 
     def measure(self) -> int:
@@ -113,18 +128,23 @@ class Pruner:
         self._collect(candidates)
         return removed
 
-    def _fit(self, max_bytes: int, oldest_first: list[Path]) -> list[str]:
-        removed: list[str] = []
+    def _fit(self, max_bytes: int, oldest_first: list[Path], removed: Pruned) -> None:
+        """Delete until the store fits, and add to ``removed``."""
         size = self.measure()
         for path in oldest_first:
             if size <= max_bytes:
                 break
+            if path.parent.name == EVALUATIONS:
+                num_bytes = path.stat().st_size
+                if _delete_record(path):
+                    size -= num_bytes
+                    removed.evaluations.append(path.stem)
+                continue
             try:
                 size -= self.remove(path)
             except StoreError:
                 continue
-            removed.append(path.stem)
-        return removed
+            removed.runs.append(path.stem)
 
     def _sweep(self) -> None:
         """Delete every blob that no journal names, and files that a killed writer left behind."""
@@ -178,6 +198,26 @@ def _delete(path: Path) -> tuple[os.stat_result, dict[str, float]]:
     finally:
         os.close(fd)
     return stat, named
+
+
+def _older(paths: list[Path], than_s: float) -> list[Path]:
+    return [path for path in paths if time.time() - path.stat().st_mtime > than_s]
+
+
+def _delete_record(path: Path) -> bool:
+    """Delete an evaluation's file that nobody writes; whether it is gone."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        remove_file(path)
+    except (BlockingIOError, StoreError):
+        return False
+    finally:
+        os.close(fd)
+    return True
 
 
 def _names(path: Path) -> Iterator[str]:

@@ -47,7 +47,7 @@ def decode_line(line: bytes, path: Path, number: int) -> AnyEvent:
         check_version(line, path)
     try:
         return _decoder.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise StoreError(f"{path}, line {number} is damaged: {error}; the events before it can be read") from error
 
 
@@ -55,7 +55,7 @@ def check_version(line: bytes, path: Path) -> None:
     """Raises StoreError for the first line of a run that a newer Ramify wrote."""
     try:
         version = msgspec.json.decode(line, type=_Version).schema_version
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return  # the whole decode says it better
     if version > SCHEMA_VERSION:
         raise StoreError(

@@ -22,6 +22,7 @@ from ramify.types.event import (
     Requested,
     RunEnded,
     RunStarted,
+    Scored,
     ToolAnswered,
 )
 from ramify.types.message import Reply
@@ -160,6 +161,8 @@ class Recording:
             raise ReplayDiverged(f"run {self.started.id} recorded no such thing as {what}; resume it to ask for it")
 
     def _add(self, event: AnyEvent) -> None:
+        if isinstance(event, Scored):
+            return  # about the run, and no part of what it did
         self._held.add(_key(event))
         self.last_s = max(self.last_s, event.at_s)
         match event:
@@ -208,3 +211,5 @@ def _key(event: AnyEvent) -> Key:
             return (Attempted, event.call, event.turn, event.error, event.at_s)
         case RunEnded():
             return (RunEnded, event.stop, event.at_s)
+        case Scored():
+            return (Scored, event.by, event.call, event.turn, event.at_s)

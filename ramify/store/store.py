@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from ramify.store.files import make_folder
 from ramify.store.flusher import Flusher
 from ramify.store.index import Index, RunSummary
 from ramify.store.journal import Journal, cut_torn_line, open_locked, writer
-from ramify.store.prune import Pruner
+from ramify.store.prune import Pruned, Pruner
 from ramify.store.reading import follow, read_events
 from ramify.store.secrets import Secrets
 from ramify.types.event import AnyEvent, Fold
@@ -79,6 +79,12 @@ class Store:
         cut_torn_line(fd)
         return Journal(path, fd, self.blobs, self._flusher, Secrets(secrets))
 
+    def append(self, run: str | Path, events: Iterable[AnyEvent]) -> None:
+        """Add to a run that nobody writes: what became known after its end, as a ``Scored``."""
+        with self.reopen(run) as journal:
+            for event in events:
+                journal.append(event)
+
     def path(self, run: str | Path) -> Path:
         """The journal that ``run`` means: a run's id, the unique beginning of one, ``"last"``, or a ``.jsonl`` file."""
         name = str(run)
@@ -132,14 +138,14 @@ class Store:
 
     def prune(
         self, older_than_s: float | None = None, keep_last: int | None = None, max_bytes: int | None = None
-    ) -> list[str]:
-        """Delete runs, oldest first, and the blobs that no run needs; the ids deleted.
+    ) -> Pruned:
+        """Delete runs and evaluations, oldest first, and the blobs that no run needs; the ids deleted.
 
-        ``keep_last`` newest runs stay in any case. Of the others go those whose last event is older than
-        ``older_than_s`` (all of them where neither this nor ``max_bytes`` is given), then as many as it takes for the
-        store to fit ``max_bytes``. Runs that are being written stay. Without arguments, only litter goes."""
+        ``keep_last`` newest runs, and as many evaluations, stay in any case. Of the others go those whose last event is
+        older than ``older_than_s`` (all of them where neither this nor ``max_bytes`` is given), then as many as it takes
+        for the store to fit ``max_bytes``. What is being written stays. Without arguments, only litter goes."""
         removed = self._pruner.prune(self._journals(), older_than_s, keep_last, max_bytes)
-        self._index.forget(removed)
+        self._index.forget(removed.runs)
         return removed
 
     def size(self) -> int:

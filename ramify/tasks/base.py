@@ -35,7 +35,12 @@ SPLITS = ("train", "validation", "test")
 """Every task has these; validation chooses checkpoints, test is reported. A task may have more, for what it holds out."""
 ENDLESS = 1 << 40
 """Length of a generated split."""
-TASKS = {"ledger": "ramify.tasks.ledger.task:ledger", "needle": "ramify.tasks.needle:needle"}
+TASKS = {
+    "ledger": "ramify.tasks.ledger.task:ledger",
+    "needle": "ramify.tasks.needle:needle",
+    "programs": "ramify.tasks.programs.task:programs",
+    "toolmath": "ramify.tasks.toolmath.task:toolmath",
+}
 """Name -> the function that makes the task; loaded when it is asked for."""
 DATA_SUFFIXES = (".jsonl", ".parquet")
 """Of files whose rows are a task."""

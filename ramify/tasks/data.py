@@ -108,6 +108,10 @@ class Items(Sequence[Item]):
         self._name, self._rows, self._make = name, rows, make
         self._indices = range(len(rows)) if indices is None else indices
 
+    def some(self, name: str, places: Sequence[int]) -> Items:
+        """Those at ``places``, under another name; each keeps the number of its row."""
+        return Items(name, self._rows, self._make, [self._indices[place] for place in places])
+
     def __len__(self) -> int:
         return len(self._indices)
 
@@ -160,11 +164,12 @@ def _sources(source: Source) -> dict[str, Sequence[Row]]:
     if isinstance(source, Mapping):  # also a DatasetDict
         if not source:
             raise ConfigError("a dataset needs a source for at least one split, as in {'test': 'questions.jsonl'}")
-        return {_HF_NAMES.get(str(split), str(split)): _rows(each) for split, each in source.items()}
-    return {"": _rows(source)}
+        return {_HF_NAMES.get(str(split), str(split)): rows_of(each) for split, each in source.items()}
+    return {"": rows_of(source)}
 
 
-def _rows(source: Source) -> Sequence[Row]:
+def rows_of(source: Source) -> Sequence[Row]:
+    """The rows of one file or list, read when they are looked at. Raises ConfigError, SourceError."""
     if isinstance(source, str | Path):
         path = Path(source).expanduser()
         if path.suffix not in DATA_SUFFIXES:

@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 
 from ramify.errors import ConfigError, StoreError
+from ramify.train.guards import Memory
 
 Write = Callable[[Path], Callable[[], None] | None]
 """Writes one part to a path; what it returns, if anything, waits for the end of that."""
@@ -47,6 +48,12 @@ class State(msgspec.Struct, kw_only=True):
     """Processor time of the process, likewise."""
     score: float | None = None
     """Of the last evaluation on the validation stream; what ``best`` goes by."""
+    stopped: str = ""
+    """Why the stage was ended before its last step; empty where it was not."""
+    memory: dict[str, float] = {}
+    """What the stage's algorithm remembers of the steps done."""
+    guard: Memory = msgspec.field(default_factory=Memory)
+    """What the run's guard remembers of the stage."""
     config: dict[str, Any] = {}
     """Of the run, as plain data."""
     schema_version: int = SCHEMA_VERSION

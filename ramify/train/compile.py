@@ -37,6 +37,7 @@ def sequences(rollouts: Iterable[Stamped], temperature: float = 1.0) -> list[Seq
 
 def _of_rollout(rollout: Stamped, temperature: float) -> Iterator[Sequence]:
     trajectory = rollout.trajectory
+    _check_lengths(rollout)
     waiting = {turn: stamp for turn, stamp in rollout.stamps.items() if len(stamp)}
     stamped_calls = {call for call, _ in waiting}
     for call in trajectory.calls:
@@ -56,6 +57,18 @@ def _of_rollout(rollout: Stamped, temperature: float) -> Iterator[Sequence]:
         )
 
 
+def _check_lengths(rollout: Stamped) -> None:
+    """ValueError, with both lengths, where a stamp has another than its turn."""
+    turns = {(call.id, index): turn for call in rollout.trajectory.calls for index, turn in enumerate(call.turns)}
+    for place, stamp in rollout.stamps.items():
+        ids = turns[place].reply.token_ids if place in turns else None
+        if ids is not None and len(stamp) and len(stamp) != len(ids):
+            raise ValueError(
+                f"trajectory {rollout.trajectory.id}, call {place[0]}, turn {place[1]}: a stream of {len(stamp)} numbers for "
+                f"{len(ids)} sampled tokens; a stamp has one number for each"
+            )
+
+
 def _is_whole(span: TokenSpan, waiting: dict[tuple[str, int], Stamp]) -> bool:
     stamp = waiting.get((span.call, span.turn))
     return stamp is not None and len(stamp) == span.end - span.start
@@ -70,6 +83,7 @@ def _sequence(name: str, path: TokenPath, here: list[tuple[TokenSpan, Stamp]], t
     if temperature <= 0 and any(stamp.rl for _, stamp in here):
         raise ValueError(f"sequence {name} has policy-gradient weights, but was sampled at temperature {temperature:g}")
     columns = {name: _column(length, here, name) for name in ("advantages", *_WEIGHTS)}
+    columns["ce"] = _observed(columns["ce"], length, here, path)
     for weight in _WEIGHTS:
         values = columns[weight]
         if values is not None and length and values[0]:
@@ -98,6 +112,22 @@ def _column(length: int, here: list[tuple[TokenSpan, Stamp]], name: str) -> Floa
         if len(values):
             column = np.zeros(length, np.float32) if column is None else column
             column[span.start : span.end] = values
+    return column
+
+
+def _observed(
+    column: Floats | None, length: int, here: list[tuple[TokenSpan, Stamp]], path: TokenPath
+) -> Floats | None:
+    """[T] the cross-entropy weights, with those of given tokens: the stretch between a stamped turn and what was sampled
+    before it. Nothing predicts a path's first token."""
+    for span, stamp in here:
+        if not stamp.given:
+            continue
+        start = span.start
+        while start > 1 and not path.sampled[start - 1]:
+            start -= 1
+        column = np.zeros(length, np.float32) if column is None else column
+        column[start : span.start] = stamp.given
     return column
 
 

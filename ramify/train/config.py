@@ -7,27 +7,35 @@
     ├── sft        ├ the stages, in this order; any may be None
     ├── rl         ┘
     ├── limits, sandbox, scaffold      how the engine runs a rollout
-    └── evaluate, cadence              what is measured and kept, and how often
+    ├── inference                      which engines answer, where it is not the one in this process
+    └── evaluate, cadence, trackers    what is measured and kept, how often, and who is told
 
 A recipe is a function that returns one (``recipes/tiny.py``); ``ramify train`` overrides its fields by dotted names.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
 
 from ramify.engine.limits import Limits
 from ramify.errors import ConfigError
+from ramify.inference.http.spec import InferenceSpec
 from ramify.sandbox.base import SandboxSpec
 from ramify.train.algorithms import ALGORITHMS
 from ramify.train.algorithms.dr_grpo import DrGRPO
 from ramify.train.algorithms.sft import SFT
 from ramify.train.backends.base import Compute, Optim
+from ramify.train.guards import Guard
 from ramify.train.loop import Cadence
 from ramify.train.loss import Loss
+from ramify.train.policy_losses import POLICY_LOSSES
 from ramify.train.rollout import RolloutOptions
+from ramify.train.signals.asking import BUDGET
+from ramify.train.signals.compose import Hybrid
+from ramify.train.signals.reading import signals_of
 from ramify.train.stages import Sample
 
 
@@ -56,6 +64,8 @@ class PolicySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     nothing."""
     tokenizer: str = ""
     """A folder with the tokenizer of a model made from nothing; empty: one is trained on the demonstrations."""
+    words: tuple[str, ...] = ()
+    """Instead: the words of a tokenizer that knows nothing else, one token each (``policy.tokenizer.word_tokenizer``)."""
     vocab_size: int = 512
     """Of the tokenizer that is trained."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -104,8 +114,8 @@ class SftSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     options: dict[str, Any] = {}
     """What the demonstrations' function takes besides."""
     trajectories: str = ""
-    """A JSONL file of trajectories, or a folder of such, to learn from, besides or instead; with ``algorithm.min_reward``
-    the good ones alone."""
+    """A JSONL file of trajectories, a folder of such (a run's ``rollouts``), or a store's folder, whose evaluated runs have
+    rewards: to learn from, besides or instead; with ``algorithm.min_reward`` the good ones alone."""
     epochs: int = 1
     batch_tokens: int = 2048
     optim: Optim = Optim()
@@ -120,6 +130,16 @@ class SftSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             )
 
 
+class CriticSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The critic of an algorithm that has one (``ppo``)."""
+
+    model: Literal["shared", "own"] = "shared"
+    """``shared``: a value head on the policy's own layers. ``own``: a second model, which begins as a copy of the policy
+    with a value head: twice the memory, and what the critic learns does not move the policy."""
+    optim: Optim | None = None
+    """Of a model of its own; None: as the policy's."""
+
+
 class RlSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Reinforcement learning."""
 
@@ -127,9 +147,29 @@ class RlSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     sample: Sample = Sample()
     rollout: RolloutOptions = RolloutOptions()
     algorithm: Any = DrGRPO()
-    """Implements ``algorithms.base.Algorithm``; on the command line by name: grpo, dr_grpo, rloo, sft."""
+    """Implements ``algorithms.base.Algorithm``; on the command line by a name of ``docs/algorithms.md`` or a dotted path."""
+    signals: dict[str, Any] = {}
+    """Name -> signal: what is read off rollouts besides their reward, for ``algorithm=Hybrid(…)`` to weigh. One of
+    ``signals.registry.SIGNALS`` by name, made already, or a mapping with ``name`` and options."""
+    judges: Limits = BUDGET
+    """What judges of this run may spend in all."""
+    judge_cache: str = ""
+    """A folder in which judges' replies are kept, so that a run that is repeated does not pay for them again."""
     loss: Loss = Loss()
+    critic: CriticSpec = CriticSpec()
     optim: Optim = Optim()
+
+    def __post_init__(self) -> None:
+        if not self.signals:
+            if isinstance(self.algorithm, Hybrid):
+                self.algorithm.check({})
+            return
+        signals = signals_of(self.signals)
+        msgspec.structs.force_setattr(self, "signals", signals)
+        if isinstance(self.algorithm, Hybrid):
+            self.algorithm.check(signals)
+        elif not isinstance(self.algorithm, Mapping):  # of a checkpoint: not made yet
+            raise ConfigError("rl.signals need an algorithm that weighs them: algorithm=Hybrid(outcome=…, terms=…)")
 
 
 class EvaluateSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -163,8 +203,16 @@ class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     sandbox: SandboxSpec = SandboxSpec()
     evaluate: EvaluateSpec = EvaluateSpec()
     cadence: Cadence = Cadence()
+    guard: Guard = Guard()
     compute: Compute = Compute()
     """How the trainer computes."""
+    trackers: tuple[str, ...] = ()
+    """Services that are told what is measured, besides ``metrics.jsonl``: of ``trackers.base.TRACKERS``, or
+    ``module:Class``."""
+    tracker_options: dict[str, dict[str, Any]] = {}
+    """Name of a tracker -> what its class takes: ``{"wandb": {"project": "mine"}}``."""
+    inference: InferenceSpec | None = None
+    """Engines in processes of their own; None: the one in the trainer's process, which holds the trainer's weights."""
     threads: int = 0
     """Of torch, for one operation; 0: its own choice. One is best for small models, and on machines that are shared."""
 
@@ -173,11 +221,17 @@ class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
             raise ConfigError(f"run '{self.name}' has no stage: give warmup, sft or rl")
 
 
-CHOICES = {"rl.algorithm": ALGORITHMS}
+CHOICES = {"rl.algorithm": ALGORITHMS, "rl.loss.policy": POLICY_LOSSES}
 """Fields that hold one of several classes -> name -> class."""
 
 
 def plain(run: Run) -> dict[str, Any]:
-    """``run`` as plain data, as a checkpoint keeps it."""
-    data: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(run))
+    """``run`` as plain data, as a checkpoint keeps it. Raises ConfigError for a part that has no such form."""
+    try:
+        data: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(run))
+    except TypeError as error:
+        raise ConfigError(
+            f"a run is kept with its checkpoints, and a part of it cannot be written down ({error}): give judges and the like "
+            "as 'module:Class', or as a msgspec.Struct"
+        ) from error
     return data

@@ -2,9 +2,10 @@
 
     stage.work(step) ── at most max_staleness steps ahead ──┐        rollouts need the newest weights; demonstrations do not
         ▼                                                   │
-    pack ─ forward_backward ─ optim_step   (each part)      │        in one thread of its own
+    prepare: old, reference and values of all rows          │        in one thread of its own
+    pack ─ forward_backward ─ optim_step   (each part)      │
         ▼                                                   │
-    publish ─ self-checks ─ evaluate ─ checkpoint ──────────┘        the next work may begin
+    publish ─ self-checks ─ evaluate ─ checkpoint ──────────┘        the next work may begin, unless a guard ends the stage
 
 Synchronous training is ``max_staleness = 0``: work for step k begins once step k-1 is over. Decides the order of things
 and what is written down when. Leaves out where work comes from (``stages.py``), credit, losses, and devices.
@@ -15,22 +16,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import msgspec
+import numpy as np
 
 from ramify.errors import StoreError, TrainError
+from ramify.progress import doing
 from ramify.train import metrics as metric_file
-from ramify.train.backends.base import Backend, Optim, Reference
+from ramify.train.backends.base import Backend, Reference
 from ramify.train.checkpoint import Checkpoints, State, read_state
+from ramify.train.guards import Guard, Memory, Told, after_evaluation, after_step
 from ramify.train.metrics import Measured, Metrics
 from ramify.train.pack import attach, describe, pack
 from ramify.train.selfcheck import SelfCheck
 from ramify.train.sft import write
 from ramify.train.stages import Part, Stage, Work
+from ramify.types.sequence import Batch, Floats
+from ramify.types.sequence import Sequence as Row
 from ramify.types.trajectory import Group
 
 T = TypeVar("T")
@@ -52,6 +58,11 @@ class Cadence(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 class Policy(Protocol):
     """What the loop does with a policy besides learning; see ``build.Published``."""
+
+    @property
+    def version(self) -> int:
+        """Of the weights that were published last, as the engine tells it of each token."""
+        ...
 
     async def publish(self) -> None:
         """Let the engine answer with the weights as they are now."""
@@ -77,13 +88,14 @@ class Loop:
         self,
         out: Path,
         stages: Sequence[Stage],
-        backend_of: Callable[[Optim], Backend],
+        backend_of: Callable[[Stage], Backend],
         policy: Policy,
         evaluate: Evaluate,
         *,
         first: Sequence[str] = (),
         final: Sequence[str] = (),
         cadence: Cadence | None = None,
+        guard: Guard | None = None,
         config: Mapping[str, Any] | None = None,
         check: SelfCheck | None = None,
         reference_of: Callable[[Path], Reference] | None = None,
@@ -95,6 +107,7 @@ class Loop:
         that a step had no signal."""
         self.out, self._stages, self._backend_of, self._policy = out, stages, backend_of, policy
         self._cadence = cadence = cadence or Cadence()
+        self._guard = guard or Guard()
         self._evaluate, self._first, self._final = evaluate, first, final
         self._check, self._reference_of = check, reference_of
         self._reference: Reference | None = None
@@ -134,20 +147,31 @@ class Loop:
 
     async def _run_stage(self, stage: Stage) -> None:
         if self._backend is None:
-            self._backend = await self._in_torch(self._backend_of, stage.optim)
-        if stage.samples and stage.loss.kl_beta:
+            self._backend = await self._in_torch(self._backend_of, stage)
+        if "ref_logprobs" in stage.streams:
             self._reference = await self._in_torch(self._kept_reference)
         if stage.samples and not self.state.stage_step:
             for split in ("validation", *self._first):
                 await self.evaluate(split, "first")
-        async for work in self._works(stage):
-            await self._step(stage, work)
-        self.state.stage, self.state.stage_step = self.state.stage + 1, 0
+        with doing(stage.name, stage.num_steps, "steps", first=self.state.stage_step) as told:
+            async with contextlib.aclosing(self._works(stage)) as works:
+                async for work in works:
+                    await self._step(stage, work)
+                    told.at(self.state.stage_step)
+                    if self.state.stopped:
+                        break
+        self._begin_next_stage()
         self._backend = None
 
-    async def _works(self, stage: Stage) -> AsyncIterator[Work]:
+    def _begin_next_stage(self) -> None:
+        state = self.state
+        state.stage, state.stage_step, state.stopped, state.memory, state.guard = state.stage + 1, 0, "", {}, Memory()
+
+    async def _works(self, stage: Stage) -> AsyncGenerator[Work, None]:
         """The work of each step that is left, begun at most ``max_staleness`` steps before its turn."""
         first = self.state.stage_step
+        if self.state.memory:
+            stage.memory = dict(self.state.memory)
         admitted = asyncio.Semaphore(1 + stage.max_staleness)
         ready: asyncio.Queue[Work] = asyncio.Queue()
 
@@ -178,16 +202,24 @@ class Loop:
     async def _step(self, stage: Stage, work: Work) -> None:
         state = self.state
         started = time.monotonic()
-        values = dict(work.metrics)
+        values = dict(work.metrics) | metric_file.staleness(work.groups, self._policy.version)
+        where = f"step {state.step + 1} ({stage.name})"
+        for note in work.notes:
+            self._say(f"{where}: {note}")
         if work.silence:
-            self._say(f"step {state.step + 1} ({stage.name}) has nothing to learn from: {work.silence}")
+            self._say(f"{where} has nothing to learn from: {work.silence}")
             values["silent"] = 1.0
+        if work.parts:
+            values |= await self._in_torch(self._prepare, stage, work)
         values |= _over_parts([await self._in_torch(self._learn, stage, part) for part in work.parts])
         values["learn_s"] = time.monotonic() - started
         state.step, state.stage_step, state.next_item = state.step + 1, state.stage_step + 1, work.next_item
+        state.memory = work.memory
         if stage.samples and work.parts:
             await self._publish()
         self._count(values)
+        if stage.samples:
+            values |= self._told(after_step(self._guard, state.guard, values), where)
         self._write(stage.name, values)
         if self._check is not None and work.groups:
             self._check.ids(work.groups)
@@ -197,21 +229,56 @@ class Loop:
 
     async def _at_intervals(self, stage: Stage) -> None:
         done, cadence = self.state.stage_step, self._cadence
-        is_last = done == stage.num_steps
+        is_last = done == stage.num_steps or bool(self.state.stopped)
         is_evaluated = stage.samples and (is_last or (cadence.evaluate and done % cadence.evaluate == 0))
         if is_evaluated or (is_last and self.state.stage + 1 == len(self._stages)):
             await self.evaluate("validation", stage.name)
+        if is_evaluated and done < stage.num_steps and not self.state.stopped:
+            told = after_evaluation(self._guard, self.state.guard, self.state.score)
+            self._told(told, f"step {self.state.step} ({stage.name})")
+            is_last = bool(self.state.stopped)
         if is_evaluated or is_last or (cadence.checkpoint and done % cadence.checkpoint == 0):
             await self._in_torch(self._save)
 
+    def _told(self, told: Told, where: str) -> dict[str, float]:
+        """Say what a guard has to say; its metrics."""
+        for sentence in told.says:
+            self._say(f"{where}: {sentence}")
+        if told.stop:
+            self._say(f"{where}: the stage ends here: {told.stop}")
+            self.state.stopped = told.stop
+        return told.metrics
+
     # --- learning ------------------------------------------------------------------------------------------------
+
+    def _prepare(self, stage: Stage, work: Work) -> dict[str, float]:
+        """What is to be known of a work's rows before the first of its parts is learnt from; in the torch thread."""
+        backend = self._backend
+        assert backend is not None
+        rows = [row for part in work.parts for row in part.rows]
+        if "lag" in stage.streams:
+            self._attach_lag(rows)
+        if "ref_logprobs" in stage.streams:
+            assert self._reference is not None
+            _attach(rows, self._reference, "ref_logprobs", self._reference.logprobs)
+        if "old_logprobs" in stage.streams:
+            _attach(rows, backend, "old_logprobs", backend.logprobs)
+        if "values" in stage.streams:
+            _attach(rows, backend, "values", backend.values)
+        return stage.finish(rows)
+
+    def _attach_lag(self, rows: Sequence[Row]) -> None:
+        """The stream ``lag``: by how many versions the policy that is trained is newer than those that sampled the tokens."""
+        for row in rows:
+            if row.versions is not None:
+                row.streams["lag"] = np.where(row.versions >= 0, self._policy.version - row.versions, 0).astype(
+                    np.float32
+                )
 
     def _learn(self, stage: Stage, part: Part) -> dict[str, float]:
         """One optimizer step; in the torch thread."""
         backend = self._backend
         assert backend is not None
-        if stage.loss.kl_beta and stage.samples:
-            self._attach_reference(part)
         batches = pack(part.rows, backend.packing, part.denominators)
         if self._check is not None:
             self._check.weights(part.rows, batches)
@@ -226,13 +293,8 @@ class Loop:
         if not self.state.stage_step:
             self._policy.save(folder)
         if self._reference_of is None:
-            raise TrainError("the loss has a KL to a reference policy, and nothing was given that makes one")
+            raise TrainError("the run has a KL to a reference policy, and nothing was given that makes one")
         return self._reference_of(folder)
-
-    def _attach_reference(self, part: Part) -> None:
-        assert self._reference is not None
-        batches = pack(part.rows, self._reference.packing, part.denominators)
-        attach(part.rows, batches, "ref_logprobs", self._reference.logprobs(batches))
 
     async def _publish(self) -> None:
         """Let the engine answer with the newest weights, and check that it does."""
@@ -283,6 +345,8 @@ class Loop:
 
     def _count(self, values: dict[str, float]) -> None:
         seconds = values.get("work_s", 0.0) + values["learn_s"]
+        for name in [name for name in values if name.endswith("/s")]:  # how long a signal was at it, beside rollouts
+            values[f"signal_share/{name.removesuffix('/s')}"] = values[name] / seconds if seconds else 0.0
         tokens = values.get("sampled_tokens", 0.0) + values.get("given_tokens", 0.0) or values.get("row_tokens", 0.0)
         values["tokens_per_s"] = tokens / seconds if seconds else 0.0
 
@@ -305,15 +369,24 @@ class Loop:
         self.state = read_state(checkpoint)
         self.state.config = config
         metric_file.cut(self.out, self.state.step)
-        backend = self._backend_of(self._stages[self.state.stage].optim)
+        stage = self._stages[self.state.stage]
+        backend = self._backend_of(stage)
         backend.load(checkpoint / "backend")
-        if self.state.stage_step < self._stages[self.state.stage].num_steps:
+        if self.state.stage_step < stage.num_steps and not self.state.stopped:
             self._backend = backend
         else:  # the stage was over; the next begins with an optimizer of its own
-            self.state.stage, self.state.stage_step = self.state.stage + 1, 0
+            self._begin_next_stage()
 
     async def _in_torch(self, work: Callable[..., T], *arguments: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._torch, work, *arguments)
+
+
+def _attach(
+    rows: Sequence[Row], backend: Reference, name: str, ask: Callable[[Sequence[Batch]], Sequence[Floats]]
+) -> None:
+    """Give ``rows`` the stream ``name``, by ``ask`` over batches made for ``backend``."""
+    batches = pack(rows, backend.packing)
+    attach(rows, batches, name, ask(batches))
 
 
 def _over_parts(measured: Sequence[Mapping[str, float]]) -> dict[str, float]:

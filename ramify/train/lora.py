@@ -9,7 +9,8 @@ module, ours or transformers', computes with it unawares. Leaves out adapters on
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import cast
 
 import torch
@@ -63,6 +64,16 @@ def merged(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, parameter.detach()
         elif name.endswith(_ORIGINAL):
             yield f"{owner}.weight", cast(Tensor, model.get_submodule(owner).weight).detach()
+
+
+def unmerged(model: nn.Module) -> Iterator[tuple[str, Tensor, Callable[[], Tensor] | None]]:
+    """As ``merged``, with nothing computed yet: (name, the parameter below, what adds its adapter to it or None)."""
+    for name, parameter in model.named_parameters():
+        owner, _, _ = name.partition(".parametrizations.")
+        if owner == name:
+            yield name, parameter, None
+        elif name.endswith(_ORIGINAL):
+            yield f"{owner}.weight", parameter, partial(getattr, model.get_submodule(owner), "weight")
 
 
 def is_chosen(name: str, module: nn.Module, targets: Sequence[str] | str) -> bool:

@@ -1,35 +1,51 @@
 """The loss of a step: three weighted sums over entries, each divided by its count over the whole step.
 
-    L = sum w_rl (policy + beta KL - c H) / N_rl  +  sum w_ce (-l) / N_ce  +  sum w_kd D / N_kd
+    L = sum w_rl (policy + beta KL - c H + value) / N_rl  +  sum w_ce (-l) / N_ce  +  sum w_kd D / N_kd
 
 Weights and counts come with the batch, so the loss, and with it the gradient, is the same however the step was cut into
-batches, packed or ordered. Decides what each component is per entry and what is measured on the way. Leaves out where
-log-probabilities come from (``head.py``) and where weights and advantages do (``algorithms/``).
+batches, packed or ordered. What is to be known of the whole step first comes with the batch, too (``whole_step.py``).
+Decides what each component is per entry and what is measured on the way. Leaves out where log-probabilities come from
+(``head.py``) and where weights and advantages do (``algorithms/``).
 
-Legend: E entries, k teacher tokens per entry. l now, o old, m sampler's log-probability, as in ``policy_losses.py``.
+Legend: E entries, k teacher tokens per entry. l now, o old, m sampler's log-probability, as in ``policy_losses/base.py``.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
 
 from ramify.errors import ConfigError
-from ramify.train.policy_losses import AnyPolicyLoss, DppoTv, Tokens, ratio
+from ramify.train.corrections import CORRECTIONS
+from ramify.train.distil_losses import KdKind, forward_kl, reverse_kl, surrogate
+from ramify.train.policy_losses import POLICY_LOSSES, DppoTv, PolicyLoss, Tokens, ratio
+from ramify.train.policy_losses.base import Chooses, Whole
+from ramify.train.policy_losses.critic import ValueLoss, Values
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 KlKind = Literal["k1", "k2", "k3", "k3+"]
+Old = Literal["auto", "pass", "now", "sampler"]
 
 
 class Loss(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What is minimised."""
 
-    policy: AnyPolicyLoss = DppoTv()
+    policy: Any = DppoTv()
+    """Implements ``PolicyLoss``; in a configuration a name of ``POLICY_LOSSES`` or a dotted path, or a map with ``name`` and
+    options."""
+    corrections: tuple[Any, ...] = ()
+    """Factors on it for a sampler that is not the trainer, likewise by ``CORRECTIONS``."""
+    old: Old = "auto"
+    """Where ``o`` comes from, for a loss that reads it. ``pass``: the trainer computes it again at the start of each step.
+    ``now``: l itself, which is the same where a step is one optimizer step. ``sampler``: m. ``auto``: a pass where a step
+    has several minibatches, and else m, or l for corrections, which compare o with m."""
+    value: ValueLoss = ValueLoss()
+    """Of a critic, where there is one."""
     kl_beta: float = 0.0
     """Weight of the KL to a reference policy, whose log-probabilities are the stream ``ref_logprobs``; 0: none."""
     kl: KlKind = "k3+"
@@ -38,10 +54,45 @@ class Loss(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     """c: weight of the policy's entropy at sampled tokens, which is made larger."""
     kd_pull: float = 1e-3
     """Of ``kd`` by sampled tokens: weight of (l - m)²."""
+    kd: KdKind = "forward"
+    """Of ``kd`` by several tokens per position: see ``distil_losses.py``."""
+    kd_clip: float = 1.0
+    """C of ``surrogate``: most that teacher and policy count as apart. 2 for maths with tools, 1 for chat."""
 
     def __post_init__(self) -> None:
         if self.kl_beta < 0:
             raise ConfigError(f"loss.kl_beta={self.kl_beta} cannot be negative")
+        msgspec.structs.force_setattr(self, "policy", POLICY_LOSSES.made(self.policy))
+        msgspec.structs.force_setattr(self, "corrections", tuple(CORRECTIONS.made(each) for each in self.corrections))
+        if "fresh_old" in self.reads and self.old == "sampler":
+            raise ConfigError(
+                "loss.old=sampler: corrections and decoupled losses compare the trainer's log-probabilities with the "
+                "sampler's; use auto or pass"
+            )
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """What the policy's loss and its corrections need besides the streams of every batch: ``old_logprobs``, ``lag``;
+        ``fresh_old`` where the sampler's log-probabilities will not do as the old ones."""
+        found = (frozenset(getattr(each, "reads", ())) for each in (self.policy, *self.corrections))
+        return frozenset[str]().union(*found)
+
+    @property
+    def is_over_sequences(self) -> bool:
+        """Whether a part of it looks at whole sequences, so that none may be split."""
+        return any(getattr(each, "whole", False) for each in (self.policy, *self.corrections))
+
+    @property
+    def wants_every_token(self) -> bool:
+        """Whether tokens whose advantage is 0 count: for a term that acts on each, or a mean over them."""
+        return bool(self.kl_beta or self.entropy or self.is_over_sequences or isinstance(self.policy, Chooses))
+
+    def for_minibatches(self, num: int) -> Loss:
+        """This loss with ``old`` settled, for steps of ``num`` optimizer steps."""
+        if self.old != "auto":
+            return self
+        alone = "now" if "fresh_old" in self.reads else "sampler"
+        return msgspec.structs.replace(self, old="pass" if num > 1 and "old_logprobs" in self.reads else alone)
 
 
 class Entries(NamedTuple):
@@ -57,6 +108,10 @@ class Entries(NamedTuple):
     """In nats; None where it was not asked for."""
     teacher_ids_logprobs: Tensor | None = None
     """[E, k] the policy's log-probabilities of ``teacher_ids``, with gradient."""
+    sequences: tuple[Tensor, int] | None = None
+    """([E] which sequence the entry is of, from 0; how many there are)."""
+    values: Tensor | None = None
+    """[E] a critic's, with gradient; None where there is none."""
 
 
 def compute(loss: Loss, entries: Entries) -> tuple[Tensor, Tally]:
@@ -98,12 +153,16 @@ def kl_estimate(kind: KlKind, now: Tensor, ref: Tensor) -> Tensor:
 
 
 def _reinforce(loss: Loss, entries: Entries, tally: Tally) -> Tensor:
-    streams, now = entries.streams, entries.logprobs
-    sampler = streams["sampler_logprobs"]
-    tokens = Tokens(now, streams.get("old_logprobs", sampler), sampler, streams["advantages"])
-    value = loss.policy.per_token(tokens)
-    weighs = streams["rl"] != 0
-    tally.policy(tokens, loss.policy.clipped(tokens), weighs)
+    policy: PolicyLoss = loss.policy
+    streams, tokens = entries.streams, _tokens(loss, entries)
+    now, weighs = tokens.now, streams["rl"] != 0
+    value = policy.per_token(tokens)
+    tally.policy(tokens, policy.clipped(tokens), weighs)
+    for correction in loss.corrections:
+        factor = correction.factor(tokens)
+        tally.mean("corrected_away", (factor == 0).to(now.dtype), weighs)
+        tally.mean("correction", factor, weighs)
+        value = value * factor
     if loss.kl_beta:
         if "ref_logprobs" not in streams:
             raise ConfigError("loss.kl_beta needs the reference's log-probabilities: the batch has no 'ref_logprobs'")
@@ -114,7 +173,30 @@ def _reinforce(loss: Loss, entries: Entries, tally: Tally) -> Tensor:
         tally.mean("entropy", entries.entropy.detach(), weighs)
         if loss.entropy:
             value = value - loss.entropy * entries.entropy
+    if entries.values is not None:
+        if "returns" not in streams:
+            raise ConfigError(
+                "a critic learns from returns: the batch has no stream 'returns'; see the algorithm 'ppo'"
+            )
+        missed = loss.value.per_token(Values(entries.values, streams["values"], streams["returns"]))
+        tally.mean("value_loss", missed.detach(), weighs)
+        value = value + loss.value.weight * missed
     return value
+
+
+def _tokens(loss: Loss, entries: Entries) -> Tokens:
+    streams, now = entries.streams, entries.logprobs
+    sampler, old = streams["sampler_logprobs"], streams.get("old_logprobs")
+    if old is None and (loss.old == "pass" or (loss.old == "auto" and "fresh_old" in loss.reads)):
+        raise ConfigError("the loss needs the trainer's log-probabilities at the start of the step: the batch has no stream "
+                          "'old_logprobs'; attach it, or set loss.old=now where a step is one optimizer step")  # fmt: skip
+    if old is None:
+        old = now.detach() if loss.old == "now" else sampler
+    whole = None if entries.sequences is None else Whole(*entries.sequences, streams["rl"] != 0)
+    chosen = streams.get("chosen")
+    return Tokens(
+        now, old, sampler, streams["advantages"], whole, None if chosen is None else chosen != 0, streams.get("lag")
+    )
 
 
 def _imitate(loss: Loss, entries: Entries, tally: Tally) -> Tensor:
@@ -122,13 +204,15 @@ def _imitate(loss: Loss, entries: Entries, tally: Tally) -> Tensor:
 
 
 def _distil(loss: Loss, entries: Entries, tally: Tally) -> Tensor:
-    """By the teacher's likeliest tokens: sum over k of p_T (log p_T - log p), the forward KL on them. By the sampled token
+    """By several tokens per position: one of ``distil_losses``. By the sampled token
     alone: -sg(l_T - l) rho + pull (l - m)², the reverse KL's policy gradient."""
     if "teacher_logprobs" not in entries.streams:
         raise ConfigError("component 'kd' needs a teacher: the batch has no stream 'teacher_logprobs'")
     teacher = entries.streams["teacher_logprobs"]
     if entries.teacher_ids_logprobs is not None:
-        return (teacher.exp() * (teacher - entries.teacher_ids_logprobs)).sum(-1)
+        if loss.kd == "surrogate":
+            return surrogate(teacher, entries.streams["student_logprobs"], entries.teacher_ids_logprobs, loss.kd_clip)
+        return (forward_kl if loss.kd == "forward" else reverse_kl)(teacher, entries.teacher_ids_logprobs)
     now, sampler = entries.logprobs, entries.streams["sampler_logprobs"]
     gap = (teacher - now).detach()
     tally.mean("teacher_gap", gap, entries.streams["kd"] != 0)
@@ -182,7 +266,8 @@ class Tally:
         as a share of the tokens; the others are means over the entries with policy-gradient weight:
 
         ``clip_fraction``, ``approx_kl`` (mean of r - 1 - log r), ``mismatch`` (mean of |o - m|, or of |l - m| where no old
-        pass was made) and ``mismatch_max``, ``entropy``, ``ref_kl``."""
+        pass was made) and ``mismatch_max``, ``correction`` and ``corrected_away`` (the share it is 0 for), ``entropy``,
+        ``ref_kl``, ``value_loss``."""
         sums = {name: (float(total), float(count)) for name, (total, count) in self._sums.items()}
         found: dict[str, float] = {
             name: sums.pop(name)[0] for name in ("rl_loss", "ce_loss", "kd_loss") if name in sums

@@ -5,6 +5,13 @@
 One line is written with one ``write``, so a killed run leaves whole lines but perhaps the last, which a reader skips.
 Whoever wants to watch listens; the page and the terminal's view read the same lines. On resume what a step wrote after
 the checkpoint is dropped, since it will be measured again.
+
+Of a step's rollouts is measured, besides what their algorithm says:
+
+    pass@4                     the chance that at least one of four attempts at an item is right
+    depth1.rlm/reward          of the calls of one depth and kind: mean reward, where they have one; calls for each rollout,
+    depth1.rlm/calls …         turns and sampled tokens for each call, surprise (mean -logprob), share that a limit cut short
+    staleness, staleness_max   steps that the weights had gone on since a token was sampled
 """
 
 from __future__ import annotations
@@ -12,12 +19,19 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
+from ramify.evaluate.statistics import pass_at_k
+from ramify.tasks.base import total
+from ramify.types.trajectory import Call, Group, Trajectory
+
 FILE = "metrics.jsonl"
+_RIGHT = 1 - 1e-9
+"""The reward from which on a rollout counts as right."""
 
 
 class Measured(msgspec.Struct, frozen=True):
@@ -87,3 +101,89 @@ def _ends_a_line(path: Path) -> bool:
             return True
         file.seek(-1, os.SEEK_END)
         return file.read(1) == b"\n"
+
+
+# --- what rollouts came to -----------------------------------------------------------------------------------------------
+
+
+class Layer(msgspec.Struct, frozen=True):
+    """The calls of one depth and kind, of some rollouts."""
+
+    depth: int
+    kind: str
+    calls: int
+    reward: float | None
+    """Mean; None where none of them has one."""
+    turns: float
+    """For each call, as are sampled tokens."""
+    sampled: float
+    surprise: float | None
+    """Mean of -logprob over sampled tokens, in nats; None where they are not known."""
+    truncated: float
+    """Share that a limit cut short."""
+
+
+def layers(trajectories: Sequence[Trajectory], weights: Mapping[str, float]) -> list[Layer]:
+    """By depth and kind. ``weights`` are the task's, by reward name; the root's reward is the rollout's."""
+    members: dict[tuple[int, str], list[tuple[Call, float | None]]] = defaultdict(list)
+    for tree in trajectories:
+        for call in tree.calls:
+            rewards = tree.call_rewards.get(call.id) or (tree.rewards if call.parent is None else {})
+            members[call.depth, call.kind].append((call, total(rewards, weights) if rewards else None))
+    return [_layer(depth, kind, members[depth, kind]) for depth, kind in sorted(members)]
+
+
+def _layer(depth: int, kind: str, members: Sequence[tuple[Call, float | None]]) -> Layer:
+    calls = [call for call, _ in members]
+    rewards = [reward for _, reward in members if reward is not None]
+    replies = [turn.reply for call in calls for turn in call.turns]
+    logprobs = [value for reply in replies for value in reply.logprobs or ()]
+    cut_short = sum(call.stop is not None and call.stop.is_truncated() for call in calls)
+    return Layer(
+        depth, kind, len(calls), math.fsum(rewards) / len(rewards) if rewards else None, len(replies) / len(calls),
+        sum(len(reply.token_ids or ()) for reply in replies) / len(calls),
+        -math.fsum(logprobs) / len(logprobs) if logprobs else None, cut_short / len(calls),
+    )  # fmt: skip
+
+
+def of_rollouts(groups: Sequence[Group], weights: Mapping[str, float], prefix: str = "") -> dict[str, float]:
+    """pass@k for k = 2, 4, 8 … and the size of a group, over the groups that have so many scored rollouts; and the layers."""
+    scored = [
+        [total(tree.rewards, weights) >= _RIGHT for tree in group.trajectories if tree.rewards] for group in groups
+    ]
+    most = max((len(each) for each in scored), default=0)
+    found = {}
+    for k in sorted(
+        {*(2**power for power in range(1, most.bit_length()) if 2**power <= most), *([most] if most > 1 else [])}
+    ):
+        enough = [pass_at_k(len(each), sum(each), k) for each in scored if len(each) >= k]
+        found[f"{prefix}pass@{k}"] = math.fsum(enough) / len(enough)
+    trajectories = [tree for group in groups for tree in group.trajectories]
+    for layer in layers(trajectories, weights):
+        name = f"{prefix}depth{layer.depth}.{layer.kind}"
+        values = {
+            "reward": layer.reward, "calls": layer.calls / len(trajectories), "turns": layer.turns,
+            "sampled": layer.sampled, "surprise": layer.surprise, "truncated": layer.truncated,
+        }  # fmt: skip
+        found |= {f"{name}/{what}": value for what, value in values.items() if value is not None}
+    return found
+
+
+def staleness(groups: Sequence[Group], version: int) -> dict[str, float]:
+    """How many versions older than ``version``, which learns from them, the weights were that sampled the tokens; empty
+    where that is not known."""
+    spans = [
+        (span.end - span.start, version - span.version)
+        for group in groups
+        for tree in group.trajectories
+        for call in tree.calls
+        for turn in call.turns
+        for span in turn.reply.versions or ()
+    ]
+    num = sum(length for length, _ in spans)
+    if not num:
+        return {}
+    return {
+        "staleness": sum(length * age for length, age in spans) / num,
+        "staleness_max": float(max(age for _, age in spans)),
+    }

@@ -18,8 +18,8 @@ import msgspec
 from ramify.errors import ConfigError, nearest
 
 T = TypeVar("T")
-Choices = Mapping[str, Mapping[str, str]]
-"""Dotted name of a field -> name -> the class it stands for, as a dotted path."""
+Choices = Mapping[str, Mapping[str, Any]]
+"""Dotted name of a field -> name -> the class it stands for, or its dotted path."""
 
 
 def override(config: T, assignments: Sequence[str], choices: Choices | None = None) -> T:
@@ -41,11 +41,12 @@ def load_class(path: str) -> Any:
         raise ConfigError(f"'{path}' cannot be imported: {error}") from error
 
 
-def of_name(name: str, table: Mapping[str, str], what: str) -> Any:
+def of_name(name: str, table: Mapping[str, Any], what: str) -> Any:
     """The class that ``name`` stands for: of ``table``, or at a dotted path. Raises ConfigError."""
     if name not in table and not {".", ":"} & {*name}:
         raise ConfigError(f"unknown {what} '{name}': {nearest(name, table)}; or module:name of one of your own")
-    return load_class(table.get(name, name))
+    found = table.get(name, name)
+    return load_class(found) if isinstance(found, str) else found
 
 
 def _set(value: Any, path: Sequence[str], text: str, whole: str, choices: Choices) -> Any:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 
@@ -19,6 +19,7 @@ from ramify.clients.base import Sampling
 from ramify.engine.rlm import RLM
 from ramify.errors import ConfigError
 from ramify.evaluate.attempt import GRACE_S, attempt
+from ramify.progress import doing
 from ramify.tasks.base import Item, Task
 from ramify.types.trajectory import Group, Trajectory
 
@@ -44,7 +45,9 @@ class RolloutOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
                 f"temperature={self.temperature} and grace_s={self.grace_s} above 0"
             )
 
-    def sampling(self, max_tokens: int, seed: int) -> Sampling:
+    def sampling(self, max_tokens: int, seed: int, *, greedy: bool = False) -> Sampling:
+        if greedy:
+            return Sampling(max_tokens, 0.0, seed=seed, logprobs=True)
         return Sampling(max_tokens, self.temperature, self.top_p, seed=seed, logprobs=True, top_k=self.top_k)
 
 
@@ -53,35 +56,58 @@ class Rollouts:
     share one sandbox and one client."""
 
     def __init__(
-        self, rlm: RLM, task: Task, options: RolloutOptions, *, seed: int = 0, on_stall: Callable[[str], None] = print
-    ) -> None:
-        """``on_stall`` is told where a rollout stood that did not end."""
+        self, rlm: RLM, task: Task, options: RolloutOptions, *, seed: int = 0, on_stall: Callable[[str], None] = print,
+        greedy: bool = False,
+    ) -> None:  # fmt: skip
+        """``on_stall`` is told where a rollout stood that did not end. ``greedy``: one more rollout of each item, at
+        temperature 0, beside its group (``Group.greedy``)."""
         self._rlm, self._task, self._options, self._seed, self._on_stall = rlm, task, options, seed, on_stall
+        self._greedy = greedy
 
-    async def groups(self, items: Sequence[Item], step: int) -> list[Group]:
-        """One group per item, in order, each with its rollouts in order; what failed is among them. Raises only what is
-        a bug, or a cancellation."""
+    async def groups(
+        self, items: Sequence[Item], step: int, what: str = "rollouts",
+        after: Callable[[Group], Awaitable[None]] | None = None,
+    ) -> list[Group]:  # fmt: skip
+        """One group per item, in order, each with its rollouts in order; what failed is among them. ``what`` is said of
+        it while it goes on. ``after`` is done with each group as soon as it is whole, while others go on. Raises only what
+        is a bug, or a cancellation."""
         room = asyncio.Semaphore(self._options.concurrency)
 
-        async def one(item: Item, index: int, number: int) -> Trajectory:
+        async def one(item: Item, index: int, number: int | str) -> Trajectory:
             async with room:
-                return await self._rollout(item, f"step={step}/group={index}/rollout={number}")
+                name = f"step={step}/group={index}/rollout={number}"
+                trajectory = await self._rollout(item, name, number == "greedy")
+                work.more()
+                return trajectory
 
+        async def whole(
+            item: Item, attempts: Sequence[asyncio.Task[Trajectory]], sure: asyncio.Task[Trajectory] | None
+        ) -> Group:
+            group = Group(item.id, [await each for each in attempts], None if sure is None else await sure)
+            if after is not None:
+                await after(group)
+            return group
+
+        num = len(items) * (self._options.group + self._greedy)
         try:
-            async with asyncio.TaskGroup() as tasks:
-                running = [
-                    [tasks.create_task(one(item, index, number)) for number in range(self._options.group)]
-                    for index, item in enumerate(items)
-                ]
+            with doing(what, num, "attempts") as work:
+                async with asyncio.TaskGroup() as tasks:
+                    running = [
+                        [tasks.create_task(one(item, index, number)) for number in range(self._options.group)]
+                        for index, item in enumerate(items)
+                    ]
+                    greedy = [
+                        tasks.create_task(one(item, index, "greedy")) if self._greedy else None
+                        for index, item in enumerate(items)
+                    ]
+                    groups = [tasks.create_task(whole(*each)) for each in zip(items, running, greedy, strict=True)]
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
-        return [
-            Group(item.id, [task.result() for task in attempts]) for item, attempts in zip(items, running, strict=True)
-        ]
+        return [each.result() for each in groups]
 
-    async def _rollout(self, item: Item, name: str) -> Trajectory:
+    async def _rollout(self, item: Item, name: str, greedy: bool) -> Trajectory:
         seed = random.Random(f"{self._seed}/{name}/{item.id}").getrandbits(31)
-        sampling = self._options.sampling(self._rlm.limits.max_reply_tokens, seed)
+        sampling = self._options.sampling(self._rlm.limits.max_reply_tokens, seed, greedy=greedy)
         return await attempt(
             self._rlm, self._task, item, name=name, sampling=sampling, metadata={"rollout": name},
             grace_s=self._options.grace_s, on_stall=self._on_stall,

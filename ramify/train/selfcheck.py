@@ -2,7 +2,8 @@
 field were silent numbers.
 
     fingerprint   trainer and engine hold the same weights
-    canary        a sampled reply's log-probabilities, by the engine's cache and by the trainer's forest, agree
+    canary        a sampled reply's log-probabilities, by the engine's cache and by the trainer's forest, agree, and so do
+                  those of its whole prompt: what is sampled is often near certain, and hides an old output matrix
     ids           what the engine was given and sampled is what the tree says, id by id
     weights       compiling and packing lost none of the weight that the algorithm gave out, and doubled none
 
@@ -12,6 +13,7 @@ algorithm says why (``Stamping.silence``).
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -19,7 +21,7 @@ import numpy as np
 
 from ramify.clients.base import Request, Sampling
 from ramify.errors import TrainError
-from ramify.inference.base import InferenceClient
+from ramify.inference.base import InferenceClient, engines_of
 from ramify.train.backends.base import Backend
 from ramify.train.pack import pack
 from ramify.types.message import Message, Reply
@@ -28,28 +30,31 @@ from ramify.types.sequence import Sequence as Row
 from ramify.types.trajectory import Group, Trajectory
 
 InTorch = Callable[..., Awaitable[Any]]
+Floats64 = np.ndarray[Any, np.dtype[np.float64]]
 CANARY_TOKENS = 16
 
 
 class Seen:
     """A client that remembers which ids went through it, as hashes; everything else is the wrapped client's."""
 
-    def __init__(self, client: InferenceClient) -> None:
+    def __init__(self, client: InferenceClient, max_staleness: int = 0) -> None:
+        """It remembers what went through since ``forget`` was called so many times and once more: rollouts of a later step
+        may be over before those of this one are learnt from."""
         self.name, self.window, self.price = client.name, client.window, client.price
         self.client = client
-        self._paths: set[int] = set()
+        self._paths: deque[set[int]] = deque([set()], maxlen=max_staleness + 1)
 
     async def complete(self, request: Request) -> Reply:
         reply = await self.client.complete(request)
         if reply.prompt_ids is not None and reply.token_ids is not None:
-            self._paths.add(hash((*reply.prompt_ids, *reply.token_ids)))
+            self._paths[-1].add(hash((*reply.prompt_ids, *reply.token_ids)))
         return reply
 
     def has_seen(self, ids: tuple[int, ...]) -> bool:
-        return hash(ids) in self._paths
+        return any(hash(ids) in paths for paths in self._paths)
 
     def forget(self) -> None:
-        self._paths.clear()
+        self._paths.append(set())
 
     async def close(self) -> None:
         await self.client.close()
@@ -70,24 +75,49 @@ class SelfCheck:
         )
         self.worst = 0.0
         """Largest difference that a canary has shown."""
+        self.good_version: int | None = None
+        """Of the last weights that every engine was seen to answer with."""
 
     async def engine(self, backend: Backend, in_torch: InTorch) -> None:
-        """Raises TrainError where engine and trainer are not the same policy."""
+        """Raises TrainError where an engine and the trainer are not the same policy."""
         ours = await in_torch(self._fingerprint)
-        theirs = await self._seen.client.fingerprint()
-        if ours != theirs:
+        for engine in engines_of(self._seen.client):
+            await self._one(engine, ours, backend, in_torch)
+        self.good_version = self._seen.client.version
+
+    async def _one(self, engine: InferenceClient, ours: str, backend: Backend, in_torch: InTorch) -> None:
+        theirs = await engine.fingerprint()
+        if theirs is not None and ours != theirs:
             raise TrainError(
                 f"the engine answers with other weights (fingerprint {theirs}) than the trainer has ({ours}): the weight sync "
-                "failed"
+                f"failed{self._where(engine)}"
             )
-        reply = await self._seen.client.complete(self._request)
-        difference = await in_torch(self._difference, backend, reply)
+        reply = await engine.complete(self._request)
+        assert reply.prompt_ids is not None
+        assert reply.token_ids is not None
+        assert reply.logprobs is not None
+        path = (*reply.prompt_ids, *reply.token_ids)
+        ours_T = await in_torch(self._own_logprobs, backend, path)
+        self._compare(engine, np.array(reply.logprobs), ours_T[len(reply.prompt_ids) :], "sampled")
+        self._compare(engine, np.array(await engine.logprobs(path)), ours_T[1:], "scored")
+
+    def _compare(self, engine: InferenceClient, theirs_T: Floats64, ours_T: Floats64, what: str) -> None:
+        differences_T = np.nan_to_num(np.abs(ours_T - theirs_T), nan=np.inf)
+        difference = float(differences_T.max(initial=0.0))
         self.worst = max(self.worst, difference)
         if not difference <= self._tolerance:
+            at = int(np.argmax(differences_T))
             raise TrainError(
                 f"the canary's log-probabilities differ by {difference:.2g} between engine and trainer, and at most "
-                f"{self._tolerance:g} is allowed: they compute different models, or the engine's cache is stale"
+                f"{self._tolerance:g} is allowed ({theirs_T[at]:.5f} by the engine, {ours_T[at]:.5f} by the trainer, at {what} "
+                f"token {at}): they compute different models, or the engine's cache is stale{self._where(engine)}"
             )
+
+    def _where(self, engine: InferenceClient) -> str:
+        last = (
+            "none was checked before" if self.good_version is None else f"the last good version is {self.good_version}"
+        )
+        return f" ({engine.name}; version {self._seen.client.version}; {last})"
 
     def ids(self, groups: Sequence[Group]) -> None:
         """Raises TrainError where a tree of the first group says other ids than went through the engine."""
@@ -117,17 +147,14 @@ class SelfCheck:
             if abs(given - packed) > 1e-5 * max(abs(given), 1.0):
                 raise TrainError(f"the batches of a step weigh {packed:.6g} in '{name}', their sequences {given:.6g}")
 
-    def _difference(self, backend: Backend, reply: Reply) -> float:
-        """Largest difference between the reply's log-probabilities and the trainer's own."""
-        assert reply.prompt_ids is not None
-        assert reply.token_ids is not None
-        assert reply.logprobs is not None
-        row = _row((*reply.prompt_ids, *reply.token_ids), len(reply.prompt_ids))
-        ours = np.zeros(len(row), np.float64)
+    def _own_logprobs(self, backend: Backend, ids: tuple[int, ...]) -> Floats64:
+        """The trainer's log-probability of each of ``ids``; 0 for the first."""
+        row = _row(ids, 1)
+        ours_T = np.zeros(len(row), np.float64)
         batches = pack([row], backend.packing)
         for batch, logprobs in zip(batches, backend.logprobs(batches), strict=True):
-            ours[batch.owners[:, 1]] = logprobs
-        return float(np.abs(ours[len(reply.prompt_ids) :] - np.array(reply.logprobs)).max(initial=0.0))
+            ours_T[batch.owners[:, 1]] = logprobs
+        return ours_T
 
 
 def _row(ids: tuple[int, ...], num_given: int) -> Row:

@@ -1,7 +1,7 @@
 """Trajectories to learn from as they stand: where they come from, their token ids, and which go into which step.
 
-    demonstrations of a task ┐
-    trajectories in a file   ┴─ tokenised by the policy's renderer ─ stamped (``algorithms/sft.py``) ─ order ─> steps
+    demonstrations of a task            ┐
+    trajectories in a file or a store   ┴─ tokenised by the policy's renderer ─ stamped (``algorithms/sft.py``) ─ order ─> steps
 
 What was said by another model, or written by a program, has no ids of this policy: they are made here, once, reply by
 reply (the policy's own are kept), and from then on nothing knows that the policy did not say it itself. Decides the
@@ -12,14 +12,19 @@ by its number.
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
 import msgspec
 
+from ramify.clients.base import Tool
 from ramify.engine.scaffold import Scaffold
 from ramify.errors import ConfigError, nearest
+from ramify.evaluate.record import read as evaluation
+from ramify.store.files import EVALUATIONS
+from ramify.store.store import Store
 from ramify.tasks.base import Task
 from ramify.types.message import Message, Reply
 from ramify.types.sequence import Sequence as Row
@@ -32,7 +37,7 @@ class Renderer(Protocol):
     @property
     def stop_ids(self) -> tuple[int, ...]: ...
 
-    def prompt(self, messages: Sequence[Message]) -> list[int]: ...
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]: ...
 
     def extend(self, messages: Sequence[Message], *, after: Sequence[int]) -> list[int]: ...
 
@@ -83,8 +88,9 @@ def _call(conversation: Conversation) -> Call:
 class Tokeniser:
     """Gives trajectories the ids that a policy would have been given and would have sampled."""
 
-    def __init__(self, renderer: Renderer) -> None:
-        self._renderer = renderer
+    def __init__(self, renderer: Renderer, tools: Sequence[Tool] = ()) -> None:
+        """``tools`` are those that each call is offered natively."""
+        self._renderer, self._tools = renderer, tools
         self._end = renderer.stop_ids[:1]
         self._opened = renderer.prompt([_QUESTION])
         self._closing = renderer.extend([], after=self._end)
@@ -93,8 +99,10 @@ class Tokeniser:
 
     def tokenised(self, trajectory: Trajectory) -> Trajectory:
         """A copy of ``trajectory`` whose turns have ids, up to where a history was cut (from there on what was said
-        before is given anew)."""
-        calls = [msgspec.structs.replace(call, turns=self._turns(call)) for call in trajectory.calls]
+        before is given anew), and without what judges were asked, which is never learnt."""
+        calls = [
+            msgspec.structs.replace(call, turns=self._turns(call)) for call in trajectory.calls if call.kind != "judge"
+        ]
         return msgspec.structs.replace(trajectory, calls=calls)
 
     def _turns(self, call: Call) -> list[Turn]:
@@ -111,7 +119,8 @@ class Tokeniser:
             if path and turn.reused == num_messages:
                 reused, given = len(path), self._renderer.extend(turn.prompt, after=said)
             else:
-                reused, given = 0, self._renderer.prompt([*conversation[: turn.reused], *turn.prompt])
+                prompt = [*conversation[: turn.reused], *turn.prompt]
+                reused, given = 0, self._renderer.prompt(prompt, self._tools)
             said = self._reply(turn.reply.message)
             reply = msgspec.structs.replace(turn.reply, prompt_ids=tuple(given), token_ids=tuple(said), logprobs=None)
             turns.append(msgspec.structs.replace(turn, reply=reply, reused_ids=reused))
@@ -125,7 +134,7 @@ class Tokeniser:
         a policy may cut a text up in another way than its tokenizer does."""
         if not call.turns or call.turns[0].reused_ids:
             return False
-        if list(call.turns[0].reply.prompt_ids or ()) != self._renderer.prompt(call.turns[0].prompt):
+        if list(call.turns[0].reply.prompt_ids or ()) != self._renderer.prompt(call.turns[0].prompt, self._tools):
             return False
         replies = [turn.reply for turn in call.turns]
         return all(
@@ -149,7 +158,11 @@ _QUESTION = Message("user", "?")
 
 
 def read(path: Path) -> Iterator[Trajectory]:
-    """The trajectories of a JSONL file, or of all in a folder. Raises ConfigError that names the line."""
+    """The trajectories of a JSONL file, of all in a folder, or of a store, oldest first. Raises ConfigError that names the
+    line."""
+    if (path / _RUNS).is_dir():
+        yield from _stored(path)
+        return
     if path.is_dir():
         for each in sorted(path.glob("*.jsonl")):
             yield from read(each)
@@ -165,6 +178,24 @@ def read(path: Path) -> Iterator[Trajectory]:
                         raise ConfigError(f"{path}, line {number}: no trajectory: {error}") from error
     except OSError as error:
         raise ConfigError(f"trajectories cannot be read from {path}: {error.strerror}") from error
+
+
+_RUNS = "runs"
+"""What tells a store's folder from one of files."""
+
+
+def _stored(root: Path) -> Iterator[Trajectory]:
+    """The runs of a store that came to an end, with the rewards that its evaluations gave them. What a user asked has no
+    reward."""
+    rewards: dict[str, dict[str, float]] = {}
+    for file in sorted((root / EVALUATIONS).glob("*.jsonl")):
+        rewards |= {outcome.run: outcome.rewards for outcome in evaluation(file).outcomes if outcome.run}
+    store = Store(root)
+    for summary in reversed(store.runs()):
+        trajectory = store.load(summary.id)
+        if trajectory.stop is not None:
+            trajectory.rewards = rewards.get(trajectory.id, {})
+            yield trajectory
 
 
 def write(path: Path, trajectories: Iterable[Trajectory]) -> None:
@@ -193,7 +224,11 @@ def order(rows: Sequence[Row], batch_tokens: int, epochs: int, seed: int) -> lis
     return [step for step in steps if step]
 
 
-DEMOS = {"ledger": "ramify.train.sft:ledger_demos"}
+DEMOS = {
+    "ledger": "ramify.train.sft:ledger_demos",
+    "programs": "ramify.train.sft:program_demos",
+    "retool": "ramify.train.sft:retool_demos",
+}
 """Name -> function (task, num, seed, scaffold, **options) that gives demonstrations, one per item of the training split."""
 
 
@@ -208,3 +243,23 @@ def ledger_demos(
     if habits not in known:
         raise ConfigError(f"unknown habits '{habits}': {nearest(habits, known)}")
     return demonstrations(task.splits["train"][:num], known[habits], seed, scaffold)
+
+
+def program_demos(
+    task: Task, num: int, seed: int, scaffold: Scaffold, **habits: float
+) -> Iterator[Sequence[Conversation]]:
+    """Those of ``tasks.programs.demos``, by a demonstrator as weak as ``habits`` say."""
+    from ramify.tasks.programs.demos import Habits, demonstrations
+
+    return demonstrations(task.splits["train"][:num], msgspec.convert(habits, Habits, strict=False), seed, scaffold)
+
+
+def retool_demos(
+    task: Task, num: int, seed: int, scaffold: Scaffold, source: str = ""
+) -> Iterator[Sequence[Conversation]]:
+    """Those of ``tasks.toolmath.demos``, of the file ``source``."""
+    from ramify.tasks.toolmath.demos import demonstrations
+
+    if not source:
+        raise ConfigError("sft.demos=retool needs a file: give sft.options.source=ReTool-SFT.parquet (or .jsonl)")
+    return demonstrations(source, scaffold, num, lambda text: warnings.warn(text, stacklevel=2))

@@ -18,13 +18,15 @@ import msgspec
 from ramify.errors import ConfigError, TrainError
 from ramify.tasks.base import Item, Task
 from ramify.train import induction
-from ramify.train.algorithms.base import Algorithm, Stamping
+from ramify.train.algorithms.base import Algorithm, Stamping, finish, needs_of, remembering
 from ramify.train.backends.base import Optim
 from ramify.train.compile import sequences
 from ramify.train.loss import Loss
+from ramify.train.metrics import of_rollouts
 from ramify.train.rollout import Rollouts
 from ramify.train.sft import order
 from ramify.train.signals.filters import num_more
+from ramify.train.signals.reading import Reader, Signals
 from ramify.train.stamps import Stamped
 from ramify.types.sequence import Sequence as Row
 from ramify.types.trajectory import Group
@@ -49,6 +51,10 @@ class Work(msgspec.Struct, eq=False):
     """Why there is nothing to learn; empty where there is."""
     groups: list[Group] = msgspec.field(default_factory=list)
     """The rollouts that it was made of."""
+    notes: list[str] = msgspec.field(default_factory=list)
+    """What a person should know, in sentences."""
+    memory: dict[str, float] = msgspec.field(default_factory=dict)
+    """What the stage's algorithm remembers after it."""
 
 
 class Stage(Protocol):
@@ -62,20 +68,44 @@ class Stage(Protocol):
     """Whether its work is sampled from the policy, so that the engine must have the newest weights."""
     max_staleness: int
     """How many steps older than the weights that learn from it the weights that made a work may be."""
+    streams: frozenset[str]
+    """What the trainer is to compute of a work's rows before they are learnt from: ``old_logprobs``, ``ref_logprobs``,
+    ``values``, ``lag``."""
+    critic: bool
+    """Whether there is one."""
+    memory: dict[str, float]
+    """What its algorithm remembers after the last work that was made; to be set where a run is resumed."""
+
+    def finish(self, rows: Sequence[Row]) -> dict[str, float]:
+        """Put onto the rows of a whole work what follows from those streams; what was measured."""
+        ...
 
     async def work(self, step: int, next_item: int) -> Work:
         """Step ``step``, from 0, the same whenever it is asked for."""
         ...
 
 
-class WarmUp:
-    """Random strings; see ``induction.py``."""
+class Given:
+    """What stages without rollouts have in common: nothing is to be computed first, or remembered."""
 
-    name, samples, max_staleness = "warmup", False, 0
+    samples, max_staleness, critic, streams = False, 0, False, frozenset[str]()
     loss = Loss()
 
+    def __init__(self) -> None:
+        self.memory: dict[str, float] = {}
+
+    def finish(self, rows: Sequence[Row]) -> dict[str, float]:
+        return {}
+
+
+class WarmUp(Given):
+    """Random strings; see ``induction.py``."""
+
+    name = "warmup"
+
     def __init__(self, num_steps: int, optim: Optim, ids: Sequence[int], batch_tokens: int, seed: int) -> None:
-        self.num_steps, self.optim = num_steps, _scheduled(optim, num_steps)
+        super().__init__()
+        self.num_steps, self.optim = num_steps, scheduled(optim, num_steps)
         self._ids, self._batch_tokens, self._seed = ids, batch_tokens, seed
 
     async def work(self, step: int, next_item: int) -> Work:
@@ -83,19 +113,19 @@ class WarmUp:
         return Work([Part(rows, None)], {}, next_item)
 
 
-class Imitate:
+class Imitate(Given):
     """Rows that were made ready before, in the order of ``sft.order``."""
 
-    name, samples, max_staleness = "sft", False, 0
-    loss = Loss()
+    name = "sft"
 
     def __init__(self, rows: Sequence[Row], optim: Optim, batch_tokens: int, epochs: int, seed: int) -> None:
         """Raises ConfigError where there is nothing to learn from."""
+        super().__init__()
         self._rows, self._order = rows, order(rows, batch_tokens, epochs, seed)
         if not self._order:
             raise ConfigError("supervised fine-tuning has nothing to learn from: no trajectory passed its filter")
         self.num_steps = len(self._order)
-        self.optim = _scheduled(optim, self.num_steps)
+        self.optim = scheduled(optim, self.num_steps)
 
     async def work(self, step: int, next_item: int) -> Work:
         return Work([Part([self._rows[index] for index in self._order[step]], None)], {}, next_item)
@@ -129,51 +159,78 @@ class Reinforce:
 
     def __init__(
         self, num_steps: int, optim: Optim, loss: Loss, *, task: Task, items: Sequence[Item], rollouts: Rollouts,
-        algorithm: Algorithm, sample: Sample, temperature: float,
+        algorithm: Algorithm, sample: Sample, temperature: float, signals: Signals | None = None,
     ) -> None:  # fmt: skip
-        self.num_steps, self.optim, self.loss = num_steps, _scheduled(optim, num_steps * sample.minibatches), loss
+        self.num_steps, self.optim = num_steps, scheduled(optim, num_steps * sample.minibatches)
+        self.loss = loss.for_minibatches(sample.minibatches)
         self.max_staleness = sample.max_staleness
+        needs = needs_of(algorithm)
+        self.critic, self.streams = needs.values, needs.streams | _streams_of(self.loss)
+        self.memory: dict[str, float] = {}
         self._task, self._items, self._rollouts, self._algorithm = task, items, rollouts, algorithm
-        self._sample, self._temperature = sample, temperature
+        self._sample, self._temperature, self._signals = sample, temperature, signals
 
     async def work(self, step: int, next_item: int) -> Work:
-        groups, num_tried = await self._groups(step, next_item)
-        _check_any_came_back(groups, step)
-        stamping = self._stamp(groups)
-        metrics = {**stamping.metrics, "items": float(num_tried), **_measured(groups)}
-        parts = self._parts(stamping)
-        _note_advantages(stamping.rollouts)
-        return Work(parts, metrics, next_item + num_tried, stamping.silence, groups)
+        if self._signals is None:
+            return await self._work(step, next_item, None)
+        num = self._sample.max_items or self._sample.items
+        items = [self._items[index % len(self._items)] for index in range(next_item, next_item + num)]
+        async with self._signals.step(step, items) as reader:
+            return await self._work(step, next_item, reader)
 
-    async def _groups(self, step: int, next_item: int) -> tuple[list[Group], int]:
+    async def _work(self, step: int, next_item: int, reader: Reader | None) -> Work:
+        groups, num_tried = await self._groups(step, next_item, reader)
+        _check_any_came_back(groups, step)
+        stamping = self._stamp(groups, reader)
+        self.memory = {**self.memory, **stamping.memory}
+        metrics = {**stamping.metrics, "items": float(num_tried), **_measured(groups)}
+        metrics |= of_rollouts(groups, self._task.weights)
+        parts = self._parts(stamping)
+        if not needs_of(self._algorithm).streams:  # else they are not known yet
+            _note_advantages(stamping.rollouts)
+        if reader is not None:
+            metrics |= reader.metrics()
+            reader.put_on_trees(groups)
+        return Work(parts, metrics, next_item + num_tried, stamping.silence, groups, stamping.notes, dict(self.memory))
+
+    def finish(self, rows: Sequence[Row]) -> dict[str, float]:
+        return finish(self._algorithm, rows)
+
+    async def _groups(self, step: int, next_item: int, reader: Reader | None) -> tuple[list[Group], int]:
         """The groups of a step, and how many items they took. With dynamic sampling those without a signal are given up
         for others."""
         wanted, most = self._sample.items, self._sample.max_items
-        groups = await self._roll(step, next_item, wanted)
+        groups = await self._roll(step, next_item, wanted, reader)
         if not most:
             return groups, wanted
         tried = wanted
         silent: list[Group] = []
-        loud = self._loud(groups, silent)
+        loud = self._loud(groups, silent, reader)
         while more := num_more(wanted, len(loud), tried, most):
-            loud += self._loud(await self._roll(step, next_item + tried, more), silent)
+            loud += self._loud(await self._roll(step, next_item + tried, more, reader), silent, reader)
             tried += more
         return [*loud[:wanted], *silent[: max(0, wanted - len(loud))]], tried
 
-    async def _roll(self, step: int, first: int, num: int) -> list[Group]:
+    async def _roll(self, step: int, first: int, num: int, reader: Reader | None) -> list[Group]:
         items = [self._items[index % len(self._items)] for index in range(first, first + num)]
-        return await self._rollouts.groups(items, step)
+        if reader is None:
+            return await self._rollouts.groups(items, step)
+        return await self._rollouts.groups(items, step, after=reader.group)
 
-    def _loud(self, groups: Sequence[Group], silent: list[Group]) -> list[Group]:
+    def _loud(self, groups: Sequence[Group], silent: list[Group], reader: Reader | None) -> list[Group]:
         """Those of ``groups`` that teach something; the others are added to ``silent``."""
         loud: list[Group] = []
         for group in groups:
-            (silent if self._algorithm.stamp([group], self._task.weights).silence else loud).append(group)
+            (silent if self._composed(reader).stamp([group], self._task.weights).silence else loud).append(group)
         return loud
 
-    def _stamp(self, groups: Sequence[Group]) -> Stamping:
-        every_token = bool(self.loss.kl_beta or self.loss.entropy)
-        return self._algorithm.stamp(groups, self._task.weights, every_token=every_token)
+    def _composed(self, reader: Reader | None) -> Algorithm:
+        """The algorithm with what it remembers, and with what signals read."""
+        algorithm = remembering(self._algorithm, self.memory)
+        return algorithm if reader is None else reader.composed(algorithm)
+
+    def _stamp(self, groups: Sequence[Group], reader: Reader | None) -> Stamping:
+        return self._composed(reader).stamp(groups, self._task.weights, every_token=self.loss.wants_every_token)
 
     def _parts(self, stamping: Stamping) -> list[Part]:
         """Minibatches of about as many rollouts each, in turn, so that each has some of every group. What is divided by
@@ -183,9 +240,17 @@ class Reinforce:
         return [Part(sequences(stamping.rollouts[index::num], self._temperature), shares) for index in range(num)]
 
 
-def _scheduled(optim: Optim, num_steps: int) -> Optim:
+def scheduled(optim: Optim, num_steps: int) -> Optim:
     """``optim`` with the stage's length as its schedule's, where it names none."""
     return optim if optim.num_steps else msgspec.structs.replace(optim, num_steps=num_steps)
+
+
+def _streams_of(loss: Loss) -> frozenset[str]:
+    """What a loss needs that the trainer has to compute first."""
+    wanted = {"ref_logprobs"} if loss.kl_beta else set()
+    if loss.old == "pass":
+        wanted.add("old_logprobs")
+    return frozenset(wanted | (loss.reads & {"lag"}))
 
 
 def _check_any_came_back(groups: Sequence[Group], step: int) -> None:
@@ -213,8 +278,10 @@ def _measured(groups: Sequence[Group]) -> dict[str, float]:
     calls = [call for group in groups for trajectory in group.trajectories for call in trajectory.calls]
     turns = [turn for call in calls for turn in call.turns]
     stops = [call.stop for call in calls]
+    num_sampled = sum(len(turn.reply.token_ids or ()) for turn in turns)
     return {
-        "sampled_tokens": float(sum(len(turn.reply.token_ids or ()) for turn in turns)),
+        "sampled_tokens": float(num_sampled),
+        "length_mean": num_sampled / max(sum(len(group.trajectories) for group in groups), 1),
         "given_tokens": float(sum(len(turn.reply.prompt_ids or ()) for turn in turns)),
         "turns_per_call": len(turns) / max(len(calls), 1),
         "truncated": sum(stop is not None and stop.is_truncated() for stop in stops) / max(len(calls), 1),

@@ -29,6 +29,8 @@ class Stamp(msgspec.Struct, omit_defaults=True):
     """[N] weight of the distillation component; empty for none."""
     streams: dict[str, list[float] | list[list[float]]] = msgspec.field(default_factory=dict)
     """Further named streams, each [N] or [N, k]: reference logprobs and the like."""
+    given: float = 0.0
+    """Weight of the cross-entropy component of each token that the turn's prompt added (what was observed)."""
 
     def __post_init__(self) -> None:
         named: dict[str, Sized] = {"advantages": self.advantages, "rl": self.rl, "ce": self.ce, "kd": self.kd}

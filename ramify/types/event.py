@@ -5,6 +5,7 @@ The engine emits each event before it acts on it. ``Fold`` turns the stream, who
 
     RunStarted  (CallStarted (Requested (Attempted* Replied CellRan*)* CallEnded))*  RunEnded
                  of one call, in this order; calls of one run interleave
+    Scored*      at any time, also long after the end
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from ramify.types.trajectory import (
     Cell,
     ContextRef,
     Fork,
+    Mark,
     Parent,
     Stop,
     Trajectory,
@@ -115,6 +117,8 @@ class ToolAnswered(Event, frozen=True):
     result: Any = None
     """Encoded by the session's codec."""
     error: str | None = None
+    seconds: float = 0.0
+    """How long it took."""
 
 
 class Noted(Event, frozen=True):
@@ -141,9 +145,32 @@ class RunEnded(Event, frozen=True):
     """The branch whose answer was chosen; empty where there was nothing to choose."""
 
 
+class Scored(Event, frozen=True):
+    """What a run, a call or a turn is worth to somebody. What is scored twice has its later number. ``at_s`` may be long
+    after the end, and says nothing of how long the run took."""
+
+    by: str
+    """Who scored: ``task``, or the name of a signal or judge."""
+    call: str = ""
+    """What was scored; empty for the whole run."""
+    turn: int = -1
+    """Index in ``Call.turns``; -1 for the whole call."""
+    rewards: dict[str, float] = {}
+    """Reward name -> reward, of the run or of a whole call: what training learns from and a listing shows."""
+    values: dict[str, float] = {}
+    """Any other number by name; those of the whole run by its task are its ``metrics``."""
+    tokens: dict[str, list[float]] = {}
+    """Name -> a number for each token that the turn's reply sampled."""
+    text: str = ""
+    """One short text, as a hint, or the reason."""
+
+
 AnyEvent = (
     RunStarted | CallStarted | Requested | Attempted | Replied | CellRan | ToolAnswered | Noted | CallEnded | RunEnded
-)
+    | Scored
+)  # fmt: skip
+TASK = "task"
+"""Who scored, where the task did."""
 
 
 class Fold:
@@ -200,6 +227,8 @@ class Fold:
                 self.trajectory.seconds = event.at_s
                 if self.trajectory.cost is None:
                     self.trajectory.cost = event.cost  # 0 where there is a price and nothing was asked
+            case Scored():
+                note_score(self.trajectory, event)
             case _:
                 pass
 
@@ -236,3 +265,35 @@ class Fold:
         if cost is not None:
             call.cost = (call.cost or 0.0) + cost
             self.trajectory.cost = (self.trajectory.cost or 0.0) + cost
+
+
+def note_score(trajectory: Trajectory, event: Scored) -> None:
+    """Put into ``trajectory`` what ``event`` says."""
+    if event.rewards and event.turn < 0:
+        rewards = trajectory.call_rewards.setdefault(event.call, {}) if event.call else trajectory.rewards
+        rewards.update(event.rewards)
+    values = event.values if event.turn < 0 else {**event.rewards, **event.values}
+    if event.by == TASK and not event.call:
+        trajectory.metrics.update(values)
+        values = {}
+    if values or event.tokens or event.text:
+        trajectory.marks.append(Mark(event.by, event.call, event.turn, values, event.tokens, event.text))
+
+
+def scores_of(trajectory: Trajectory, at_s: float) -> list[Scored]:
+    """The rewards, metrics and marks of ``trajectory`` as the events that give them, for a journal."""
+    calls = [Scored(at_s=at_s, by=TASK, call=id, rewards=given) for id, given in trajectory.call_rewards.items()]
+    marks = [
+        Scored(
+            at_s=at_s,
+            by=each.by,
+            call=each.call,
+            turn=each.turn,
+            values=each.values,
+            tokens=each.tokens,
+            text=each.text,
+        )
+        for each in trajectory.marks
+    ]
+    whole = Scored(at_s=at_s, by=TASK, rewards=trajectory.rewards, values=trajectory.metrics)
+    return [*([whole] if whole.rewards or whole.values else ()), *calls, *marks]

@@ -22,10 +22,11 @@ import msgspec
 from ramify.types.message import Message, Reply, Usage
 from ramify.types.tokens import PathBuilder, TokenPath
 
-SCHEMA_VERSION = 1
-"""Of events and trajectories on disk. A reader refuses a newer one."""
+SCHEMA_VERSION = 2
+"""Of events and trajectories on disk. A reader refuses a newer one, and reads older ones: 2 added ``Scored`` and ``Mark``."""
 
-CallKind = Literal["rlm", "lm", "leaf"]
+CallKind = Literal["rlm", "lm", "leaf", "judge"]
+"""``judge``: asked about the call that it stands under, after it had ended; never learnt from."""
 
 
 class Stop(enum.StrEnum):
@@ -146,6 +147,22 @@ class Call(msgspec.Struct, omit_defaults=True):
     ended_s: float | None = None
 
 
+class Mark(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What somebody made of a run, a call or a turn, beside its rewards: named numbers, and one short text."""
+
+    by: str
+    """Who: ``task``, or the name of a signal or judge."""
+    call: str = ""
+    """The call that it is about; empty for the whole run."""
+    turn: int = -1
+    """Index in ``Call.turns`` of the turn that it is about; -1 for the whole call."""
+    values: dict[str, float] = {}
+    tokens: dict[str, list[float]] = {}
+    """Name -> a number for each token that the turn's reply sampled."""
+    text: str = ""
+    """As a hint, or the reason."""
+
+
 class Trajectory(msgspec.Struct, omit_defaults=True):
     """One run: the tree of its calls, its rewards and its bill."""
 
@@ -160,6 +177,8 @@ class Trajectory(msgspec.Struct, omit_defaults=True):
     rewards: dict[str, float] = msgspec.field(default_factory=dict)
     call_rewards: dict[str, dict[str, float]] = msgspec.field(default_factory=dict)
     """Call id -> reward name -> reward."""
+    marks: list[Mark] = msgspec.field(default_factory=list)
+    """What was scored beside the rewards, oldest first: of two at one place and of one name the later counts."""
     metrics: dict[str, float] = msgspec.field(default_factory=dict)
     errors: list[str] = msgspec.field(default_factory=list)
     answer: Any = None
@@ -251,3 +270,5 @@ class Group(msgspec.Struct):
 
     task: str
     trajectories: list[Trajectory]
+    greedy: Trajectory | None = None
+    """An attempt beside them at temperature 0, where a baseline wants one; nothing is learnt from it."""

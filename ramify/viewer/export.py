@@ -17,9 +17,10 @@ from typing import Any
 import msgspec
 
 from ramify.errors import StoreError
-from ramify.viewer.library import Found
+from ramify.viewer.kinds import Found
 from ramify.viewer.picture import picture
-from ramify.viewer.transcript import tokenizer_of, tokens, transcript
+from ramify.viewer.tokens import tokenizer_of, tokens
+from ramify.viewer.transcript import transcript
 from ramify.viewer.watch import Watched
 
 STATIC = Path(__file__).parent / "static"
@@ -34,7 +35,7 @@ def page(found: Found) -> bytes:
     """The file. Raises StoreError for a run of which nothing can be read."""
     run = Watched(found)
     run.refresh()
-    if not run.trajectory.calls and run.problem:
+    if not run.tree.order and run.problem:
         raise StoreError(run.problem)
     script, style = bundle(STATIC / "main.js"), (STATIC / "style.css").read_text(encoding="utf-8")
     policy = (
@@ -55,13 +56,15 @@ def page(found: Found) -> bytes:
 
 def data(run: Watched) -> dict[str, Any]:
     """All that the page would ask the server for."""
-    calls = {call.id: transcript(run, call.id, max_text=MAX_TEXT) for call in run.trajectory.calls}
-    known = {
-        f"{call.id}/{index}": tokens(run, call.id, index, tokenizer_of(run, [call.model]))
-        for call in run.trajectory.calls
-        for index, turn in enumerate(call.turns)
-        if turn.reply.token_ids
-    }
+    calls, known = {}, {}
+    for node in run.tree.order:
+        try:
+            calls[node.id] = transcript(run, node.id, max_text=MAX_TEXT)
+        except StoreError:  # damaged: the page says that it is not there
+            continue
+        for index, turn in enumerate(run.whole(node.id).call.turns):
+            if turn.reply.token_ids:
+                known[f"{node.id}/{index}"] = tokens(run, node.id, index, tokenizer_of(run, [node.model]))
     shown = picture(run)
     shown["head"]["alive"] = False
     return {"picture": shown, "calls": calls, "tokens": known}

@@ -15,13 +15,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from ramify.viewer.library import Found
+from ramify.viewer.kinds import Found
 from ramify.viewer.picture import changes
 from ramify.viewer.training import Curves
 from ramify.viewer.watch import Watched
 
 INTERVAL_S = 0.02
-"""Between looks at a file that is followed."""
+"""Between looks at a file that is written and followed."""
+IDLE_INTERVAL_S = 0.25
+"""The same, where nobody writes it."""
 _LOOKS_PER_ROLL_CALL = 25
 """After so many looks without growth it is asked whether the writer lives."""
 _SMALL_BYTES = 1 << 18
@@ -54,7 +56,7 @@ class Feed(Generic[T]):
             return await asyncio.to_thread(look, self.watched)
 
     async def follow(self, version: int) -> AsyncGenerator[dict[str, Any], None]:
-        """What a page that has ``version`` missed, then every change; ends when nobody writes any more."""
+        """What a page that has ``version`` missed, then every change; ends when the server does."""
         queue: asyncio.Queue[Any] = asyncio.Queue()
         self._queues.add(queue)
         try:
@@ -83,28 +85,25 @@ class Feed(Generic[T]):
             run = self.watched
             if isinstance(run, Curves):
                 return run.data() if run.version != version else None
-            missed = [call.index for call in run.calls.values() if call.version > version]
+            missed = [node.index for node in run.tree.order if node.version > version]
             return changes(run, missed) if missed or run.version != version else None
 
     async def _look(self) -> None:
-        """Until nobody writes the file."""
+        """As long as there are pages: often while somebody writes, and then now and again, since a run may be scored long
+        after its end, or gone on with."""
         looks = 0
         while True:
-            looks += 1
+            is_live = isinstance(self.watched, Curves) or self.watched.is_alive
             is_roll_call = looks % _LOOKS_PER_ROLL_CALL == 0
-            if self.watched.size_changed() or is_roll_call:
+            looks += 1
+            if self.watched.size_changed() or (is_roll_call and is_live):
                 async with self.lock:
                     big = _unread(self.watched) > _SMALL_BYTES
                     changed: set[int] | bool = (
                         await asyncio.to_thread(self.watched.refresh) if big else self.watched.refresh()
                     )
                     self._tell(changed)
-            if is_roll_call and isinstance(self.watched, Watched) and not self.watched.is_alive:
-                for queue in self._queues:
-                    queue.put_nowait(changes(self.watched, ()))
-                    queue.put_nowait(None)
-                return
-            await asyncio.sleep(INTERVAL_S)
+            await asyncio.sleep(INTERVAL_S if is_live else IDLE_INTERVAL_S)
 
     def _tell(self, changed: set[int] | bool) -> None:
         if not self._queues:
@@ -113,13 +112,14 @@ class Feed(Generic[T]):
         if isinstance(run, Curves):
             message = run.data() if changed else None
         else:
-            is_news = changed or run.version != self._told
-            message = changes(run, changed if isinstance(changed, set) else ()) if is_news else None
-            self._told = run.version
+            told = (run.version, run.is_alive)
+            message = changes(run, changed if isinstance(changed, set) else ()) if told != self._told else None
+            self._told = told
         for queue in self._queues if message is not None else ():
             queue.put_nowait(message)
 
-    _told = -1
+    _told = (-1, False)
+    """Version, and whether it was alive, when pages were last told."""
 
 
 class Feeds:

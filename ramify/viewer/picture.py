@@ -1,92 +1,116 @@
-"""A run as its page's first look: the head, and each call as one row of a table.
+"""A run as its page's first look: the head, and its calls as the columns of a table.
 
-Ten thousand calls must reach the page within a fraction of a second, so a call is an array whose columns are named once,
-texts are cut to a glance, and what a call said is left to ``transcript.py``.
+Ten thousand calls must reach the page within a fraction of a second, so each column is one list, or one value where all are
+the same; texts are cut to a glance, and what a call said is left to ``transcript.py``.
 
-    {"columns": ["id", "kind", …], "calls": [["0", "rlm", …], …], "models": […], "head": {"question": …, "limits": …}}
+    {"num": 3, "columns": {"id": ["0", "0.0", "0.1"], "kind": ["rlm", "lm", "lm"], "cost": null, …}, "head": {…}}
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import msgspec
 
-from ramify.types.trajectory import Call
-from ramify.viewer.watch import CallWatch, Watched
+from ramify.viewer.tree import Node, as_text, cut
+from ramify.viewer.watch import Watched
 
-COLUMNS = (
-    "id", "kind", "parent", "turn", "cell", "depth", "model", "started_s", "ended_s", "state", "stop", "turns", "tokens_in",
-    "tokens_out", "cost", "reward", "question", "answer", "error", "spans", "fork",
-)  # fmt: skip
-"""``parent`` is an index of the same list or -1; ``turn`` and ``cell`` are where the parent made it; ``model`` is an index
-of ``models``; ``state`` is one of ``asking``, ``running``, ``open``, ``done``; ``spans`` are of calls with a session."""
-_GLANCE = 120
+COLUMNS: dict[str, Callable[[Node], Any]] = {
+    "id": lambda node: node.id,
+    "kind": lambda node: node.kind,
+    "turn": lambda node: -1 if node.parent is None else node.parent.turn,
+    "cell": lambda node: -1 if node.parent is None else node.parent.cell,
+    "depth": lambda node: node.depth,
+    "model": lambda node: node.model,
+    "started_s": lambda node: round(node.started_s, 4),
+    "ended_s": lambda node: None if node.ended_s is None else round(node.ended_s, 4),
+    "state": lambda node: state(node),
+    "stop": lambda node: node.stop,
+    "turns": lambda node: node.num_turns + (node.asking >= 0),
+    "tokens_in": lambda node: node.input_tokens,
+    "tokens_out": lambda node: node.output_tokens,
+    "cost": lambda node: node.cost,
+    "question": lambda node: node.question,
+    "answer": lambda node: node.answer,
+    "error": lambda node: node.error,
+    "spans": lambda node: [round(each, 4) for each in node.spans] or None,
+    "fork": lambda node: None if node.fork is None else [node.fork.call, node.fork.turn],
+    "tools": lambda node: node.tools or None,
+    "scores": lambda node: [(mark.turn, *each) for mark in node.marks for each in mark.values.items()] or None,
+}
+"""What a page knows of each call, besides ``parent`` and ``reward``. ``turn`` and ``cell`` are where the parent made it;
+``state`` is one of ``asking``, ``running``, ``open``, ``done``; ``spans`` are of calls with a session; ``tools`` is [when,
+whether it failed] of each tool's answer; ``scores`` is [turn, name, number] of what was scored beside rewards."""
 _MAX_ERRORS = 200
 
 
 def picture(run: Watched) -> dict[str, Any]:
     """All of the run's first look."""
-    return {"columns": COLUMNS, "calls": rows(run, range(len(run.trajectory.calls))), "head": head(run)}
+    nodes = run.tree.order
+    return {
+        "num": len(nodes),
+        "columns": {name: _same(each) for name, each in _columns(run, nodes).items()},
+        "head": head(run),
+    }
 
 
 def changes(run: Watched, changed: Iterable[int]) -> dict[str, Any]:
-    """What a page that has ``picture`` needs to follow: the rows that changed, by index."""
+    """What a page that has ``picture`` needs to follow: the calls that changed, by index, as columns."""
     order = sorted(changed)
-    return {"rows": list(zip(order, rows(run, order), strict=True)), "head": head(run)}
+    return {"indices": order, "columns": _columns(run, [run.tree.order[index] for index in order]), "head": head(run)}
+
+
+def _columns(run: Watched, nodes: Sequence[Node]) -> dict[str, list[Any]]:
+    """``parent`` is an index among the calls before it, or -1."""
+    known = run.tree.nodes
+    parents = [known.get(node.parent.call) if node.parent else None for node in nodes]
+    return {
+        **{name: [of(node) for node in nodes] for name, of in COLUMNS.items()},
+        "parent": [
+            -1 if parent is None or parent.index >= node.index else parent.index
+            for parent, node in zip(parents, nodes, strict=True)
+        ],
+        "reward": [next(iter(rewards_of(run, node).values()), None) for node in nodes],
+    }
+
+
+def _same(column: list[Any]) -> Any:
+    """One value for a column that has no other."""
+    first = column[0] if column else None
+    is_plain = not isinstance(first, list | tuple)
+    return first if is_plain and column.count(first) == len(column) else column
 
 
 def head(run: Watched) -> dict[str, Any]:
     """What stands above the tree."""
-    tree = run.trajectory
+    told, at_s = run.tree.run, run.tree.at_s
     problems = [text for text in (run.problem, run.torn) if text]
-    config = tree.metadata
+    config = told.metadata
     return {
-        "key": run.key, "id": tree.id, "question": tree.question, "task": tree.task, "path": str(run.path),
-        "is_journal": run.line is None, "started_at": tree.started_at, "at_s": run.at_s, "alive": run.is_alive,
-        "stop": tree.stop, "answer": glance(tree.answer, 4_000), "answered_by": tree.answered_by, "usage": fields(tree.usage),
-        "cost": tree.cost, "seconds": tree.seconds or run.at_s, "context": fields(tree.context) if tree.context else None,
+        "key": run.key, "id": told.id, "question": told.question, "task": told.task, "path": str(run.path),
+        "is_journal": run.line is None, "started_at": told.started_at, "at_s": at_s, "alive": run.is_alive,
+        "stop": told.stop, "answer": cut(as_text(told.answer), 4_000), "answered_by": told.answered_by,
+        "usage": fields(told.usage), "cost": told.cost, "seconds": told.seconds or at_s,
+        "context": fields(told.context) if told.context else None,
         "limits": config.get("limits") or {}, "sandbox": (config.get("sandbox") or {}).get("provider", ""),
         "scaffold": (config.get("scaffold") or {}).get("name", ""), "sources": (config.get("sources") or {}).get("paths", []),
-        "rewards": tree.rewards, "metrics": tree.metrics, "errors": tree.errors[:_MAX_ERRORS],
-        "num_errors": len(tree.errors), "problems": problems, "version": run.version,
-        "raw_code": bool((config.get("scaffold") or {}).get("raw_code")), "num_calls": len(tree.calls),
+        "rewards": told.rewards, "metrics": told.metrics, "marks": [fields(mark) for mark in told.marks if not mark.call],
+        "errors": told.errors[:_MAX_ERRORS], "num_errors": len(told.errors), "problems": problems, "version": run.version,
+        "raw_code": bool((config.get("scaffold") or {}).get("raw_code")), "num_calls": len(run.tree.order),
     }  # fmt: skip
 
 
-def rows(run: Watched, indices: Iterable[int]) -> list[list[Any]]:
-    calls = run.trajectory.calls
-    return [_row(run, calls[index], run.calls[calls[index].id]) for index in indices]
+def rewards_of(run: Watched, node: Node) -> dict[str, float]:
+    """Of a call: its own, else those of the run where it is the first."""
+    own = run.tree.run.call_rewards.get(node.id)
+    return own or ({} if node.index else run.tree.run.rewards)
 
 
-def _row(run: Watched, call: Call, watch: CallWatch) -> list[Any]:
-    parent, at = run.calls.get(call.parent.call) if call.parent else None, call.parent
-    rewards = run.trajectory.call_rewards.get(call.id) or (run.trajectory.rewards if call.parent is None else {})
-    return [
-        call.id, call.kind, parent.index if parent else -1, at.turn if at else -1, at.cell if at else -1, call.depth,
-        call.model, round(call.started_s, 4), None if call.ended_s is None else round(call.ended_s, 4), state(call, watch),
-        call.stop, len(call.turns) + (watch.pending is not None), call.usage.input_tokens, call.usage.output_tokens, call.cost,
-        next(iter(rewards.values()), None), glance(call.question), glance(call.answer), glance(call.error or ""),
-        [round(each, 4) for each in watch.spans] if call.kind == "rlm" else [],
-        [call.fork.call, call.fork.turn] if call.fork else None,
-    ]  # fmt: skip
-
-
-def state(call: Call, watch: CallWatch) -> str:
-    if call.stop is not None:
+def state(node: Node) -> str:
+    if node.stop is not None:
         return "done"
-    return "asking" if watch.pending else "running" if watch.is_running else "open"
-
-
-def glance(value: Any, width: int = _GLANCE) -> str:
-    """``value`` as text, cut to ``width``; empty for None."""
-    text = as_text(value)
-    return text if len(text) <= width else text[: width - 1] + "…"
-
-
-def as_text(value: Any) -> str:
-    return value if isinstance(value, str) else "" if value is None else msgspec.json.encode(value).decode()
+    return "asking" if node.asking >= 0 else "running" if node.is_running else "open"
 
 
 def fields(struct: msgspec.Struct) -> dict[str, Any]:

@@ -7,16 +7,15 @@ rollouts/step-N.jsonl  the trajectories of a step, best and worst first to be lo
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from ramify.errors import StoreError
-from ramify.train.metrics import FILE, Measured
-from ramify.types.trajectory import SCHEMA_VERSION, Call, Trajectory
-from ramify.viewer.picture import glance
+from ramify.train.metrics import FILE, Measured, layers
+from ramify.types.trajectory import SCHEMA_VERSION, Trajectory
+from ramify.viewer.tree import as_text, cut
 
 FINAL = ("first", "last", "best")
 """Stages of evaluations that stand apart from the curves."""
@@ -78,7 +77,7 @@ class Curves:
         self.version += 1
         try:
             measured = _decoder.decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             if len(self.problems) < 10:
                 self.problems.append(f"{self.path}, line {self.version} is damaged and left out: {error}")
             return
@@ -119,48 +118,26 @@ def samples(folder: Path, step: int, key: str) -> dict[str, Any]:
     if path is None:
         raise StoreError(f"{folder} kept no rollouts of step {step}: cadence.rollouts says how often they are kept")
     rows, problems, trajectories = [], [], []
-    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
-        try:
-            tree = _trajectory.decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
-            problems.append(f"{path}, line {number} is damaged and left out: {error}")
-            continue
-        if tree.schema_version > SCHEMA_VERSION:
-            problems.append(f"{path}, line {number} was written by a newer Ramify and is left out")
-            continue
-        trajectories.append(tree)
-        rows.append(_sample(tree, f"{key}:{number}"))
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                tree = _trajectory.decode(line)
+            except (msgspec.DecodeError, UnicodeDecodeError, ValueError, RecursionError) as error:
+                problems.append(f"{path}, line {number} is damaged and left out: {error}")
+                continue
+            if tree.schema_version > SCHEMA_VERSION:
+                problems.append(f"{path}, line {number} was written by a newer Ramify and is left out")
+                continue
+            trajectories.append(tree)
+            rows.append(_sample(tree, f"{key}:{number}"))
     rows.sort(key=lambda row: -1e9 if row["reward"] is None else -row["reward"])
-    return {"step": step, "path": str(path), "rows": rows, "problems": problems, "depths": _by_depth(trajectories)}
+    return {"step": step, "path": str(path), "rows": rows, "problems": problems, "depths": layers(trajectories, {})}
 
 
 def _sample(tree: Trajectory, key: str) -> dict[str, Any]:
     return {
-        "key": key, "id": tree.id, "task": tree.task, "question": glance(tree.question), "answer": glance(tree.answer),
+        "key": key, "id": tree.id, "task": tree.task, "question": cut(tree.question), "answer": cut(as_text(tree.answer)),
         "stop": tree.stop, "reward": next(iter(tree.rewards.values()), None), "rewards": tree.rewards,
         "num_calls": len(tree.calls), "depth": tree.depth, "tokens": tree.usage.total_tokens,
-        "error": glance(tree.errors[0]) if tree.errors else "",
-    }  # fmt: skip
-
-
-def _by_depth(trajectories: list[Trajectory]) -> list[dict[str, Any]]:
-    """What the calls of each depth and kind did: rewards, turns, sampled tokens, surprise, how many were cut short."""
-    groups: dict[tuple[int, str], list[tuple[Call, float | None]]] = defaultdict(list)
-    for tree in trajectories:
-        for call in tree.calls:
-            rewards = tree.call_rewards.get(call.id) or (tree.rewards if call.parent is None else {})
-            groups[call.depth, call.kind].append((call, next(iter(rewards.values()), None)))
-    return [_measured(depth, kind, groups[depth, kind]) for depth, kind in sorted(groups)]
-
-
-def _measured(depth: int, kind: str, members: list[tuple[Call, float | None]]) -> dict[str, Any]:
-    calls = [call for call, _ in members]
-    rewards = [reward for _, reward in members if reward is not None]
-    replies = [turn.reply for call in calls for turn in call.turns]
-    logprobs = [value for reply in replies for value in reply.logprobs or ()]
-    return {
-        "depth": depth, "kind": kind, "calls": len(calls), "reward": sum(rewards) / len(rewards) if rewards else None,
-        "turns": len(replies) / len(calls), "sampled": sum(len(reply.token_ids or ()) for reply in replies) / len(calls),
-        "surprise": -sum(logprobs) / len(logprobs) if logprobs else None,
-        "truncated": sum(call.stop is not None and call.stop.is_truncated() for call in calls) / len(calls),
+        "error": cut(tree.errors[0]) if tree.errors else "",
     }  # fmt: skip

@@ -28,6 +28,15 @@ server.run()
 """
 
 
+TASK = """\
+from ramify.tasks.base import Item, generated
+from ramify.tasks.scoring import numeric
+from ramify.tasks.simple import SimpleTask
+
+sums = SimpleTask("sums", generated("sums", lambda rng: Item("40 + 2?", "text", gold=42)), numeric)
+"""
+
+
 def client_of(shell: Shell, *arguments: str, said: Any) -> Client:
     given = StdioServerParameters(
         command=sys.executable, args=["-m", "ramify", "mcp", *arguments], env=shell.env, cwd=shell.folder
@@ -134,3 +143,16 @@ def test_what_cannot_be_had(shell: Shell, arguments: list[str], says: str) -> No
     done = shell.run(*arguments)
     assert (done.code, done.out) == (1, "")
     assert says in done.err
+
+
+def test_an_evaluation_has_the_tools_of_a_server(shell: Shell) -> None:
+    """The servers are in the plan and in each run, the value of a variable in none."""
+    shell.write("task.py", TASK)
+    server = f"TOKEN=sk-of-mine {sys.executable} {shell.folder / shell.write('server.py', SERVER)}"
+    model = shell.model([{"match": "", "reply": [code("FINAL(add(40, 2))")]}])
+    asked = ("eval", "task.py:sums", "--model", model, "--items", "2", "--no-direct", "-q", "--no-validate")
+    done = shell.run(*asked, "--mcp", server, "--json")
+    assert json.loads(done.out)["rows"][0]["average"]["value"] == 1.0, done.err
+    stored = [path.read_text() for path in (shell.folder / "store").rglob("*.jsonl")]
+    assert [text.count("TOKEN= ") for text in stored] == [1, 1, 1]
+    assert not any("sk-of-mine" in text for text in stored)

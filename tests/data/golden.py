@@ -1,7 +1,7 @@
 """The golden run, event by event: a small tree with everything that a journal can hold.
 
 Call 0 (rlm) asks two ``lm`` calls in one batch, the second of which loses an attempt, and a child 0.2 (rlm) over a
-context of its own that fails; turn 2 compacts its history; a second question goes on in the same session.
+context of its own that fails; turn 2 compacts its history; a second question goes on in the same session; then it is scored.
 Run this file to write ``golden.jsonl`` and ``golden_trajectory.json`` anew after a change of the schema.
 """
 
@@ -25,6 +25,7 @@ from ramify.types.event import (
     Requested,
     RunEnded,
     RunStarted,
+    Scored,
     ToolAnswered,
 )
 from ramify.types.message import Message, Reply, ToolCall, Usage, VersionSpan
@@ -49,7 +50,7 @@ def say(at_s: float, call: str, turn: int, text: str, usage: Usage, cost: float 
 
 
 def events() -> list[AnyEvent]:
-    return [*_first_question(), *_batch(), *_child(), *_answer(), *_second_question()]
+    return [*_first_question(), *_batch(), *_child(), *_answer(), *_second_question(), *_scores()]
 
 
 def _first_question() -> list[AnyEvent]:
@@ -126,6 +127,18 @@ def _second_question() -> list[AnyEvent]:
         CallEnded(at_s=10.5, id="1", stop=Stop.FINAL, answer="host-2"),
         RunEnded(at_s=10.5, stop=Stop.FINAL, answer="host-2", usage=Usage(110, 5, 95, calls=1), cost=0.0005),
     ]  # fmt: skip
+
+
+def _scores() -> list[AnyEvent]:
+    """Minutes after the end: by the task, and by signals that look at single turns."""
+    return [
+        Scored(at_s=60.0, by="task", rewards={"correct": 1.0}, values={"f1": 0.75}),
+        Scored(at_s=60.0, by="task", call="0.2", rewards={"correct": 0.0}),
+        Scored(
+            at_s=90.0, by="process", call="0", turn=1, values={"process": 0.5}, text="asks about both parts at once"
+        ),
+        Scored(at_s=90.0, by="hindsight", call="0.0", turn=0, tokens={"gap": [0.25, -1.5, 0.0]}, text="Name the host."),
+    ]
 
 
 def journal_bytes() -> bytes:

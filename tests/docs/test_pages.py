@@ -46,7 +46,9 @@ def reader(tmp_path, url, monkeypatch):
 def test_every_block_is_run_or_says_why_not():
     known = ("bash", "python", "json", "toml")  # toml: tests/cli/test_docs.py has the only one
     assert [block.place for block in RUN if block.language not in known] == []
-    assert {block.page for block in RUN} == {"README.md", "cli.md", "library.md", "models.md", "sandbox.md", "tasks.md"}
+    assert {block.page for block in RUN} == {
+        "README.md", "algorithms.md", "cli.md", "library.md", "models.md", "sandbox.md", "signals.md", "tasks.md",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("block", SHELL, ids=lambda block: block.place)
@@ -81,6 +83,11 @@ def test_python(page, reader):
                 asyncio.run(started)
     if page == "tasks.md":
         assert [outcome.error for outcome in namespace["found"].outcomes] == [""] * 4
+    elif page == "signals.md":
+        assert list(namespace["rl"].signals) == ["process", "teacher"]
+    elif page == "algorithms.md":  # whoever reads what is registered after this must not find the page's own
+        for table, name in (("ALGORITHMS", "median"), ("POLICY_LOSSES", "bounded"), ("CREDITS", "deep")):
+            assert namespace[table]._table.pop(name)
     else:
         assert namespace["result"].response == "web-3"
 

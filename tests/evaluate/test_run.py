@@ -253,6 +253,7 @@ def test_stored_runs_are_named_and_know_their_task(tmp_path: Path) -> None:
     (outcome,) = evaluated(right, of=plan(items=1), store=store).outcomes
     trajectory = store.load(outcome.run)
     assert (trajectory.task, trajectory.metadata["evaluation"]) == ("size/test/0", {"split": "test", "attempt": 0})
+    assert trajectory.rewards == {"correct": 1.0} == store.runs()[0].rewards
     assert evaluated(right, of=plan(items=1)).outcomes[0].run == ""
 
 

@@ -202,7 +202,7 @@ def test_models_and_what_is_not_there() -> None:
                 assert (await answer.json())["data"][0] == {
                     "id": "mine", "object": "model", "owned_by": "ramify", "max_model_len": WINDOW,
                 }  # fmt: skip
-            async with http.get(f"{server.url}/completions") as answer:
+            async with http.get(f"{server.url}/nowhere") as answer:
                 assert (answer.status, (await answer.json())["error"]["type"]) == (404, "invalid_request_error")
 
     run(test)

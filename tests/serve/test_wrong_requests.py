@@ -15,6 +15,9 @@ from tests.serve.serving import PRICE, file, serving, session, user
 
 ASKED = [user("x")]
 NESTED: Any = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "objekt"}}}
+TOOL: Any = {"type": "function", "function": {"name": "f"}}
+WRONG_TOOL: Any = {"type": "function", "function": {"name": "f", "parameters": {"type": "objekt"}}}
+OTHER = {"type": "function", "function": {"name": "g"}}
 PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
 
 CHAT = [
@@ -31,7 +34,15 @@ CHAT = [
     ({"messages": [user("x", {"type": "file", "file": {"file_data": "%"}})]}, "messages[0].content[1].file.file_data", "64"),
     ({"messages": [user("x", {"type": "file", "file": {"file_id": "f-1"}})]}, "messages[0].content[1].file.file_data", "keeps"),
     ({"messages": ASKED, "n": 2}, "n", "n=2 is not supported"),
-    ({"messages": ASKED, "tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "not supported"),
+    ({"messages": ASKED, "tools": [{"type": "web_search"}]}, "tools[0].type", "'web_search'"),
+    ({"messages": ASKED, "tools": [{"type": "function", "function": {}}]}, "tools[0].function.name", "missing required"),
+    ({"messages": ASKED, "tools": [TOOL, TOOL]}, "tools", "a name of its own"),
+    ({"messages": ASKED, "tools": [WRONG_TOOL]}, "tools", "not valid"),
+    ({"messages": ASKED, "tools": [TOOL], "tool_choice": "some"}, "tool_choice", "'some' is not supported"),
+    ({"messages": ASKED, "tools": [TOOL], "tool_choice": OTHER}, "tool_choice", "no tool 'g'"),
+    ({"messages": ASKED, "tool_choice": "required"}, "tool_choice", "no tools to choose from"),
+    ({"messages": ASKED, "functions": [{"name": "f"}]}, "functions", "not supported"),
+    ({"messages": ASKED, "tools": [TOOL], "ramify": {"cite": True}}, "ramify.cite", "cannot be cited"),
     ({"messages": ASKED, "max_tokens": 0}, "max_tokens", "at least 1"),
     ({"messages": ASKED, "max_completion_tokens": 0}, "max_completion_tokens", "at least 1"),
     ({"messages": ASKED, "temperature": 3}, "temperature", "from 0 to 2"),
@@ -55,6 +66,7 @@ RESPONSES = [
     ({"input": [{"content": "x"}]}, "input[0].role", "no role"),
     ({"input": [{"type": "item_reference"}]}, "input[0].type", "item_reference"),
     ({"input": "x", "previous_response_id": "resp_1"}, "previous_response_id", "leave it out"),
+    ({"input": "x", "tools": [{"type": "web_search"}]}, "tools[0].type", "'web_search'"),
     ({"input": "x", "max_output_tokens": 0}, "max_output_tokens", "at least 1"),
     ({"input": "x", "text": {"format": {"type": "json_schema", "schema": 3}}}, "text.format.schema", "no schema"),
     (

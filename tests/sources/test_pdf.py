@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,23 @@ def test_bad_pdfs_that_are_named_are_errors(tmp_path: Path):
     writer.write(tmp_path / "locked.pdf")
     with pytest.raises(SourceError, match=r"locked\.pdf is an encrypted PDF: save it without a password"):
         load([tmp_path / "locked.pdf"])
+
+
+def test_a_pdf_that_takes_too_long_is_given_up(tmp_path: Path):
+    """Half a million pieces of text on one page, which takes a parser far longer than the time that it is given."""
+    content = "BT /F1 12 Tf " + "1 0 0 1 72 700 Tm (x) Tj " * 500_000 + "ET"
+    (tmp_path / "slow.pdf").write_bytes(make_pdf(["@"]).replace(b"BT /F1 12 Tf 72 700 Td (@) Tj ET", content.encode()))
+    (tmp_path / "good.pdf").write_bytes(make_pdf(["hello"]))
+    before = set(threading.enumerate())
+    with pytest.raises(
+        SourceError, match=r"slow\.pdf is a PDF that takes more than 0\.2 s to read: convert it to text"
+    ):
+        load([tmp_path / "slow.pdf"], max_file_s=0.2)
+    for thread in set(threading.enumerate()) - before:
+        thread.join(30)  # nothing goes on behind our back
+        assert not thread.is_alive()
+    loaded = load([tmp_path / "good.pdf"], max_file_s=30)
+    assert loaded.context == "--- page 1 ---\nhello"
 
 
 def test_without_the_extra_the_remedy_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

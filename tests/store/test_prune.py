@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from ramify.errors import StoreError
+from ramify.evaluate.record import Records
+from ramify.evaluate.run import Plan
 from ramify.store.index import RunSummary
 from ramify.store.store import Store
 from ramify.types.message import Usage
@@ -43,7 +45,7 @@ def test_a_summary_says_what_the_fold_would(store: Store):
     assert summary == RunSummary(
         "golden", trajectory.question, "scripted:root", trajectory.started_at, trajectory.seconds, 2,
         len(trajectory.calls), trajectory.depth, trajectory.usage, trajectory.cost, trajectory.stop,
-        JOURNAL.stat().st_size,
+        JOURNAL.stat().st_size, rewards=trajectory.rewards,
     )  # fmt: skip
 
 
@@ -171,20 +173,20 @@ def test_prune_by_number_age_and_both(store: Store):
     for age_days, id in zip((9, 7, 5, 3, 1), IDS, strict=True):
         write_run(store, id)
         set_age(store.path(id), age_days * 86400)
-    assert store.prune() == []
-    assert store.prune(older_than_s=8 * 86400) == [IDS[0]]
-    assert store.prune(older_than_s=4 * 86400, keep_last=3) == [IDS[1]]
-    assert store.prune(keep_last=2) == [IDS[2]]
+    assert store.prune().runs == []
+    assert store.prune(older_than_s=8 * 86400).runs == [IDS[0]]
+    assert store.prune(older_than_s=4 * 86400, keep_last=3).runs == [IDS[1]]
+    assert store.prune(keep_last=2).runs == [IDS[2]]
     assert ids(store) == [IDS[4], IDS[3]]
-    assert store.prune(keep_last=0) == [IDS[3], IDS[4]]
+    assert store.prune(keep_last=0).runs == [IDS[3], IDS[4]]
 
 
 def test_prune_to_a_size_takes_the_oldest_first(store: Store):
     for number, id in enumerate(IDS):
         write_run(store, id, digest=store.blobs.put(bytes([number]) * 100_000))
-    assert store.prune(max_bytes=250_000, keep_last=1) == IDS[:3]
+    assert store.prune(max_bytes=250_000, keep_last=1).runs == IDS[:3]
     assert store.size() <= 250_000
-    assert store.prune(max_bytes=0, keep_last=1) == [IDS[3]]
+    assert store.prune(max_bytes=0, keep_last=1).runs == [IDS[3]]
     assert ids(store) == [IDS[4]]
 
 
@@ -192,7 +194,7 @@ def test_prune_leaves_a_run_that_is_being_written(store: Store):
     write_run(store, IDS[1])
     process = start_writer(store.root, IDS[0], 3)
     with process:
-        assert store.prune(keep_last=0) == [IDS[1]]
+        assert store.prune(keep_last=0).runs == [IDS[1]]
         process.communicate("\n")
     assert list(store.events(IDS[0])) == short_run(IDS[0])
 
@@ -233,3 +235,24 @@ def test_the_folder_comes_from_the_environment(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match=r"cannot make the folder .*file: File exists; set RAMIFY_HOME"):
         Store(tmp_path / "file" / "x")
+
+
+def test_evaluations_go_by_the_same_rules(store: Store):
+    records = Records(store.root)
+    old, middle, new = (records.create(Plan(model="m", task=task)) for task in ("old", "middle", "new"))
+    days = {old: 9, middle: 5, new: 0}
+    for record, age in days.items():
+        os.rename(record.path, record.path.with_name(f"2026010{9 - age}-000000-{record.plan.task}.jsonl"))
+    paths = sorted((store.root / "evaluations").glob("*.jsonl"))
+    for path, age in zip(paths, (9, 5, 0), strict=True):
+        set_age(path, age * 86400.0)
+    old.close()
+    middle.close()
+    write_run(store, IDS[0])
+    assert store.prune(older_than_s=7 * 86400).evaluations == [paths[0].stem]
+    assert (store.prune(keep_last=2).evaluations, ids(store)) == ([], [IDS[0]])
+    removed = store.prune(max_bytes=0)
+    assert (removed.runs, removed.evaluations) == ([IDS[0]], [paths[1].stem])  # the newest is being written
+    new.close()
+    assert store.prune(keep_last=0).evaluations == [paths[2].stem]
+    assert not list((store.root / "evaluations").iterdir())

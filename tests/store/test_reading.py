@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from ramify.errors import StoreError
+from ramify.store.replay import Recording
 from ramify.store.store import Store
-from ramify.types.event import AnyEvent, RunEnded
+from ramify.types.event import AnyEvent, RunEnded, Scored
 from tests.store.helpers import append_all, short_run, start_writer, write_run
 
 
@@ -72,13 +73,25 @@ def test_a_newer_schema_is_refused_and_unknown_fields_are_not(store: Store):
     write_run(store, "r1")
     path = store.path("r1")
     text = path.read_text()
-    path.write_text(text.replace('"schema_version":1', '"schema_version":2', 1))
+    path.write_text(text.replace('"schema_version":2', '"schema_version":99', 1))
     with pytest.raises(
-        StoreError, match=r"written by a newer Ramify \(schema 2; this one reads up to 1\): pip install"
+        StoreError, match=r"written by a newer Ramify \(schema 99; this one reads up to 2\): pip install"
     ):
         store.load("r1")
-    path.write_text(text.replace('"schema_version":1', '"schema_version":1,"new_field":[1]', 1))
+    path.write_text(text.replace('"schema_version":2', '"schema_version":2,"new_field":[1]', 1))
     assert list(store.events("r1")) == short_run("r1")
+
+
+def test_what_becomes_known_after_the_end_is_added(store: Store):
+    write_run(store, "r1")
+    seconds = store.runs()[0].seconds
+    store.append("r1", [Scored(at_s=900.0, by="task", rewards={"correct": 0.5}, values={"f1": 0.25})])
+    store.append("r1", [Scored(at_s=950.0, by="judge", call="0", turn=0, values={"clear": 1.0}, text="says why")])
+    assert store.load("r1").rewards == {"correct": 0.5}
+    assert [(mark.by, mark.text) for mark in store.load("r1").marks] == [("judge", "says why")]
+    (row,) = store.runs()
+    assert (row.rewards, row.seconds, row.alive) == ({"correct": 0.5}, seconds, False)
+    assert Recording(store.events("r1")).last_s < 900
 
 
 def test_following_yields_what_is_there_and_what_comes(store: Store):

@@ -15,6 +15,7 @@ from ramify.build import Made, recipe, stored, train
 from ramify.errors import ConfigError
 from ramify.train.algorithms.grpo import GRPO
 from ramify.train.config import LoraSpec, PolicySpec, Run, SftSpec, TaskSpec, plain
+from ramify.train.loss import Loss
 from ramify.train.rollout import RolloutOptions
 from tests.train.small import SHAPE, small
 
@@ -74,6 +75,8 @@ def test_demonstrations_longer_than_the_window_are_left_out_aloud() -> None:
 def test_a_group_of_one_is_warned_of() -> None:
     with pytest.warns(UserWarning, match="a group of one has nothing to be compared with"):
         close(Made(changed("rl", rollout=RolloutOptions(group=1)), print))
+    with pytest.warns(UserWarning, match=r"rl\.loss\.kl=k1: the gradient of k1 does not know the reference"):
+        close(Made(changed("rl", loss=Loss(kl_beta=0.1, kl="k1")), print))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         close(Made(small(), print))

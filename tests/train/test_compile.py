@@ -96,9 +96,9 @@ def test_further_streams_and_kept_sets_stand_at_their_tokens():
 
 def test_what_is_refused():
     plain = call("0", turn((1,), (7, 8)))
-    with pytest.raises(ValueError, match="1 stamps of trajectory t fit no path, the first that of call 0, turn 0"):
+    with pytest.raises(ValueError, match="trajectory t, call 0, turn 0: a stream of 1 numbers for 2 sampled tokens"):
         sequences([rollout({("0", 0): rl(1)}, plain)])
-    with pytest.raises(ValueError, match="the first that of call 0, turn 1"):
+    with pytest.raises(ValueError, match="1 stamps of trajectory t fit no path, the first that of call 0, turn 1"):
         sequences([rollout({("0", 0): rl(1, 1), ("0", 1): rl(1)}, plain)])
     without = call("0", turn((1,), (7,), logprobs=None))
     with pytest.raises(ValueError, match="sequence t/call=0 has policy-gradient weights, but not all"):

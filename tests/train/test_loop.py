@@ -21,7 +21,7 @@ from ramify.train.loop import Cadence, Loop
 from ramify.train.loss import Loss
 from ramify.train.metrics import Measured, read
 from ramify.train.sft import read as read_trajectories
-from ramify.train.stages import Work
+from ramify.train.stages import Given, Work
 from tests.train.small import small, weights_of
 
 
@@ -182,12 +182,13 @@ def test_the_kl_is_to_the_policy_that_rollouts_began_with(tmp_path: Path) -> Non
     assert same(tmp_path / "whole", tmp_path / "broken")
 
 
-class Noted:
+class Noted(Given):
     """A stage and a backend that write down when they are asked for what."""
 
-    name, samples, loss, optim = "noted", False, Loss(), Optim()
+    name, optim = "noted", Optim()
 
     def __init__(self, num_steps: int, max_staleness: int) -> None:
+        super().__init__()
         self.num_steps, self.max_staleness = num_steps, max_staleness
         self.notes: list[str] = []
 
@@ -209,6 +210,8 @@ def test_work_is_begun_no_earlier_than_allowed(tmp_path: Path, max_staleness: in
     stage = Noted(5, max_staleness)
 
     class Published:
+        version = 0
+
         async def publish(self) -> None: ...
         def save(self, folder: Path) -> None: ...
         def load(self, folder: Path) -> None: ...
@@ -216,7 +219,7 @@ def test_work_is_begun_no_earlier_than_allowed(tmp_path: Path, max_staleness: in
     async def evaluate(split: str) -> Mapping[str, float]:
         return {}
 
-    def backend_of(optim: Optim) -> Any:
+    def backend_of(stage: Any) -> Any:
         return None
 
     loop = Loop(

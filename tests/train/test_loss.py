@@ -18,30 +18,67 @@ from ramify.errors import ConfigError
 from ramify.train.loss import Entries, Loss, Tally, compute, kl_estimate, per_entry
 from ramify.train.policy_losses import (
     POLICY_LOSSES,
-    AnyPolicyLoss,
     Cispo,
+    ClipCov,
+    Critic,
+    Decoupled,
+    DppoKl,
     DppoTv,
     DualClip,
+    Gmpo,
+    Gspo,
     ImportanceSampling,
+    KlCov,
     PpoClip,
+    ProxApprox,
+    RolloutIs,
+    Sapo,
     Tokens,
 )  # fmt: skip
+from ramify.train.policy_losses.base import Whole
 
 P_NOW = np.array([0.9, 0.30, 0.50, 0.10, 0.40])
 P_OLD = np.array([0.5, 0.50, 0.45, 0.02, 0.40])
 P_SAMPLER = np.array([0.6, 0.55, 0.50, 0.02, 0.45])
 A = np.array([1.0, -2.0, 0.5, -1.0, 3.0])
 R, RHO = P_NOW / P_OLD, P_NOW / P_SAMPLER  # r = 1.8, 0.6, 1.11, 5, 1;  rho = 1.5, 0.55, 1, 5, 0.89
-L, M = np.log(P_NOW), np.log(P_SAMPLER)
+L, OLD, M = np.log(P_NOW), np.log(P_OLD), np.log(P_SAMPLER)
+CHOSEN = [0, 1, 1, 0, 0]
+LAG = np.array([0, 1, 3, 0, 1])
+
+
+def of_sequence(values: np.ndarray) -> np.ndarray:
+    """The mean over the token's sequence: tokens 0 to 2 are of one, 3 and 4 of another."""
+    return np.repeat([values[:3].mean(), values[3:].mean()], [3, 2])
+
+
+def sigmoid(x: np.ndarray) -> np.ndarray:
+    return 1 / (1 + np.exp(-x))
+
+
+S = np.exp(of_sequence(L - OLD))  # 1.0627, 2.2361: gspo's ratios, above bounds of 1.2 and 0.8 in the second alone
+TAU = np.where(A > 0, 1.0, 1.05)
+MEAN_A = of_sequence(A)  # -1/6, 1
+BOUNDED = np.where(MEAN_A > 0, np.minimum(L - OLD, 0.4), np.maximum(L - OLD, -0.4))
+G = np.exp(of_sequence(BOUNDED))
+NEAR = M + LAG / (LAG + 1) * (L - M)  # prox_approx: sampler, halfway, three quarters
+W_NEAR, R_NEAR = np.exp(NEAR - M), np.exp(L - NEAR)
+PPO = [-1.28, 0.8 * 2, -R[2] * 0.5, 5.0, -3.0]
+PPO_SLOPES = [0.0, 0.0, -R[2] * 0.5, 5.0, -3.0]
+W_OLD = np.minimum(P_OLD / P_SAMPLER, 0.9)
+SIGN = np.sign(L - OLD)
+DPPO_KL = P_SAMPLER * np.log(P_SAMPLER / P_NOW) + (1 - P_SAMPLER) * np.log((1 - P_SAMPLER) / (1 - P_NOW))
 
 
 def tokens(now: np.ndarray = L) -> Tokens:
     given = (now, np.log(P_OLD), M, A)
     leaf, *others = (torch.tensor(each, dtype=torch.float64) for each in given)
-    return Tokens(leaf.requires_grad_(), *others)
+    whole = Whole(torch.tensor([0, 0, 0, 1, 1]), 2, torch.ones(5) > 0)
+    lag = torch.tensor([0.0, 1.0, 3.0, 0.0, 1.0], dtype=torch.float64)
+    return Tokens(leaf.requires_grad_(), *others, whole=whole, chosen=torch.tensor(CHOSEN) > 0, lag=lag)
 
 
-CASES: list[tuple[AnyPolicyLoss, list[float], list[float]]] = [
+CASES: list[tuple[Any, list[float], list[float]]] = [
     # (loss, value per token, derivative by l per token); d r / d l = r
     (
         PpoClip(),
@@ -74,11 +111,56 @@ CASES: list[tuple[AnyPolicyLoss, list[float], list[float]]] = [
         (-RHO * A + 0.2 * (L - M)).tolist(),
     ),
     (ImportanceSampling(), (-RHO * A).tolist(), (-RHO * A).tolist()),
+    (
+        Gspo(
+            clip_low=0.2, clip_high=0.3
+        ),  # the third and the first are within; of the second sequence A < 0 alone goes on
+        [-S[0] * 1, S[1] * 2, -S[2] * 0.5, S[3], -1.3 * 3],
+        [-S[0] * 1, S[1] * 2, -S[2] * 0.5, S[3], 0.0],
+    ),
+    (
+        Gmpo(),  # a token's slope is 1/n of what its whole sequence adds, 0 where it is bounded
+        (-MEAN_A * G).tolist(),
+        (-MEAN_A * G * np.array([1, 0, 1, 0, 1])).tolist(),
+    ),
+    (
+        RolloutIs(),  # rho = 1.5, .55, 1, 5, .89 within (.8, 1.28)
+        [0.0, 0.0, -0.5 * L[2], 0.0, -RHO[4] * 3 * L[4]],
+        [0.0, 0.0, -0.5, 0.0, -RHO[4] * 3],
+    ),
+    (
+        Sapo(),
+        (-4 / TAU * sigmoid(TAU * (R - 1)) * A).tolist(),
+        (-4 * sigmoid(TAU * (R - 1)) * (1 - sigmoid(TAU * (R - 1))) * A * R).tolist(),
+    ),
+    (
+        # q log(q/p) + (1-q) log((1-q)/(1-p)) = .311, .135, 0, .051, .005; p > q but in the second and last
+        DppoKl(),
+        [0.0, 0.0, -0.5, 5.0, -RHO[4] * 3],
+        [0.0, 0.0, -0.5, 5.0, -RHO[4] * 3],
+    ),
+    (ClipCov(), [PPO[0], 0.0, 0.0, PPO[3], PPO[4]], [PPO_SLOPES[0], 0.0, 0.0, PPO_SLOPES[3], PPO_SLOPES[4]]),
+    (
+        KlCov(beta=0.5),
+        (-R * A + 0.5 * np.abs(L - OLD) * CHOSEN).tolist(),
+        (-R * A + 0.5 * SIGN * CHOSEN).tolist(),
+    ),
+    (
+        Decoupled(cap=0.9),  # exp(o - m) = .83, .91, .9, 1, .89
+        (W_OLD * PPO).tolist(),
+        (W_OLD * PPO_SLOPES).tolist(),
+    ),
+    (
+        ProxApprox(),  # r = 1.5, .74, 1, 5, .94: held near the sampler where nothing is stale
+        (W_NEAR * -np.minimum(R_NEAR * A, R_NEAR.clip(0.8, 1.28) * A)).tolist(),
+        (W_NEAR * [0.0, 0.0, -R_NEAR[2] * 0.5, 5.0, -R_NEAR[4] * 3]).tolist(),
+    ),
+    (Critic(), [0.0] * 5, [0.0] * 5),
 ]
 
 
 @pytest.mark.parametrize(("loss", "values", "slopes"), CASES, ids=lambda each: getattr(type(each), "__name__", ""))
-def test_policy_losses(loss: AnyPolicyLoss, values: list[float], slopes: list[float]):
+def test_policy_losses(loss: Any, values: list[float], slopes: list[float]):
     given = tokens()
     found = loss.per_token(given)
     np.testing.assert_allclose(found.detach(), values, rtol=1e-12, atol=1e-12)
@@ -94,9 +176,18 @@ def test_policy_losses(loss: AnyPolicyLoss, values: list[float], slopes: list[fl
         (Cispo(), [1, 1, 0, 1, 0]),
         (DppoTv(), [1, 1, 0, 0, 0]),
         (ImportanceSampling(), [0, 0, 0, 0, 0]),
+        (Gspo(clip_low=0.2, clip_high=0.3), [0, 0, 0, 0, 1]),
+        (Gmpo(), [0, 1, 0, 1, 0]),
+        (RolloutIs(), [1, 1, 0, 1, 0]),
+        (Sapo(), [0, 0, 0, 0, 0]),
+        (DppoKl(), [1, 1, 0, 0, 0]),
+        (ClipCov(), [1, 1, 1, 0, 0]),
+        (KlCov(), [0, 0, 0, 0, 0]),
+        (Decoupled(), [1, 1, 0, 0, 0]),
+        (ProxApprox(), [1, 1, 0, 0, 0]),
     ],
 )
-def test_which_tokens_are_clipped(loss: AnyPolicyLoss, clipped: list[int]):
+def test_which_tokens_are_clipped(loss: Any, clipped: list[int]):
     assert loss.clipped(tokens()).int().tolist() == clipped
 
 

@@ -1,10 +1,16 @@
-"""The file of metrics: read back whole, torn by a kill, cut on resume."""
+"""The file of metrics: read back whole, torn by a kill, cut on resume; and the figures of rollouts."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from ramify.train.metrics import FILE, Measured, Metrics, cut, read
+import msgspec
+import pytest
+
+from ramify.train.metrics import FILE, Measured, Metrics, cut, of_rollouts, read, staleness
+from ramify.types.message import VersionSpan
+from ramify.types.trajectory import Stop
+from tests.train import trees
 
 
 def test_written_and_read_back(tmp_path: Path) -> None:
@@ -34,3 +40,29 @@ def test_resume_drops_what_will_be_measured_again(tmp_path: Path) -> None:
     cut(tmp_path, 2)
     assert [each.step for each in read(tmp_path)] == [1, 2]
     assert list(read(tmp_path / "nowhere")) == []
+
+
+def test_what_rollouts_came_to() -> None:
+    """Two items, four attempts each: three right of the first, one failed and two right of the second; a child each."""
+    right = [trees.tree(trees.call("0", 4, 2), trees.call("0.0", 3, reward=1.0), reward=1.0) for _ in range(5)]
+    wrong = [trees.tree(trees.call("0", 4, 2, stop=Stop.MAX_TURNS), reward=0.0) for _ in range(2)]
+    failed = trees.tree(trees.call("0", 6))
+    groups = [trees.group(*right[:3], wrong[0]), trees.group(*right[3:], wrong[1], failed)]
+    found = of_rollouts(groups, {})
+    assert found == pytest.approx({
+        "pass@2": (1 + 1) / 2,  # of 4 with 3 right, of 3 with 2 right: two wrong ones cannot be drawn
+        "pass@4": 1.0,  # of the first item alone
+        "depth0.rlm/reward": 5 / 7, "depth0.rlm/calls": 1.0, "depth0.rlm/turns": 15 / 8, "depth0.rlm/sampled": 6.0,
+        "depth0.rlm/surprise": 0.5, "depth0.rlm/truncated": 2 / 8,
+        "depth1.rlm/reward": 1.0, "depth1.rlm/calls": 5 / 8, "depth1.rlm/turns": 1.0, "depth1.rlm/sampled": 3.0,
+        "depth1.rlm/surprise": 0.5, "depth1.rlm/truncated": 0.0,
+    })  # fmt: skip
+
+
+def test_staleness_is_told_by_token() -> None:
+    one = trees.call("0", 4)
+    turn = one[0].turns[0]
+    reply = msgspec.structs.replace(turn.reply, versions=(VersionSpan(0, 3, 7), VersionSpan(3, 4, 5)))
+    one[0].turns[0] = msgspec.structs.replace(turn, reply=reply)
+    assert staleness([trees.group(trees.tree(one, reward=1.0))], 8) == {"staleness": 6 / 4, "staleness_max": 3.0}
+    assert staleness([trees.group(trees.tree(trees.call("0", 4), reward=1.0))], 8) == {}

@@ -74,7 +74,7 @@ def test_classes_are_chosen_by_name() -> None:
         ("steps", "'steps' is no override"),
         ("algorithm=gpro", r"unknown algorithm 'gpro': did you mean 'grpo'\?"),
         ("algorithm=no.such.Thing", "'no.such.Thing' cannot be imported"),
-        ("algorithm.credit=rout", "Invalid enum value 'rout'"),
+        ("algorithm.credit=rout", r"unknown credit 'rout': did you mean 'root'\?"),
     ],
 )
 def test_what_does_not_fit_is_named(assignment: str, message: str) -> None:

@@ -181,3 +181,25 @@ def test_children_are_scored_by_call() -> None:
 def test_options_that_allow_nothing(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="must be at least 1"):
         RolloutOptions(**options)
+
+
+def test_a_group_is_looked_at_while_others_go_on() -> None:
+    """The second item's model answers only once the first group has been looked at."""
+    looked = asyncio.Event()
+    seen: list[str] = []
+
+    async def model(messages: tuple[Message, ...]) -> str:
+        if "cde" in messages[0].content:
+            await looked.wait()
+        return "FINAL(len(context))"
+
+    async def after(group: Group) -> None:
+        seen.append(group.task)
+        looked.set()
+
+    async def run() -> list[Group]:
+        client = ScriptedClient(model, ids=ByteIds(version=3))
+        async with RLM(client, scaffold="tiny", limits=Limits(max_seconds=20.0), sandbox="inprocess") as rlm:
+            return await Rollouts(rlm, task(), RolloutOptions(group=2), seed=1).groups(ITEMS, 0, after=after)
+
+    assert [group.task for group in asyncio.run(run())] == seen == ["len/train/0", "len/train/1"]

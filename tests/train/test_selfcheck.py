@@ -84,6 +84,42 @@ def test_a_cache_of_older_weights(made: Made) -> None:
         asyncio.run(client.close())
 
 
+class OldMatrix:
+    """An engine that cannot say its fingerprint, samples right and scores by an output matrix of before: what is sampled
+    is near certain, and hides it."""
+
+    name, window, price, version = "old", 512, None, 3
+
+    def __init__(self, client: LocalClient, old: LocalClient) -> None:
+        self._client, self._old = client, old
+        self.complete = client.complete
+
+    async def fingerprint(self) -> None: ...
+
+    async def logprobs(self, ids: Any) -> list[float]:
+        return await self._old.logprobs(ids)
+
+
+def test_an_old_output_matrix_is_found_where_samples_hide_it(made: Made) -> None:
+    old = LocalClient(from_config(made.policy.config, made.policy.tokenizer, seed=5), name="local:old")
+    checked = check(made, OldMatrix(made.client, made.client))  # type: ignore[arg-type]
+
+    async def run() -> None:
+        await checked.engine(Single(made.policy), at_once)
+        assert checked.good_version == 3
+        checked._seen.client._old = old  # type: ignore[attr-defined]
+        with pytest.raises(
+            TrainError,
+            match=r"-\d+\.\d+ by the engine, -\d+\.\d+ by the trainer, at scored token .* the last good version is 3",
+        ):
+            await checked.engine(Single(made.policy), at_once)
+
+    try:
+        asyncio.run(run())
+    finally:
+        asyncio.run(old.close())
+
+
 def rolled(made: Made, seen: Seen) -> list[Group]:
     async def run() -> list[Group]:
         run = made.run

@@ -103,3 +103,21 @@ def test_the_order_is_shuffled_by_epoch_and_fills_steps() -> None:
     assert steps == order(rows, 3 * size, epochs=2, seed=1) != order(rows, 3 * size, epochs=2, seed=2)
     assert {len(step) for step in order(rows, 1, 1, 0)} == {1}
     assert order([], 10, 3, 0) == []
+
+
+def test_evaluated_runs_of_a_store(tmp_path: Path) -> None:
+    """Eight items are evaluated with a scripted model that is wrong three times: the right ones alone are imitated."""
+    from ramify import Store
+    from ramify.evaluate.record import Records
+    from tests.evaluate.helpers import evaluated, plan, unless
+
+    store = Store(tmp_path / "store")
+    record = Records(store.root).create(plan())
+    evaluated(unless(lambda n: n in (1, 2, 5)), record=record, store=store)
+    record.close()
+    found = list(read(store.root))
+    assert sorted(each.rewards["correct"] for each in found) == [0, 0, 0, 1, 1, 1, 1, 1]
+    tokeniser = Tokeniser(RENDERER)
+    groups = [Group(each.task, [tokeniser.tokenised(each)]) for each in found]
+    stamping = SFT(min_reward=1.0).stamp(groups, {})
+    assert len(sequences(stamping.rollouts)) == 5

@@ -6,11 +6,11 @@ import msgspec
 import pytest
 
 from ramify.store.line import encode_line
-from ramify.store.reading import read_events
+from ramify.store.reading import decode_line, read_events
 from ramify.store.secrets import Secrets
-from ramify.types.event import CallStarted, Fold, RunEnded
+from ramify.types.event import CallStarted, Fold, RunEnded, RunStarted, Scored, scores_of
 from ramify.types.message import Message, Usage
-from ramify.types.trajectory import Stop, Trajectory
+from ramify.types.trajectory import Mark, Stop, Trajectory
 from tests.data.golden import JOURNAL, TRAJECTORY, events, journal_bytes, trajectory_bytes
 
 
@@ -41,6 +41,35 @@ def test_the_fold_of_the_journal_is_the_trajectory(golden: Trajectory):
     assert fold.trajectory == golden
 
 
+def test_a_journal_of_the_first_schema_is_read(golden: Trajectory):
+    """What wrote it knew no scores; all else is the same."""
+    fold = Fold()
+    for line in JOURNAL.read_bytes().replace(b'"schema_version":2', b'"schema_version":1').splitlines():
+        event = decode_line(line, JOURNAL, 1)
+        if not isinstance(event, Scored):
+            fold.apply(event)
+    assert fold.trajectory.calls == golden.calls
+    assert (fold.trajectory.rewards, fold.trajectory.marks) == ({}, [])
+
+
+def test_scores_are_on_the_trajectory_and_make_the_same_again(golden: Trajectory):
+    assert golden.rewards == {"correct": 1.0}
+    assert golden.call_rewards == {"0.2": {"correct": 0.0}}
+    assert golden.metrics == {"f1": 0.75}
+    assert golden.marks == [
+        Mark("process", "0", 1, {"process": 0.5}, text="asks about both parts at once"),
+        Mark("hindsight", "0.0", 0, tokens={"gap": [0.25, -1.5, 0.0]}, text="Name the host."),
+    ]
+    fold = Fold()
+    fold.apply(RunStarted(id="again", question="?", started_at=0.0))
+    for event in scores_of(golden, 90.0):
+        fold.apply(event)
+    scored = fold.trajectory
+    assert (scored.rewards, scored.call_rewards, scored.metrics, scored.marks) == (
+        golden.rewards, golden.call_rewards, golden.metrics, golden.marks,
+    )  # fmt: skip
+
+
 def test_every_prefix_of_the_journal_folds_to_a_valid_trajectory():
     whole = events()
     for length in range(len(whole) + 1):
@@ -51,7 +80,8 @@ def test_every_prefix_of_the_journal_folds_to_a_valid_trajectory():
         assert msgspec.json.decode(msgspec.json.encode(cut), type=Trajectory) == cut
         assert len(cut.calls) == sum(isinstance(event, CallStarted) for event in whole[:length])
         assert cut.usage == sum((call.usage for call in cut.calls), Usage())
-        ended = length > 0 and isinstance(whole[length - 1], RunEnded)
+        acts = [event for event in whole[:length] if not isinstance(event, Scored)]
+        ended = bool(acts) and isinstance(acts[-1], RunEnded)
         assert (cut.stop is not None) == ended, f"after event {length}"
 
 

@@ -114,9 +114,14 @@ def tab(browser: Any, size: Sequence[int] = WIDE, **options: Any) -> Iterator[Ta
 
 
 def photograph(page: Any, name: str, folder: Path) -> None:
-    """A screenshot in the folder of artefacts; and nothing may stick out to the side."""
-    folder = Path(os.environ.get("RAMIFY_ARTEFACTS") or folder)
+    """A screenshot in the folder of artefacts, where there is one both light and dark; and nothing may stick out to the
+    side."""
+    artefacts = os.environ.get("RAMIFY_ARTEFACTS")
+    folder = Path(artefacts or folder)
     folder.mkdir(parents=True, exist_ok=True)
-    page.screenshot(path=folder / f"{name}.png")
+    for scheme in ("dark", "light") if artefacts else ("light",):
+        page.emulate_media(color_scheme=scheme)
+        page.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+        page.screenshot(path=folder / f"{name}-{scheme}.png")
     width = page.viewport_size["width"]
     assert page.evaluate("document.documentElement.scrollWidth") <= width, f"{name} is wider than {width} pixels"

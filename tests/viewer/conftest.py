@@ -22,6 +22,12 @@ class World(NamedTuple):
     plain: str
     other: str
     hostile: str
+    evaluated: Path
+    """A store with an evaluation and its runs."""
+    evaluation: str
+    """Its id."""
+    scored: str
+    """One of its runs."""
     trainings: Path
     """Two folders of ``ramify train``, ``base`` and ``second``; the second run of ``base``'s rollouts is the hostile one."""
 
@@ -35,7 +41,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     rollouts = [golden.scored(run, store, reward) for run, reward in ((tree, 1.0), (hostile, 0.0), (other, 0.5))]
     golden.training(folder / "train" / "base", rollouts)
     golden.training(folder / "train" / "second", rollouts[:1], seed=3)
-    return World(folder, store.root, tree, plain, other, hostile, folder / "train")
+    evaluated = Store(folder / "evaluated")
+    evaluation, run = golden.evaluation(evaluated)
+    return World(folder, store.root, tree, plain, other, hostile, evaluated.root, evaluation, run, folder / "train")
 
 
 @pytest.fixture(scope="module")

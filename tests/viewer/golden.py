@@ -15,6 +15,7 @@ from typing import Any
 from ramify import RLM, Limits, SandboxSpec, Scaffold, ScriptedClient, Store
 from ramify.clients.base import Price
 from ramify.clients.scripted import ByteIds, refused
+from ramify.types.event import Scored
 from ramify.types.message import Message
 from ramify.types.trajectory import Trajectory
 
@@ -156,6 +157,53 @@ def scored(run: str, store: Store, reward: float) -> Trajectory:
     return found
 
 
+def evaluation(store: Store, wrong: tuple[int, ...] = (1, 3)) -> tuple[str, str]:
+    """(id, id of its first run) of an evaluation: four items of two kinds, two attempts each, of which one is wrong at the
+    items in ``wrong``; each looks at its text through a tool. A judge scored the first run's turns afterwards."""
+    from ramify.evaluate.record import Records
+    from ramify.evaluate.run import Plan, evaluate
+    from ramify.tasks.base import Item
+    from ramify.tasks.scoring import exact
+    from ramify.tasks.simple import SimpleTask
+
+    words = ["rain", "snow", "fog", "hail", "wind"]
+    items = [
+        Item(f"How many words are in text {n}?", " ".join(words[: n + 1]), gold=n + 1, kind="odd" if n % 2 else "even",
+             id=f"words/test/{n}")
+        for n in range(4)
+    ]  # fmt: skip
+
+    def tell(messages: tuple[Message, ...]) -> Any:
+        if sum(message.role == "assistant" for message in messages) == 0:
+            return "First one word.\n```repl\nprint(describe(context.split()[0]))\n```"
+        number = int(re.search(r"in text (\d)", messages[1].content)[1])  # type: ignore[index]
+        said.append(number)
+        miss = number in wrong and said.count(number) == 1
+        return f"```repl\nFINAL(len(context.split()){' + 1' if miss else ''})\n```"
+
+    def describe(word: str) -> str:
+        if word != "rain":
+            raise ValueError(f"{word} is not known")
+        return f"{word}: water that falls"
+
+    said: list[int] = []
+    task = SimpleTask("words", {"test": items}, exact)
+    client = ScriptedClient(tell, price=Price(1.0, 4.0), name="scripted:counter")
+    made = RLM(
+        client, sandbox=SPEC, store=store, scaffold=ALWAYS, tools={"describe": describe}, limits=Limits(max_cost=0.5)
+    )
+    plan = Plan(model="scripted:counter", task="words", items=4, attempts=2)
+    record = Records(store.root).create(plan)
+    first = asyncio.run(evaluate(made, task, plan, record=record, concurrency=4)).outcomes[0].run
+    record.close()
+    store.append(first, [
+        Scored(at_s=60.0, by="judge", call="0", turn=0, values={"helpful": 0.8}, text="Looks before it counts."),
+        Scored(at_s=61.0, by="hindsight", call="0", turn=1, values={"gap": -0.4}, text="Count once, then check."),
+        Scored(at_s=62.0, by="judge", call="0", values={"clear": 1.0}),
+    ])  # fmt: skip
+    return record.id, first
+
+
 def training(folder: Path, trajectories: list[Trajectory], steps: int = 40, seed: int = 1) -> Path:
     """A folder as ``ramify train`` leaves it, with the rollouts of every tenth step."""
     from ramify.train.metrics import Metrics
@@ -170,7 +218,9 @@ def training(folder: Path, trajectories: list[Trajectory], steps: int = 40, seed
         if stage == "rl":
             values |= {"reward": share * 0.8 + 0.01 * (step * seed % 7), "child_reward": share * 0.9, "entropy": 1 - share / 2,
                        "clip_fraction": 0.01 * (step % 5), "approx_kl": 0.002 * (step % 3), "mismatch": 1e-6 * (step % 4),
-                       "ess": 1 - 0.01 * (step % 6), "sampled_tokens": 8000 + step}  # fmt: skip
+                       "ess": 1 - 0.01 * (step % 6), "sampled_tokens": 8000 + step, "pass@4": min(1.0, share + 0.05),
+                       "staleness": 0.5 * (step % 3), "depth0.rlm/reward": share * 0.8, "depth1.rlm/reward": share * 0.9,
+                       "depth1.lm/reward": share, "depth0.rlm/turns": 3.0, "depth1.rlm/turns": 1 + share}  # fmt: skip
         metrics.write(step, stage, 1.5 * step, values)
         if step % 5 == 0:
             metrics.write(
@@ -260,6 +310,7 @@ def journal_of(num_calls: int, path: Path) -> Path:
         CellRan(at_s=over, call="0", turn=0, cell=0, result=Cell(code, f"{num_calls - 1}\n", stdout_chars=6)),
         CallEnded(at_s=over, id="0", stop=Stop.FINAL, answer="done"), RunEnded(at_s=over, stop=Stop.FINAL, answer="done"),
     ]  # fmt: skip
+    path.parent.mkdir(exist_ok=True)
     path.write_bytes(b"".join(encode_line(event, Secrets(environ={})) for event in events))
     return path
 

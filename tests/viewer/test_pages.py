@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from ramify import Store
+from ramify.types.event import Scored
 from ramify.viewer.export import page as exported
 from ramify.viewer.library import Library
 from tests.viewer import golden
@@ -53,7 +54,7 @@ def test_a_run(browser: Any, world: World, tmp_path: Path, size: tuple[int, int]
         assert broken.locator(".sub .bad").count() == 2
         assert turns.nth(2).locator(".sub").count() == 2
         assert "disk full" in turns.nth(2).locator(".out").inner_text()
-        assert turns.nth(3).locator(".kept summary").inner_text() == "7 earlier messages kept"
+        assert turns.nth(3).locator(".kept summary").text_content() == "7 earlier messages kept"  # perhaps out of sight
         assert page.locator(".c-keyword").count() > 3
         photograph(page, f"run-error-{size[0]}", tmp_path)
 
@@ -290,6 +291,7 @@ def test_training(browser: Any, world: World, tmp_path: Path, size: tuple[int, i
         page.locator(".chart[data-name='reward'] canvas").wait_for()
         titles = [title.inner_text() for title in page.locator(".group-title").all()]
         assert titles[:3] == ["reward", "pass@k and other evaluations", "loss"]
+        assert text(page, ".chart[data-name='reward by depth'] h3 span").endswith("0 rlm 0.8 · 1 lm 1 · 1 rlm 0.9")
         page.locator(".rollout").first.wait_for()
         assert [each.inner_text() for each in page.locator(".rollout b").all()] == ["1", "0.5", "0"]
         photograph(page, f"training-{size[0]}", tmp_path)
@@ -304,11 +306,73 @@ def test_training(browser: Any, world: World, tmp_path: Path, size: tuple[int, i
         page.locator(".samples select").evaluate("(it) => it.value")
         page.locator(".rollout").first.click()
         page.locator("canvas[data-drawn='32']").wait_for()
-        assert "correct 1" in text(page, ".meta")
+        assert text(page, ".badge.worth") == "correct 1"
         page.locator(".turn-head .small").first.click()
         page.locator(".tok.sampled").first.wait_for()
         page.get_by_label("what the colour of a token says").select_option("advantage")
         page.locator(".tok.t-good").first.wait_for()
+
+
+@SIZES
+def test_an_evaluation_and_what_was_scored(browser: Any, world: World, tmp_path: Path, size: tuple[int, int]) -> None:
+    """From the list of records to a run of one: tools, rewards, and what a judge said of its turns."""
+    with served(world.evaluated) as server, tab(browser, size) as shown:
+        page = shown.open(f"{server.url}#/evaluation")
+        page.locator("table.records a").wait_for()
+        photograph(page, f"evaluations-{size[0]}", tmp_path)
+        page.locator("table.records a").click()
+        page.locator(".tile", has_text="avg@2").wait_for()
+        assert "0.750" in text(page, ".tile")
+        assert text(page, ".tile:nth-child(2)").split() == ["pass@2", "1.000"]
+        kinds = [row.inner_text().split()[:3] for row in page.locator("[aria-label='by kind'] tbody tr").all()]
+        assert kinds == [["all", "4", "0.750"], ["even", "2", "1.000"], ["odd", "2", "0.500"]]
+        photograph(page, f"evaluation-{size[0]}", tmp_path)
+        page.locator("#filter").fill("wrong odd")
+        page.locator(".wide-head .quiet", has_text="2 of 8").wait_for()
+        page.locator("#filter").fill("words/test/0")
+        page.locator(".attempt:visible").first.click()
+        page.locator(".turn").nth(1).wait_for()
+        assert text(page, ".badge.worth") == "correct 1"
+        tool = page.locator(".tool-answer")
+        assert tool.locator(".came").inner_text() == "rain: water that falls"
+        assert "Looks before it counts." in text(page, ".turn:nth-child(1) .marks")
+        assert page.locator(".turn:nth-child(2) .score.bad").inner_text() == "gap -0.4"
+        assert "clear 1" in text(page, ".call-head .marks")
+        page.get_by_label("what colours mean").select_option("reward")
+        assert "best" in text(page, ".legend")
+        photograph(page, f"scored-{size[0]}", tmp_path)
+        page.locator("#search").fill("then check")
+        page.keyboard.press("Enter")
+        page.locator(".hit .where", has_text="score by hindsight").wait_for()
+
+
+def test_a_score_reaches_a_page_after_the_end(browser: Any, tmp_path: Path) -> None:
+    """A run is scored while its page is open, long after its writer has gone."""
+    store, gate, loop = Store(tmp_path / "store"), Gate("Why did it fail"), Loop()
+    try:
+        running = asyncio.run_coroutine_threadsafe(golden.held_tree(store, gate), loop.loop)
+        assert gate.reached.wait(30)
+        with served(store.root) as server, tab(browser) as shown:
+            run = next((store.root / "runs").glob("*.jsonl")).stem
+            page = shown.open(f"{server.url}#/run/{run}")
+            page.locator(".status.live").wait_for()
+            gate.open()
+            page.locator(".status.good").wait_for()
+            running.result(30)
+            store.append(
+                run,
+                [
+                    Scored(at_s=9.0, by="task", rewards={"correct": 0.25}),
+                    Scored(at_s=9.0, by="judge", call="0", turn=1, values={"step": -1.0}, text="reads it all"),
+                ],
+            )
+            page.locator(".badge.worth", has_text="correct 0.25").wait_for()
+            page.locator("#turn-1 .marks", has_text="reads it all").wait_for()
+            page.locator(".call-row .mark", has_text="0.25").wait_for()
+    finally:
+        gate.open()
+        running.result(30)
+        loop.close()
 
 
 def test_training_as_it_goes_on(browser: Any, tmp_path: Path) -> None:

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import aiohttp
+import msgspec
 import pytest
 
 from ramify import Store
 from ramify.errors import ConfigError
-from ramify.viewer.library import Library, kind_of
+from ramify.types.event import AnyEvent, Scored
+from ramify.types.message import Reply
+from ramify.viewer.answers import STATIC
+from ramify.viewer.glance import AnyGlance, Bill
+from ramify.viewer.guard import POLICY
+from ramify.viewer.kinds import kind_of
+from ramify.viewer.library import Library
 from ramify.viewer.picture import COLUMNS
-from ramify.viewer.server import POLICY, STATIC, ViewServer
+from ramify.viewer.server import ViewServer
 from tests.data.golden import JOURNAL
 from tests.viewer import golden
 from tests.viewer.conftest import World
@@ -60,19 +68,36 @@ def test_the_list_has_runs_of_stores_files_and_trainings(world: World) -> None:
     assert (tree["question"], tree["depth"], tree["num_calls"], tree["stop"]) == (golden.QUESTION, 2, 32, "final")
 
 
-def test_a_run_is_rows_of_the_columns_that_the_page_knows(world: World) -> None:
+def calls_of(told: dict[str, Any]) -> list[dict[str, Any]]:
+    """The calls of a picture, or of changes, as the page makes them of columns; one value stands for a column of it."""
+    num = told.get("num", len(told.get("indices", ())))
+    whole = {name: each if isinstance(each, list) else [each] * num for name, each in told["columns"].items()}
+    return [{name: column[at] for name, column in whole.items()} for at in range(num)]
+
+
+def test_a_run_is_columns_that_the_page_knows(world: World) -> None:
     found = seen([world.store], "/api/run", key=world.tree)
-    assert tuple(found["columns"]) == COLUMNS
-    source = (STATIC / "run.js").read_text()
-    named = re.search(r"function callOf\(\[(.*?)\]\)", source)
-    assert named is not None
-    assert tuple(named[1].split(", ")) == COLUMNS
-    calls = [dict(zip(COLUMNS, row, strict=True)) for row in found["calls"]]
+    assert set(found["columns"]) == {*COLUMNS, "parent", "reward"}
+    made = re.search(r"function callAt\(of, at\) \{(.*?)\n\}", (STATIC / "run.js").read_text(), re.DOTALL)
+    assert made is not None
+    assert set(re.findall(r"(\w+): of\.\1\[at\]", made[1])) == set(found["columns"])
+    assert found["columns"]["fork"] is None  # all the same: told once
+    calls = calls_of(found)
     assert [call["id"] for call in calls if call["parent"] == 0][:3] == ["0.0", "0.1", "0.2"]
     assert [call["stop"] for call in calls].count("error") == 2
     assert len(calls[0]["spans"]) == 8  # four turns, each asked and answered
     assert calls[0]["spans"] == sorted(calls[0]["spans"])
     assert found["head"]["limits"]["max_cost"] == 0.5
+
+
+def test_a_glance_names_what_the_event_has() -> None:
+    """What the first look skips is known to be there: tags and fields are those of the whole events."""
+    whole = {msgspec.inspect.type_info(kind).tag: kind for kind in get_args(AnyEvent)}
+    short = {msgspec.inspect.type_info(kind).tag: kind for kind in get_args(AnyGlance)}
+    assert short.keys() == whole.keys()
+    for tag, kind in short.items():
+        assert set(kind.__struct_fields__) <= set(whole[tag].__struct_fields__)
+    assert set(Bill.__struct_fields__) <= set(Reply.__struct_fields__)
 
 
 def test_a_call_is_told_turn_by_turn(world: World) -> None:
@@ -100,7 +125,7 @@ def test_long_texts_are_cut_until_they_are_asked_for_whole(tmp_path: Path) -> No
 def test_the_golden_journal_with_everything_that_there_is() -> None:
     async def ask(get: Get, _: ViewServer) -> None:
         run = await get("/api/run", key="p0/")
-        assert [row[0] for row in run["calls"]] == ["0", "0.0", "0.1", "0.2", "1"]
+        assert run["columns"]["id"] == ["0", "0.0", "0.1", "0.2", "1"]
         assert run["head"]["problems"] == []
         lost = await get("/api/call", key="p0/", id="0.1")
         assert [note["kind"] for note in lost["notes"]] == ["attempt", "note"]
@@ -110,6 +135,18 @@ def test_the_golden_journal_with_everything_that_there_is() -> None:
         assert second["fork"] == {"call": "0", "turn": 3}
         tokens = await get("/api/tokens", key="p0/", id="0.0", turn=0)
         assert (tokens["given"], tokens["sampled"], tokens["versions"]) == ([1, 5, 9], [7, 8, 2], [4, 4, 5])
+        assert tokens["scores"] == {"gap": [0.25, -1.5, 0.0]}
+        (used,) = compacted["turns"][1]["tools"]
+        assert (used["name"], used["result"], used["error"]) == ("sql", '[[1,"a"],[2,null]]', "")
+        (mark,) = compacted["turns"][1]["marks"]
+        assert (mark["by"], mark["values"], mark["text"]) == (
+            "process",
+            {"process": 0.5},
+            "asks about both parts at once",
+        )
+        assert (await get("/api/call", key="p0/", id="0.2"))["rewards"] == {"correct": 0.0}
+        assert (run["head"]["rewards"], run["columns"]["reward"]) == ({"correct": 1.0}, [1.0, None, None, 0.0, None])
+        assert (await get("/api/runs"))["runs"][0]["rewards"] == {"correct": 1.0}
         (hit, *_) = (await get("/api/search", key="p0/", q="HOST-7 AT"))["found"]
         assert (hit["call"], hit["where"]) == ("0", "user")
 
@@ -155,16 +192,16 @@ def bad_files(folder: Path) -> dict[str, str]:
     lines = whole.splitlines(keepends=True)
     (folder / "torn.jsonl").write_bytes(whole[:-40])
     (folder / "damaged.jsonl").write_bytes(b"".join([*lines[:9], b'{"type":"Replied","call":"0","oops\n', *lines[9:]]))
-    (folder / "newer.jsonl").write_bytes(whole.replace(b'"schema_version":1', b'"schema_version":99', 1))
+    (folder / "newer.jsonl").write_bytes(whole.replace(b'"schema_version":2', b'"schema_version":99', 1))
     (folder / "unknown.jsonl").write_bytes(b"".join([lines[0], *lines[2:]]))
     (folder / "notes.jsonl").write_text("these are my notes\n")
     (folder / "other.jsonl").write_text('{"a": 1}\n')
     (folder / "empty.jsonl").write_text("")
     return {
         "torn.jsonl": "ends in the middle of a line", "damaged.jsonl": "line 10 is damaged",
-        "newer.jsonl": "was written by a newer Ramify (schema 99; this one reads up to 1)",
+        "newer.jsonl": "was written by a newer Ramify (schema 99; this one reads up to 2)",
         "unknown.jsonl": "line 2 does not follow from those before it", "notes.jsonl": "its first line is not JSON",
-        "other.jsonl": "its first line is neither a RunStarted event nor a trajectory", "empty.jsonl": "is empty",
+        "other.jsonl": "its first line is neither a RunStarted event, nor a trajectory", "empty.jsonl": "is empty",
     }  # fmt: skip
 
 
@@ -184,10 +221,63 @@ def test_each_bad_file_is_named_and_the_rest_is_shown(tmp_path: Path) -> None:
             (problem,) = run["head"]["problems"]
             assert words in problem
             assert str(tmp_path / name) in problem
-        assert len((await get("/api/run", key="p0/damaged.jsonl"))["calls"]) == 3
-        assert len((await get("/api/run", key="p0/torn.jsonl"))["calls"]) == 5
+        assert (await get("/api/run", key="p0/damaged.jsonl"))["num"] == 3
+        assert (await get("/api/run", key="p0/torn.jsonl"))["num"] == 5
 
     asked([tmp_path], ask)
+
+
+def test_what_would_hang_or_never_end_is_refused(tmp_path: Path) -> None:
+    """A pipe; a call that goes on from itself, and one that is its own parent; brackets without end; a huge line."""
+    lines = JOURNAL.read_bytes().splitlines(keepends=True)
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    call = b'{"type":"CallStarted","id":"0","kind":"rlm","model":"m","depth":0,"question":"q",%s}\n'
+    (tmp_path / "fork.jsonl").write_bytes(lines[0] + call % b'"fork":{"call":"0","turn":0}')
+    (tmp_path / "own.jsonl").write_bytes(lines[0] + call % b'"parent":{"call":"0","turn":0,"cell":0}')
+    deep = b'{"type":"CallEnded","id":"0","stop":"final","answer":' + b"[" * 100_000 + b"]" * 100_000 + b"}\n"
+    (tmp_path / "deep.jsonl").write_bytes(lines[0] + lines[1] + deep)
+    huge = b'{"type":"Noted","call":"0","text":"' + b"x" * 5_000_000 + b'"}\n'
+    (tmp_path / "huge.jsonl").write_bytes(lines[0] + lines[1] + huge)
+    (tmp_path / "role.jsonl").write_bytes(JOURNAL.read_bytes().replace(b'"role":"assistant"', b'"role":"robot"', 1))
+
+    async def ask(get: Get, _: ViewServer) -> None:
+        assert "is no regular file" in (await get("/api/runs"))["problems"][0]["text"]
+        assert "is no regular file" in (await get("/api/run", key="p0/pipe.jsonl"))["error"]
+        assert "which is not before it" in (await get("/api/call", key="p0/fork.jsonl", id="0"))["error"]
+        assert (await get("/api/run", key="p0/own.jsonl"))["columns"]["parent"] == -1
+        assert "line 3 is damaged" in (await get("/api/run", key="p0/deep.jsonl"))["head"]["problems"][0]
+        assert len((await get("/api/call", key="p0/huge.jsonl", id="0"))["notes"][0]["text"]) == 20_000
+        assert (await get("/api/run", key="p0/role.jsonl"))["num"] == 5
+        assert "line 4 is damaged: Invalid enum" in (await get("/api/call", key="p0/role.jsonl", id="0"))["error"]
+        assert (await get("/api/call", key="p0/role.jsonl", id="0.0"))["answer"] == "no failure"
+
+    asked([tmp_path], ask)
+
+
+def test_an_evaluation_is_shown_as_far_as_it_can_be_read(world: World, tmp_path: Path) -> None:
+    record = (world.evaluated / "evaluations" / f"{world.evaluation}.jsonl").read_bytes()
+    lines = record.splitlines(keepends=True)
+    (tmp_path / "damaged.jsonl").write_bytes(b"".join([*lines[:3], b'{"oops\n', *lines[3:], b'{"type":"outc']))
+    (tmp_path / "begun.jsonl").write_bytes(lines[0])
+
+    async def ask(get: Get, _: ViewServer) -> None:
+        damaged = await get("/api/evaluation", key="p0/damaged.jsonl")
+        assert (damaged["num_made"], len(damaged["problems"])) == (8, 1)
+        assert "line 4 is damaged and left out" in damaged["problems"][0]
+        assert damaged["passes"] == [[1, 0.75], [2, 1.0]]
+        assert {each["run"] for each in damaged["attempts"]} == {None}  # its store is elsewhere
+        assert (await get("/api/evaluation", key="p0/begun.jsonl"))["report"] is None
+        (problem,) = (await get("/api/run", key="p0/begun.jsonl"))["head"]["problems"]
+        assert "the page of evaluations shows it" in problem
+        compared = await get("/api/evaluation", key="p0/damaged.jsonl", other="p0/begun.jsonl")
+        assert "no scored item in common" in compared["compared"]["problem"]
+
+    asked([tmp_path], ask)
+    found = seen([world.evaluated], "/api/evaluation", key=f"p0/evaluations/{world.evaluation}.jsonl")
+    assert world.scored in {each["run"] for each in found["attempts"]}
+    whole, *kinds = found["report"]["rows"]
+    assert (whole["average"]["value"], whole["average"]["low"] < 0.75 < whole["average"]["high"]) == (0.75, True)
+    assert [(row["kind"], row["average"]["value"]) for row in kinds] == [("even", 1.0), ("odd", 0.5)]
 
 
 def test_what_is_not_there(tmp_path: Path, world: World) -> None:
@@ -224,7 +314,7 @@ def test_damaged_metrics_are_told_and_the_rest_is_shown(world: World, tmp_path: 
 def test_kinds(tmp_path: Path) -> None:
     record = tmp_path / "eval.jsonl"
     record.write_text('{"type":"plan","model":"m"}\n')
-    assert "evaluation's record" in kind_of(record)
+    assert kind_of(record) == "evaluation"
     assert kind_of(JOURNAL) == "journal"
 
 
@@ -329,7 +419,7 @@ async def messages(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, 
             yield json.loads(line[6:])
 
 
-def test_what_is_written_is_told_to_every_page_and_the_end_too(tmp_path: Path) -> None:
+def test_what_is_written_is_told_to_every_page_and_scores_after_the_end_too(tmp_path: Path) -> None:
     """A run is written event by event; two pages follow, the second from the middle on, and both know it all."""
     lines = JOURNAL.read_bytes().splitlines(keepends=True)
     store = Store(tmp_path)
@@ -347,28 +437,31 @@ def test_what_is_written_is_told_to_every_page_and_the_end_too(tmp_path: Path) -
                 picture = await response.json()
             assert picture["head"]["alive"] is True
 
-            async def follow(version: int) -> list[list[Any]]:
-                rows = list(picture["calls"]) if version else []
+            async def follow(version: int) -> list[dict[str, Any]]:
+                rows = calls_of(picture) if version else []
                 async with http.get(f"{url}events", params={"key": GOLDEN_ID, "version": version}) as response:
                     async for message in messages(response):
-                        for index, row in message["rows"]:
+                        for index, row in zip(message["indices"], calls_of(message), strict=True):
                             rows[index : index + 1] = [row]
                         heads.append(message["head"])
-                return rows
+                        if not message["head"]["alive"] and message["head"]["version"] == len(events) + 1:
+                            return rows
+                return []
 
             heads: list[dict[str, Any]] = []
             pages = [asyncio.create_task(follow(version)) for version in (picture["head"]["version"], 0)]
             for event in events[10:]:
                 await asyncio.sleep(0.005)
                 journal.append(event)
-            await asyncio.sleep(0.1)
             journal.close()
+            store.append(GOLDEN_ID, [Scored(at_s=99.0, by="judge", call="0", turn=0, values={"clear": 1.0})])
             both = await asyncio.wait_for(asyncio.gather(*pages), 20)
             async with http.get(f"{url}run", params={"key": GOLDEN_ID}) as response:
                 whole = await response.json()
-            assert both == [whole["calls"], whole["calls"]]
+            assert both == [calls_of(whole)] * 2
+            assert whole["columns"]["scores"][0] == [[1, "process", 0.5], [0, "clear", 1.0]]
             assert heads[-1]["alive"] is False
-            assert heads[-1]["version"] == whole["head"]["version"] == len(events)
+            assert heads[-1]["version"] == whole["head"]["version"] == len(events) + 1
 
     asyncio.run(main())
 

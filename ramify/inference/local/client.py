@@ -16,7 +16,7 @@ import contextlib
 import math
 import os
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import TypeVar, cast
@@ -32,12 +32,15 @@ from ramify.inference.local.engine import Engine, Room
 from ramify.inference.local.generation import Generation
 from ramify.inference.local.sampling import Draw
 from ramify.inference.local.thread import EngineThread
+from ramify.inference.prompts import prompt_ids, spoken, too_long
+from ramify.inference.weights.base import Piece
 from ramify.policy.fingerprint import fingerprint
 from ramify.policy.load import Policy
 from ramify.policy.weights import load_weights
-from ramify.types.message import Message, Reply, Usage
+from ramify.types.message import Finish, Message, Reply, Usage
 
 Result = TypeVar("Result")
+_FINISHES: dict[str | None, Finish] = {"stop": "stop", "length": "length"}
 _STREAM_EVERY_S = 0.05
 _CPU_CACHE_BYTES = 2 << 30
 
@@ -80,6 +83,15 @@ class LocalClient:
         await self._finished(generation)
         return self._reply(generation, time.perf_counter() - started)
 
+    async def sample(self, ids: Sequence[int], sampling: Sampling, affinity: str = "") -> Generation:
+        """Ids in, ids out: ``ids`` continued, as it is when it has ended; ``end`` is ``abort`` where ``pause`` ended it.
+        Raises as ``complete``."""
+        if len(ids) >= self.window:
+            raise too_long(self.name, self.window, None, len(ids))
+        generation = self._generation_of(ids, sampling, affinity)
+        await self._finished(generation)
+        return generation
+
     async def stream(self, request: Request) -> AsyncGenerator[Message | Reply, None]:
         """The message as it grows, some twenty times a second, and at last what ``complete`` returns.
 
@@ -114,16 +126,36 @@ class LocalClient:
         """Run ``function`` in the engine's thread between two steps: whatever changes the weights in place belongs there."""
         return await asyncio.wrap_future(cast("Future[Result]", self._thread.call(function)))
 
+    def pause(self, *, abort: bool = False) -> None:
+        """Sample nothing until ``resume``; see ``EngineThread.pause``."""
+        self._thread.pause(abort=abort)
+
+    def resume(self) -> None:
+        self._thread.resume()
+
+    async def rest(self) -> None:
+        """Give the memory of keys and values back until ``wake``. Nothing may run."""
+        await self.run(self.engine.rest)
+
+    async def wake(self) -> None:
+        await self.run(self.engine.wake)
+
+    async def take(self, pieces: Callable[[], Iterator[Piece]]) -> None:
+        """Copy what a carrier brings into the weights, between two steps; ``forget`` comes when all of it is there. Raises
+        ValueError that names the first tensor that is not this model's."""
+        await self.run(partial(self._take_pieces, pieces))
+
+    async def forget(self, version: int) -> None:
+        """The weights have changed and are now called ``version``."""
+        await self.run(partial(self.engine.forget, version))
+
     async def close(self) -> None:
         """End the engine's thread. The policy stays usable."""
         await asyncio.get_running_loop().run_in_executor(None, self._thread.close)
 
     def prompt_ids(self, request: Request) -> list[int]:
         """The whole prompt: the known ids, and what the messages after them add."""
-        renderer, known = self.policy.renderer, request.known
-        if known is None or renderer.unstable:
-            return renderer.prompt(request.messages, request.tools)
-        return [*known.ids, *renderer.extend(request.messages[known.num_messages :], after=known.ids)]
+        return prompt_ids(self.policy.renderer, request)
 
     def _generation(self, request: Request) -> Generation:
         sampling = request.sampling
@@ -133,8 +165,11 @@ class LocalClient:
             )
         ids = self.prompt_ids(request)
         if len(ids) >= self.window:
-            raise self._too_long(request, len(ids))
-        seed = os.urandom(16).hex() if sampling.seed is None else f"{sampling.seed}|{request.affinity}|{len(ids)}"
+            raise too_long(self.name, self.window, request, len(ids))
+        return self._generation_of(ids, sampling, request.affinity)
+
+    def _generation_of(self, ids: Sequence[int], sampling: Sampling, affinity: str) -> Generation:
+        seed = os.urandom(16).hex() if sampling.seed is None else f"{sampling.seed}|{affinity}|{len(ids)}"
         return Generation(
             ids,
             max_tokens=min(sampling.max_tokens, self.window - len(ids)),
@@ -142,7 +177,7 @@ class LocalClient:
             stop_ids=self.policy.renderer.stop_ids,
             stop=sampling.stop,
             seed=seed,
-            affinity=request.affinity,
+            affinity=affinity,
             decode=lambda ids: self.policy.renderer.parse(ids).content,
         )
 
@@ -182,7 +217,7 @@ class LocalClient:
         return Reply(
             message=message,
             usage=Usage(generation.num_prompt, len(generation.logprobs), cached_tokens=generation.num_reused, calls=1),
-            finish="tool_calls" if message.tool_calls else generation.end or "other",
+            finish="tool_calls" if message.tool_calls else _FINISHES.get(generation.end, "other"),
             model=self.policy.name,
             seconds=seconds,
             prompt_ids=tuple(generation.ids[: generation.num_prompt]),
@@ -193,23 +228,9 @@ class LocalClient:
         )
 
     def _message(self, generation: Generation) -> Message:
-        message = self.policy.renderer.parse(generation.sampled)
-        if not generation.stopped_at:
-            return message
-        return msgspec.structs.replace(message, content=message.content.partition(generation.stopped_at)[0])
-
-    def _too_long(self, request: Request, num_ids: int) -> Refused:
-        before = request.known
-        parts = f"{len(request.messages)} messages"
-        if before is not None:
-            new = len(request.messages) - before.num_messages
-            parts = f"{len(before.ids)} from the turns before, {num_ids - len(before.ids)} from {new} new messages"
-        error = Refused(
-            f"{self.name}: the prompt has {num_ids} tokens ({parts}), and the window of {self.window} leaves no room for a "
-            "reply: shorten it, or let a child look at a part"
+        return spoken(
+            self.policy.renderer, generation.sampled, [generation.stopped_at] if generation.stopped_at else ()
         )
-        error.too_long = True
-        return error
 
     def _take(self, weights: object, version: int) -> None:
         given = weights.model if isinstance(weights, Policy) else weights
@@ -219,6 +240,22 @@ class LocalClient:
                 raise ConfigError(f"weights are a {type(weights).__name__}: give a policy, a module or a state dict")
             load_weights(self.policy.model, cast("Mapping[str, Tensor]", state), "the update")
         self.engine.forget(version)
+
+    def _take_pieces(self, pieces: Callable[[], Iterator[Piece]]) -> None:
+        held = self.policy.model.state_dict()
+        for name, tensor, places in pieces():
+            ours = held.get(name)
+            if ours is None:
+                raise ValueError(f"this model has no tensor '{name}': the trainer's policy is another one")
+            if tensor.dtype != ours.dtype or (places is None and tensor.shape != ours.shape):
+                theirs, mine = (f"{tuple(each.shape)} of {each.dtype}" for each in (tensor, ours))
+                raise ValueError(
+                    f"tensor '{name}' is {theirs} and here {mine}: serve it in the trainer's precision and shape"
+                )
+            if places is None:
+                ours.copy_(tensor)
+            else:
+                ours.view(-1).index_copy_(0, places.to(ours.device), tensor.to(ours.device))
 
     def _logprobs(self, ids: Sequence[int]) -> list[float]:
         logits_TV = self.engine.runner.all_logits(ids)

@@ -106,6 +106,16 @@ class Engine:
         slots = [*step.slots, *(span.slot for span in itertools.compress(step.spans, wanted))]
         return self._append(slots, logits_nV) if slots else []
 
+    def rest(self) -> None:
+        """Give the memory of keys and values back; the next sequence takes it again."""
+        assert self.is_idle
+        self._slots.forget()
+        self._resize(1, min(_LEAST_CAPACITY, self.room.window))
+
+    def wake(self) -> None:
+        """Take the memory that an engine begins with."""
+        self._resize(self._fitting(_LEAST_CAPACITY), min(_LEAST_CAPACITY, self.room.window))
+
     def drain(self) -> list[Generation]:
         """Take out every sequence, as after a failure; nothing that was computed is used again."""
         taken = [*self._waiting, *(owner for owner in self._slots.owner if owner is not None)]

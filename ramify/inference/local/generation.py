@@ -13,7 +13,7 @@ from typing import Literal
 from ramify.inference.local.sampling import Draw
 from ramify.types.message import VersionSpan
 
-End = Literal["stop", "length"]
+End = Literal["stop", "length", "abort"]
 _LONGEST_CHARACTER = 4
 """Bytes; a token holds at least one byte, so this many tokens hold a character."""
 

@@ -32,6 +32,7 @@ class EngineThread:
         self._wake = threading.Condition()
         self._thread: threading.Thread | None = None
         self._is_closed = False
+        self._is_paused = False
 
     def call(self, function: Callable[[], Result]) -> Future[Result]:
         """Run ``function`` between two steps. Raises RuntimeError after ``close``."""
@@ -70,6 +71,19 @@ class EngineThread:
         if not self._is_closed:
             self._put(run)
 
+    def pause(self, *, abort: bool = False) -> None:
+        """No further step until ``resume``; what runs stays where it is, and what others ask is still done. With ``abort``
+        it ends as far as it is, as ``done`` is told, with the end ``abort``."""
+        with self._wake:
+            self._is_paused = True
+        if abort:
+            self._put(self._abort)
+
+    def resume(self) -> None:
+        with self._wake:
+            self._is_paused = False
+            self._wake.notify()
+
     def close(self) -> None:
         """End the thread after the step it is in; what has not ended by then fails. Idempotent."""
         with self._wake:
@@ -91,7 +105,7 @@ class EngineThread:
     def _run(self) -> None:
         while True:
             with self._wake:
-                while not self._inbox and self.engine.is_idle and not self._is_closed:
+                while not self._inbox and (self._is_paused or self.engine.is_idle) and not self._is_closed:
                     self._wake.wait()
                 tasks, is_closed = list(self._inbox), self._is_closed
                 self._inbox.clear()
@@ -100,7 +114,7 @@ class EngineThread:
             if is_closed:
                 self._fail(RuntimeError("the engine was closed"))
                 return
-            if not self.engine.is_idle:
+            if not self._is_paused and not self.engine.is_idle:
                 self._step()
 
     def _step(self) -> None:
@@ -110,6 +124,13 @@ class EngineThread:
             self._fail(error)
             return
         for generation in finished:
+            done = self._done.pop(generation, None)
+            if done is not None:
+                done(generation, None)
+
+    def _abort(self) -> None:
+        for generation in self.engine.drain():
+            generation.end = "abort"
             done = self._done.pop(generation, None)
             if done is not None:
                 done(generation, None)

@@ -1,38 +1,43 @@
-"""The shape that GRPO, Dr.GRPO and RLOO share: rollouts of one task are compared, each call gets a number, each token a
-weight. They differ in the baseline alone, so that all options of credit, length and weight go with each.
+"""The shape that nearly all estimators share: rollouts of one task are compared, each call gets a number, each token a
+weight. They differ in the baseline, so that all options of credit, length and weight go with each.
 
-    scored group ── length ──> rewards ── credit(baseline) ──> a number per call ── weight ──> streams per token
+    scored group ── length ──> rewards ── judge: credit(baseline) ──> a number per call ── weight ──> streams per token
 
-Leaves out what is done with the streams: the loss, clipping and the anchor are the trainer's.
+Decides which rollouts count (one without a reward, or with one that is no number, is named and left out; its group goes on),
+which groups teach nothing, and that whatever is normalised over a step is so before weights. Leaves out what is done with
+the streams: the loss, clipping and the anchor are the trainer's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import msgspec
 
-from ramify.errors import ConfigError, nearest
-from ramify.train.algorithms.base import Stamping
+from ramify.errors import ConfigError
+from ramify.train.algorithms import rows as row_math
+from ramify.train.algorithms.base import Needs, Stamping
 from ramify.train.signals import filters
 from ramify.train.signals.baseline import Baseline
 from ramify.train.signals.credit import CREDITS, Node, Numbers
 from ramify.train.signals.length import Length, Most, Overlong, length_penalty, soft_overlong
-from ramify.train.signals.trees import is_scored, length_of, sampled, tree_of, was_cut_off
-from ramify.train.signals.weight import Reduction, Share, Weights
+from ramify.train.signals.trees import length_of, num_sampled, sampled, tree_of, was_cut_off, why_unscored
+from ramify.train.signals.weight import ALSO, Reduction, Share, Weights
 from ramify.train.signals.weight import weights as token_weights
 from ramify.train.stamps import Stamp, Stamped, Stamps
+from ramify.types.sequence import Sequence as Row
 from ramify.types.trajectory import Call, Group, Trajectory
 
-CreditName = Literal["root", "per_role", "hierarchical", "leave_one_child_out"]
+_MOST_NAMED = 3
+"""Rollouts of a step that are named where they cannot be learnt from."""
 
 
 class GroupOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Options of every algorithm with a group baseline."""
 
-    credit: CreditName = "per_role"
-    """How a tree's reward reaches its calls; see ``signals/credit.py``."""
+    credit: str = "per_role"
+    """How a tree's reward reaches its calls: a name of ``signals/credit.py``, or a dotted path."""
     gamma_tree: float = 1.0
     """What a call is paid of its parent's return, on top of its own reward."""
     children: bool = True
@@ -54,20 +59,36 @@ class GroupOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Tokens before ``max_rollout_tokens`` over which the punishment grows from 0 to -1."""
     length_weight: float = 0.0
     """Of the length penalty, relative to the group's mean reward; 0: none."""
+    normalise: bool = False
+    """Bring the advantages of all tokens of a step to mean 0 and standard deviation 1."""
+    kl_reward: float = 0.0
+    """What each token is charged of its k1 to the reference policy (o - ref), taken off its advantage and those of the
+    tokens before it in its call; 0: nothing. ``loss.kl_beta`` is the KL in the loss."""
 
     def __post_init__(self) -> None:
-        if self.credit not in CREDITS:
-            raise ConfigError(f"unknown credit '{self.credit}': {nearest(self.credit, CREDITS)}")
-        if self.reduction == "constant" and self.max_rollout_tokens < 1:
+        CREDITS.of(self.credit)
+        if ALSO.get(self.reduction, self.reduction) == "constant" and self.max_rollout_tokens < 1:
             raise ConfigError(
-                "reduction=constant divides by max_rollout_tokens: give it, the most that a rollout samples"
+                f"reduction={self.reduction} divides by max_rollout_tokens: give it, the most that a rollout samples"
             )
-        if self.gamma_tree < 0 or self.length_weight < 0 or self.overlong_buffer < 0:
-            raise ConfigError("gamma_tree, length_weight and overlong_buffer cannot be negative")
+        if min(self.gamma_tree, self.length_weight, self.overlong_buffer, self.kl_reward) < 0:
+            raise ConfigError("gamma_tree, length_weight, overlong_buffer and kl_reward cannot be negative")
 
     @property
     def has_group_baseline(self) -> bool:
         return True
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(streams=frozenset({"old_logprobs", "ref_logprobs"} if self.kl_reward else ()))
+
+    def finish(self, rows: Sequence[Row]) -> dict[str, float]:
+        """The KL in the reward, and what had to wait for it."""
+        return row_math.add_kl(rows, self.kl_reward, 1.0, normalise=self.normalise)
+
+
+Judge = Callable[[Group, Sequence[Mapping[str, Node]]], Sequence[Numbers]]
+"""(a group of usable rollouts, their trees) -> a number for each call."""
 
 
 class _Rollout(NamedTuple):
@@ -84,37 +105,82 @@ def stamped(
     baseline: Baseline,
     every_token: bool,
 ) -> Stamping:
-    """The streams of one step: the whole of every algorithm of this kind."""
-    usable = [[each for each in group.trajectories if is_scored(each)] for group in groups]
-    judged = [_judged(trajectories, task_weights, options, baseline) for trajectories in usable]
-    loud = [group for group in judged if filters.has_signal([each.numbers for each in group])]
-    kept = loud if options.drop_silent else judged
+    """The streams of one step: the whole of every algorithm that has a baseline over a group and nothing else."""
+
+    def judge(group: Group, trees: Sequence[Mapping[str, Node]]) -> Sequence[Numbers]:
+        found: Sequence[Numbers] = CREDITS.of(options.credit)(trees, baseline, options.gamma_tree)
+        return found
+
+    return judged(groups, task_weights, options, judge, every_token)
+
+
+def judged(
+    groups: Sequence[Group],
+    task_weights: Mapping[str, float],
+    options: GroupOptions,
+    judge: Judge,
+    every_token: bool,
+    *,
+    gamma: float = 1.0,
+    has_baseline: bool = True,
+) -> Stamping:
+    """The streams of one step, by what ``judge`` says of each call. ``gamma``: what a token gets of its call's number is
+    discounted by it, once for each token that was sampled after. ``has_baseline``: numbers of 0 teach nothing."""
+    usable = [_usable(group) for group in groups]
+    rollouts = [_rollouts(group, task_weights, options, judge) for group in usable]
+    loud = [group for group in rollouts if not has_baseline or filters.has_signal([each.numbers for each in group])]
+    kept = loud if options.drop_silent and has_baseline else rollouts
     counts = [[_counts(each, options) for each in group] for group in kept]
     weights, denominator = token_weights(counts, options.reduction, options.share, max(options.max_rollout_tokens, 1))
-    rollouts = [
-        _stamp(rollout, weight, every_token)
-        for group, weighed in zip(kept, weights, strict=True)
-        for rollout, weight in zip(group, weighed, strict=True)
+    spread = [
+        [_spread(each.numbers, count, gamma) for each, count in zip(group, counted, strict=True)]
+        for group, counted in zip(kept, counts, strict=True)
     ]
-    stamped_ones = [rollout for rollout in rollouts if rollout.stamps]
+    if options.normalise and not options.kl_reward:
+        row_math.whiten_all([values for group in spread for each in group for values in each.values()])
+    every_token = every_token or options.normalise or bool(options.kl_reward) or not has_baseline
+    stamped_ones = [
+        _stamp(rollout, weight, values, every_token)
+        for group, weighed, valued in zip(kept, weights, spread, strict=True)
+        for rollout, weight, values in zip(group, weighed, valued, strict=True)
+    ]
+    stamped_ones = [rollout for rollout in stamped_ones if rollout.stamps]
     return Stamping(
         stamped_ones,
         {"rl": denominator},
-        _metrics(groups, judged, loud),
-        _silence(groups, usable, loud, stamped_ones),
+        _metrics(groups, rollouts, loud),
+        _silence(groups, usable, loud, stamped_ones, options.has_group_baseline),
+        _notes(groups),
     )
 
 
-def _judged(
-    trajectories: Sequence[Trajectory], task_weights: Mapping[str, float], options: GroupOptions, baseline: Baseline
-) -> list[_Rollout]:
+def _usable(group: Group) -> Group:
+    """Without the rollouts that cannot be learnt from."""
+    kept = [each for each in group.trajectories if not why_unscored(each)]
+    return msgspec.structs.replace(group, trajectories=kept)
+
+
+def _notes(groups: Sequence[Group]) -> list[str]:
+    """Which rollouts had no reward, or one that is no number; the first by name, further ones counted."""
+    found = [
+        f"{each.id} is left out of its group: it {why}"
+        for group in groups
+        for each in group.trajectories
+        if (why := why_unscored(each))
+    ]
+    more = len(found) - _MOST_NAMED
+    return [*found[:_MOST_NAMED], f"{more} further rollouts are left out likewise"] if more > 1 else found
+
+
+def _rollouts(group: Group, task_weights: Mapping[str, float], options: GroupOptions, judge: Judge) -> list[_Rollout]:
+    trajectories = group.trajectories
     trees = [tree_of(trajectory, task_weights) for trajectory in trajectories]
     lengths = [length_of(trajectory) for trajectory in trajectories]
     roots = [next(iter(tree)) for tree in trees]
     rewards = _for_length([tree[root].reward for tree, root in zip(trees, roots, strict=True)], lengths, options)
     for tree, root, reward in zip(trees, roots, rewards, strict=True):
         tree[root] = tree[root]._replace(reward=reward)
-    numbers = CREDITS[options.credit](trees, baseline, options.gamma_tree)
+    numbers = judge(group, trees) if trees else []
     return [_Rollout(*each) for each in zip(trajectories, trees, numbers, strict=True)]
 
 
@@ -132,6 +198,8 @@ def _for_length(rewards: list[float], lengths: Sequence[Length], options: GroupO
 def _is_trained(call: Call, options: GroupOptions, cut_off_root: bool) -> bool:
     if options.overlong == "mask" and (cut_off_root or was_cut_off(call)):
         return False
+    if call.kind == "judge":
+        return False
     if call.parent is None:  # the root, also where it is one plain call
         return True
     return options.children if call.kind == "rlm" else options.llm_calls
@@ -141,32 +209,42 @@ def _counts(rollout: _Rollout, options: GroupOptions) -> dict[str, int]:
     """Call id -> tokens that may carry loss."""
     trajectory = rollout.trajectory
     cut_off = was_cut_off(trajectory.root)
-    return {
-        call.id: sum(num for _, _, num in sampled(call)) if _is_trained(call, options, cut_off) else 0
-        for call in trajectory.calls
-    }
+    return {call.id: num_sampled(call) if _is_trained(call, options, cut_off) else 0 for call in trajectory.calls}
 
 
-def _stamp(rollout: _Rollout, weights: Weights, every_token: bool) -> Stamped:
-    """Streams for every call that has both a weight and an advantage, or that has a weight alone."""
+def _spread(numbers: Numbers, counts: Mapping[str, int], gamma: float) -> dict[str, list[float]]:
+    """Call id -> the advantage of each of its tokens that may carry loss."""
+    return {id: [numbers[id] * gamma ** (num - 1 - index) for index in range(num)] for id, num in counts.items() if num}
+
+
+def _stamp(
+    rollout: _Rollout,
+    weights: Weights,
+    values: Mapping[str, list[float]],
+    every_token: bool,
+) -> Stamped:
+    """Streams for every turn that has both a weight and an advantage, or that has a weight alone."""
     stamps: Stamps = {}
     for call in rollout.trajectory.calls:
-        weight, advantage = weights[call.id], rollout.numbers[call.id]
-        if weight and (every_token or abs(advantage) > filters.EPSILON):
-            for index, _, num in sampled(call):
-                stamps[call.id, index] = Stamp(advantages=[advantage] * num, rl=[weight] * num)
+        weight, start = weights[call.id], 0
+        for index, _, num in sampled(call) if weight else ():
+            advantages = values[call.id][start : start + num]
+            start += num
+            if every_token or any(abs(value) > filters.EPSILON for value in advantages):
+                stamps[call.id, index] = Stamp(advantages=advantages, rl=[weight] * num)
     return Stamped(rollout.trajectory, stamps)
 
 
 def _metrics(
-    groups: Sequence[Group], judged: Sequence[Sequence[_Rollout]], loud: Sequence[Sequence[_Rollout]]
+    groups: Sequence[Group], by_group: Sequence[Sequence[_Rollout]], loud: Sequence[Sequence[_Rollout]]
 ) -> dict[str, float]:
-    rollouts = [each for group in judged for each in group]
+    rollouts = [each for group in by_group for each in group]
     rewards = [next(iter(each.tree.values())).reward for each in rollouts]
     children = [node.reward for each in rollouts for node in each.tree.values() if node.parent is not None]
     found = {
         "reward": sum(rewards) / len(rewards) if rewards else 0.0,
         "groups_with_signal": float(len(loud)),
+        "zero_variance": _zero_variance(by_group),
         "failed_rollouts": float(sum(len(group.trajectories) for group in groups) - len(rollouts)),
         "calls_per_rollout": 1 + len(children) / len(rollouts) if rollouts else 0.0,
     }
@@ -175,15 +253,22 @@ def _metrics(
     return found
 
 
+def _zero_variance(groups: Sequence[Sequence[_Rollout]]) -> float:
+    """The share of groups whose rollouts all came to the same reward."""
+    rewards = [[next(iter(each.tree.values())).reward for each in group] for group in groups if group]
+    return sum(min(each) == max(each) for each in rewards) / len(rewards) if rewards else 0.0
+
+
 def _silence(
-    groups: Sequence[Group], usable: Sequence[Sequence[Trajectory]], loud: Sequence[object], stamped: Sequence[Stamped]
-) -> str:
+    groups: Sequence[Group], usable: Sequence[Group], loud: Sequence[object], stamped: Sequence[Stamped],
+    has_baseline: bool,
+) -> str:  # fmt: skip
     if stamped:
         return ""
-    if not any(usable):
+    if not any(group.trajectories for group in usable):
         failed = sum(len(group.trajectories) for group in groups)
         return f"none of {failed} rollouts came to a reward; their errors are in the trajectories"
-    if all(len(group) < 2 for group in usable):
+    if has_baseline and all(len(group.trajectories) < 2 for group in usable):
         return "no group has two rollouts, so none has anything to be compared with"
     if not loud:
         return f"in each of {len(groups)} groups all rollouts did equally well"

@@ -66,7 +66,7 @@ class SFT(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     def _is_learnt(self, trajectory: Trajectory, call: Call, weights: Mapping[str, float]) -> bool:
         if call.parent is None:
             return True
-        if not (self.children if call.kind == "rlm" else self.llm_calls):
+        if call.kind == "judge" or not (self.children if call.kind == "rlm" else self.llm_calls):
             return False
         own = trajectory.call_rewards.get(call.id)
         return own is None or self.min_call_reward is None or total(own, weights) >= self.min_call_reward

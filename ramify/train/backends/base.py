@@ -179,6 +179,10 @@ class Trained(Protocol):
         """Name -> tensor, as a model without adapters has them."""
         ...
 
+    def unmerged(self) -> Iterator[tuple[str, Tensor, Callable[[], Tensor] | None]]:
+        """As ``weights``, with nothing computed or gathered yet, as ``lora.unmerged`` does."""
+        ...
+
     def close(self) -> None:
         """Free what was started for it."""
         ...
@@ -213,6 +217,11 @@ class Backend(Protocol):
     def logprobs(self, batches: Many[Batch]) -> list[Floats]:
         """For each batch, [E]: log-probabilities of its entries under the policy as it is now, at the temperature and
         within the kept sets that they were sampled with. ``pack.attach`` brings them back to the sequences."""
+        ...
+
+    def values(self, batches: Many[Batch]) -> list[Floats]:
+        """For each batch, [E]: what the critic expects a call to come to, before the entry's token is sampled. Raises
+        ConfigError where there is no critic."""
         ...
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:

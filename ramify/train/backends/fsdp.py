@@ -14,16 +14,18 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Many
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ramify.errors import ConfigError
 from ramify.policy.load import Policy
 from ramify.policy.weights import check_weights, read_weights
+from ramify.train import whole_step
 from ramify.train.backends import adapters, launch, shards
 from ramify.train.backends.adapters import Lora
 from ramify.train.backends.base import Compute, Optim
@@ -115,6 +117,9 @@ class OnRanks:
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         return self._model.weights()
 
+    def unmerged(self) -> Iterator[tuple[str, Tensor, Callable[[], Tensor] | None]]:
+        return self._model.unmerged()
+
     def close(self) -> None:
         self._ranks.close()
 
@@ -153,8 +158,10 @@ class OverRanks:
         if not isinstance(source, Path):
             self._put(source)
         if lora is not None:
-            copied = {} if isinstance(source, Path) else {name: each.clone() for name, each in source.items()}
-            self._base = read_weights(source) if isinstance(source, Path) else copied
+            found = (
+                read_weights(source) if isinstance(source, Path) else {n: each.clone() for n, each in source.items()}
+            )
+            self._base = {name: nn.Parameter(found[name].float(), requires_grad=False) for name in self.shapes}
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -171,13 +178,17 @@ class OverRanks:
         if self.lora is None:
             yield from self._gathered(list(self._shapes))
             return
+        for name, base, make in self.unmerged():
+            yield name, base.detach() if make is None else make()
+
+    def unmerged(self) -> Iterator[tuple[str, Tensor, Callable[[], Tensor] | None]]:
+        """(name, tensor of its shape, what puts it together or None where it is held still)"""
         matrices = {f"{name}.weight" for name in self._adapted}
-        for name in self.shapes:
-            if name in matrices:
-                (_, a), (_, b) = self._gathered(list(adapters.pair(name)))
-                yield name, adapters.merged(self._base[name].float(), a, b, self.lora)
+        for name, shape in self.shapes.items():
+            if self.lora is None:
+                yield name, torch.empty(shape, device="meta"), partial(self._one, name)
             else:
-                yield name, self._base[name].float()
+                yield name, self._base[name], partial(self._merged, name) if name in matrices else None
 
     def adapters(self) -> Iterator[tuple[str, Tensor]]:
         """Name -> tensor of every A and B: all that is new since the last sync."""
@@ -216,6 +227,15 @@ class OverRanks:
             each = [(named,), *[(blank,)] * (self.ranks.team.size - 1)]
             self.ranks.team.call("put", self.key, each=each)
 
+    def _one(self, name: str) -> Tensor:
+        ((_, tensor),) = self._gathered([name])
+        return tensor
+
+    def _merged(self, name: str) -> Tensor:
+        assert self.lora is not None
+        (_, a), (_, b) = self._gathered(list(adapters.pair(name)))
+        return adapters.merged(self._base[name].detach(), a, b, self.lora)
+
     def _gathered(self, names: list[str], gradients: bool = False) -> Iterator[tuple[str, Tensor]]:
         empty = {name: torch.empty(self._shapes[name], device="meta") for name in names}
         for group in _groups(empty):
@@ -240,6 +260,10 @@ class Fsdp:
         return self._steps
 
     def forward_backward(self, batches: Many[Batch], loss: Loss) -> dict[str, float]:
+        if loss.is_over_sequences:
+            whole_step.check_whole(batches)
+        if whole_step.chooses(loss) and batches:
+            batches = whole_step.choose(batches, loss, self.logprobs(batches))
         tally = Tally()
         if batches:
             _, each = self._shares(batches)
@@ -260,6 +284,9 @@ class Fsdp:
     def base(self) -> Base:
         """The model without its adapters."""
         return Base(self)
+
+    def values(self, batches: Many[Batch]) -> list[Floats]:
+        raise ConfigError("the backend fsdp has no critic: use compute.backend=single for an algorithm that needs one")
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Whole tensors, copies; each is put together when it is asked for."""

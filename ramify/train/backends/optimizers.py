@@ -2,7 +2,7 @@
 
     matrices inside layers         Muon or AdamW, with weight decay
     embedding, output matrix       AdamW, without
-    norms, biases                  AdamW, without
+    norms, biases, value head      AdamW, without
 
 Leaves out the learning rate's course (``Optim.lr_at``) and the gradient.
 """
@@ -17,7 +17,7 @@ from torch import nn
 from ramify.train.backends.base import Optim
 from ramify.train.backends.muon import Muon
 
-_OUTSIDE = ("embed", "lm_head", "wte", "wpe", "output_embedding")
+_OUTSIDE = ("embed", "lm_head", "wte", "wpe", "output_embedding", "value_head")
 """Parts of the names of matrices that are not inside a layer."""
 
 

@@ -22,6 +22,7 @@ from typing import Any, Literal, NamedTuple, NoReturn
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -31,6 +32,7 @@ from ramify.policy.load import Policy
 from ramify.policy.trunk import trunk_of
 from ramify.policy.weights import load_weights
 from ramify.train import loss as losses
+from ramify.train import whole_step
 from ramify.train.backends.base import Compute, Optim
 from ramify.train.backends.heap import keep_freed_memory
 from ramify.train.backends.optimizers import Optimizers
@@ -39,9 +41,12 @@ from ramify.train.backends.team import Elsewhere
 from ramify.train.head import Asked, entry_logprobs
 from ramify.train.loss import Entries, Loss, Tally
 from ramify.train.pack import Cost, Packing
+from ramify.train.policy_losses import Critic
 from ramify.types.sequence import Batch, Floats
 
 _STATE = "backend.pt"
+Wanted = Literal["no", "value", "gradient", "values alone"]
+"""Of entries: log-probabilities without entropy, with, with its gradient; or what a critic says and nothing else."""
 _FILL_TOKENS = 4096
 _GAIN = 1.2
 """bf16 is taken on a CPU where its products are this many times faster."""
@@ -52,11 +57,12 @@ class Single:
 
     def __init__(
         self, policy: Policy, optim: Optim | None = None, compute: Compute | None = None, *, dumps: Path | None = None,
-        spread: Spread | None = None,
+        critic: bool = False, spread: Spread | None = None,
     ) -> None:  # fmt: skip
         """``policy``'s weights are trained in place, in fp32: lower ones are converted. Batches whose loss is not finite
-        are written into ``dumps``, by default the working directory. ``spread``: how the weights lie over ranks, of which
-        this is one; None where they are all here."""
+        are written into ``dumps``, by default the working directory. ``critic``: with a value head on the trunk, which
+        begins at 0 everywhere. ``spread``: how the weights lie over ranks, of which this is one; None where they are all
+        here."""
         self._policy, self._optim, self._compute = policy, optim or Optim(), compute or Compute()
         self._dumps = dumps or Path()
         self._model: nn.Module = policy.model.float()
@@ -69,7 +75,9 @@ class Single:
         self._cost = _cost(self._model, policy.config, self._device.type)
         self._uses_bf16 = self._wants_bf16()
         _recompute_layers(self._model, self._compute.recompute)
-        self._optimizers = Optimizers(self._model, self._optim, self._spread.muon)
+        self._value_head = _value_head(policy.config.hidden_size).to(self._device) if critic else None
+        self._trained = _trained(self._model, self._value_head)
+        self._optimizers = Optimizers(self._trained, self._optim, self._spread.muon)
         self._num_steps = 0
 
     @property
@@ -83,6 +91,10 @@ class Single:
         return self._num_steps
 
     def forward_backward(self, batches: Many[Batch], loss: Loss) -> dict[str, float]:
+        if loss.is_over_sequences:
+            whole_step.check_whole(batches)
+        if whole_step.chooses(loss):
+            batches = whole_step.choose(batches, loss, self.logprobs(batches))
         tally = Tally()
         for batch in batches:
             tally.merge(self.add(batch, loss))
@@ -91,7 +103,7 @@ class Single:
     def add(self, batch: Batch, loss: Loss) -> Tally:
         """``forward_backward`` of one batch: what was measured of it."""
         with self._trunk.scope():
-            entries = self._entries(batch, _entropy_wanted(loss, batch))
+            entries = self._entries(batch, _wanted(loss, batch))
             value, measured = losses.compute(loss, entries)
             is_finite = bool(torch.isfinite(value))
             if not self._spread.agree(is_finite):
@@ -101,10 +113,10 @@ class Single:
 
     def optim_step(self) -> dict[str, float]:
         lr = self._optim.lr_at(self._num_steps)
-        gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
+        gradients = [p.grad for p in self._trained.parameters() if p.grad is not None]
         norm = self._spread.norm(gradients)
         if not math.isfinite(norm):
-            self._model.zero_grad(set_to_none=True)
+            self._trained.zero_grad(set_to_none=True)
             raise TrainError(
                 f"the gradient of step {self._num_steps + 1} is not finite, though its loss is; the weights are as before "
                 "the step: lower optim.lr, or try compute.precision=fp32"
@@ -113,13 +125,40 @@ class Single:
             torch._foreach_mul_(gradients, self._optim.max_grad_norm / norm)
         if gradients:
             self._optimizers.step(lr)
-        self._model.zero_grad(set_to_none=True)
+        self._trained.zero_grad(set_to_none=True)
         self._num_steps += 1
         return {"grad_norm": norm, "lr": lr}
 
     def logprobs(self, batches: Many[Batch]) -> list[Floats]:
         with torch.no_grad(), self._trunk.scope():
             return [self._entries(batch, "no").logprobs.cpu().numpy() for batch in batches]
+
+    def scores(self, batches: Many[Batch], top: int = 0) -> list[dict[str, npt.NDArray[Any]]]:
+        """For each batch ``logprobs`` [E]; ``candidates`` [E, k], the log-probabilities of its stream ``teacher_ids``, where
+        it has one; and with ``top`` the likeliest tokens of each entry, ``top_ids`` and ``top`` [E, top]."""
+        found = []
+        with torch.no_grad(), self._trunk.scope():
+            for batch in batches:
+                if top:
+                    columns = self._top(batch, top)
+                else:
+                    entries = self._entries(batch, "no")
+                    columns = {"logprobs": entries.logprobs}
+                    if entries.teacher_ids_logprobs is not None:
+                        columns["candidates"] = entries.teacher_ids_logprobs
+                found.append({name: column.cpu().numpy() for name, column in columns.items()})
+        return found
+
+    def values(self, batches: Many[Batch]) -> list[Floats]:
+        if self._value_head is None:
+            raise ConfigError("this backend has no critic: make it with one, as rl.critic does")
+        found = []
+        with torch.no_grad(), self._trunk.scope():
+            for batch in batches:
+                values = self._entries(batch, "values alone").values
+                assert values is not None
+                found.append(values.cpu().numpy())
+        return found
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self._model.named_parameters():
@@ -132,6 +171,7 @@ class Single:
         folder.mkdir(parents=True, exist_ok=True)
         state = {
             "weights": dict(self.weights()),
+            "value_head": {} if self._value_head is None else self._value_head.state_dict(),
             "optimizers": self._optimizers.state_dict(),
             "optim": msgspec.json.encode(self._optim).decode(),
             "num_steps": self._num_steps,
@@ -150,6 +190,8 @@ class Single:
         with torch.no_grad():
             for name, parameter in self._model.named_parameters():
                 parameter.copy_(state["weights"][name])
+        if self._value_head is not None:
+            self._value_head.load_state_dict(state["value_head"])
         self._optimizers.load_state_dict(state["optimizers"])
         self._num_steps, self._uses_bf16 = state["num_steps"], state["uses_bf16"]
         torch.set_rng_state(state["random"].cpu())
@@ -167,27 +209,54 @@ class Single:
 
     # --- one batch -----------------------------------------------------------------------------------------------
 
-    def _entries(self, batch: Batch, entropy: Literal["no", "value", "gradient"]) -> Entries:
+    def _entries(self, batch: Batch, entropy: Wanted) -> Entries:
         check_window(batch, self._policy.window)
         streams = {name: self._tensor(column) for name, column in batch.streams.items()}
-        asked = self._asked(batch, streams, entropy)
-        logprobs, entropies = self._spread.run(lambda: self._computed(batch, asked))
+        logprobs, entropies, values = self._spread.run(lambda: self._computed(batch, streams, entropy))
+        _, sequences = np.unique(batch.owners[:, 0], return_inverse=True)
         return Entries(
             logprobs=logprobs[:, 0],
             streams=streams,
             denominators=batch.denominators,
-            entropy=entropies if entropy != "no" else None,
+            entropy=entropies if entropy in ("value", "gradient") else None,
             teacher_ids_logprobs=logprobs[:, 1:] if logprobs.shape[1] > 1 else None,
+            sequences=(self._tensor(sequences), len(batch.sequences)),
+            values=values,
         )
 
-    def _computed(self, batch: Batch, asked: Asked) -> tuple[Tensor, Tensor]:
+    def _computed(
+        self, batch: Batch, streams: Mapping[str, Tensor], entropy: Wanted
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(log-probabilities [E, j], entropies [E], values [E] where there is a critic), all that needs the weights."""
         with self._autocast():
             rows, places = (self._tensor(each) for each in np.unique(batch.sources, return_inverse=True))
             tokens = self._tensor(batch.token_ids), self._tensor(batch.positions)
             h_ED = self._trunk.hidden(*tokens, batch.segments, rows).index_select(0, places)
-            num_ids, max_logits = self._policy.config.vocab_size, self._compute.max_logits
-            max_logits = max_logits or (1 << 26 if self._device.type == "cuda" else 1 << 22)
-            return entry_logprobs(h_ED, self._trunk.logits, asked, num_ids, max_logits)
+            if entropy == "values alone":
+                logprobs, entropies = h_ED.new_zeros(len(h_ED), 1, dtype=torch.float32), h_ED.new_zeros(0)
+            else:
+                asked = self._asked(batch, streams, entropy)
+                num_ids, max_logits = self._policy.config.vocab_size, self._compute.max_logits
+                max_logits = max_logits or (1 << 26 if self._device.type == "cuda" else 1 << 22)
+                logprobs, entropies = entry_logprobs(h_ED, self._trunk.logits, asked, num_ids, max_logits)
+        return logprobs, entropies, None if self._value_head is None else self._value_head(h_ED.float())[:, 0]
+
+    def _top(self, batch: Batch, num: int) -> dict[str, Tensor]:
+        """Log-probabilities of each entry's token and of its ``num`` likeliest, at the entry's temperature."""
+        temperature, targets = self._tensor(batch.streams["temperature"]), self._tensor(batch.targets)[:, None]
+        parts: list[tuple[Tensor, Tensor, Tensor]] = []
+        with self._autocast():
+            rows, places = (self._tensor(each) for each in np.unique(batch.sources, return_inverse=True))
+            tokens = self._tensor(batch.token_ids), self._tensor(batch.positions)
+            h_ED = self._trunk.hidden(*tokens, batch.segments, rows).index_select(0, places)
+            size = max(1, (1 << 22) // self._policy.config.vocab_size)
+            for start in range(0, len(h_ED), size):
+                at = slice(start, start + size)
+                z_nV = self._trunk.logits(h_ED[at]) / temperature[at, None]
+                logprobs_nV = z_nV.log_softmax(-1)
+                parts.append((logprobs_nV.gather(1, targets[at])[:, 0], *logprobs_nV.topk(num)))
+        logprobs, top, top_ids = (torch.cat(each) for each in zip(*parts, strict=True))
+        return {"logprobs": logprobs, "top": top, "top_ids": top_ids}
 
     def _asked(self, batch: Batch, streams: Mapping[str, Tensor], entropy: Literal["no", "value", "gradient"]) -> Asked:
         targets = self._tensor(batch.targets)[:, None]
@@ -201,7 +270,7 @@ class Single:
 
     def _fail(self, batch: Batch, entries: Entries, loss: Loss, is_finite: bool) -> NoReturn:
         """Write the batch down, name the first sequence whose loss is not finite, and stop."""
-        self._model.zero_grad(set_to_none=True)
+        self._trained.zero_grad(set_to_none=True)
         if is_finite:
             raise Elsewhere(f"the loss of step {self._num_steps + 1} is not finite on another rank")
         bad = ~torch.isfinite(losses.per_entry(loss, entries).detach())
@@ -252,6 +321,10 @@ class Single:
             shapes = [tuple(each[name].shape) if name in each else None for each in (saved, ours)]
             if shapes[0] != shapes[1]:
                 raise ConfigError(f"{folder} is of another model: '{name}' is {shapes[0]} there and {shapes[1]} here")
+        if (self._value_head is not None) != bool(state.get("value_head")):
+            raise ConfigError(
+                f"{folder} is of a backend {'without' if self._value_head is not None else 'with'} a critic"
+            )
         there = msgspec.json.decode(state["optim"])
         here = msgspec.json.decode(msgspec.json.encode(self._optim))
         if there["kind"] != here["kind"]:
@@ -277,10 +350,24 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
     return list(longest)
 
 
-def _entropy_wanted(loss: Loss, batch: Batch) -> Literal["no", "value", "gradient"]:
+def _wanted(loss: Loss, batch: Batch) -> Wanted:
     if "rl" not in batch.denominators:
         return "no"
+    if isinstance(loss.policy, Critic):
+        return "values alone"
     return "gradient" if loss.entropy else "value"
+
+
+def _value_head(width: int) -> nn.Linear:
+    head = nn.Linear(width, 1)
+    nn.init.zeros_(head.weight)
+    nn.init.zeros_(head.bias)
+    return head
+
+
+def _trained(model: nn.Module, value_head: nn.Module | None) -> nn.Module:
+    """What the optimizer moves."""
+    return model if value_head is None else nn.ModuleDict({"model": model, "value_head": value_head})
 
 
 def _gain_of_bf16(width: int) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch import Tensor
 from ramify.policy.load import Policy, load
 from ramify.train.backends.base import Compute, Optim
 from ramify.train.backends.single import Single
-from ramify.train.lora import merged
+from ramify.train.lora import merged, unmerged
 
 
 class Here:
@@ -34,6 +34,9 @@ class Here:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         return merged(self._policy.model)
+
+    def unmerged(self) -> Iterator[tuple[str, Tensor, Callable[[], Tensor] | None]]:
+        return unmerged(self._policy.model)
 
     def close(self) -> None:
         """Nothing was started."""

@@ -1,20 +1,29 @@
 """Advantages from the returns of attempts at one thing: what each was better than.
 
-Pure functions ``[n returns] -> [n advantages]``. Which calls are attempts at one thing is ``credit.py``'s to decide. One
-attempt has nothing to be compared with: its advantage is 0 (two public implementations return the raw reward there).
+Pure functions ``[n returns], [n lengths] -> [n advantages]``; only one looks at lengths. Which calls are attempts at one
+thing is ``credit.py``'s to decide. One attempt has nothing to be compared with: its advantage is 0 (two public
+implementations return the raw reward there).
 
-    returns 3, 1, 1, 3     mean: 1, -1, -1, 1     mean_std: ±0.866     leave_one_out: ±4/3
+    returns 3, 1, 1, 3     mean: 1, -1, -1, 1     mean_std: ±0.866     leave_one_out: ±4/3     mean_ratio: ±0.5
+    returns 3, 1, 0, 0     best_alone: 2/std, 0, 0, 0
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Protocol
 
-Baseline = Callable[[Sequence[float]], list[float]]
+EPSILON = 1e-6
 
 
-def mean(returns: Sequence[float]) -> list[float]:
+class Baseline(Protocol):
+    def __call__(self, returns: Sequence[float], lengths: Sequence[int] = ()) -> list[float]:
+        """``lengths``: sampled tokens of each attempt; none where they are not known."""
+        ...
+
+
+def mean(returns: Sequence[float], lengths: Sequence[int] = ()) -> list[float]:
     """A_i = R_i - mean(R). Dr.GRPO (2503.20783): no division, so that hard and easy tasks keep their size."""
     if len(returns) < 2 or min(returns) == max(
         returns
@@ -24,16 +33,43 @@ def mean(returns: Sequence[float]) -> list[float]:
     return [value - centre for value in returns]
 
 
-def mean_std(returns: Sequence[float]) -> list[float]:
+def mean_std(returns: Sequence[float], lengths: Sequence[int] = ()) -> list[float]:
     """A_i = (R_i - mean(R)) / (std(R) + 1e-6), unbiased std. GRPO (2402.03300)."""
     centred = mean(returns)
     if not any(centred):
         return centred
     std = statistics.stdev(returns)
-    return [value / (std + 1e-6) for value in centred]
+    return [value / (std + EPSILON) for value in centred]
 
 
-def leave_one_out(returns: Sequence[float]) -> list[float]:
+def leave_one_out(returns: Sequence[float], lengths: Sequence[int] = ()) -> list[float]:
     """A_i = R_i - mean of the others = n/(n-1) · (R_i - mean(R)). RLOO (2402.14740)."""
     scale = len(returns) / max(len(returns) - 1, 1)
     return [value * scale for value in mean(returns)]
+
+
+def mean_ratio(returns: Sequence[float], lengths: Sequence[int] = ()) -> list[float]:
+    """A_i = (R_i - mean(R)) / (mean(R) + 1e-6), 0 where the mean is not positive. MaxRL (2602.02710): with rewards of 0 and
+    1 the gradient of the log of the pass rate, so that rare successes count for more."""
+    centre = statistics.fmean(returns) if returns else 0.0
+    return [value / (centre + EPSILON) if centre > 0 else 0.0 for value in mean(returns)]
+
+
+def best_alone(returns: Sequence[float], lengths: Sequence[int] = ()) -> list[float]:
+    """(best - second) / (std(R) + 1e-6) for the best, 0 for the others, as of two that are equally good. GRPO for pass@k:
+    what one more attempt than n - 1 was worth."""
+    if not any(mean(returns)):
+        return [0.0] * len(returns)
+    first, second = sorted(returns, reverse=True)[:2]
+    ahead = (first - second) / (statistics.stdev(returns) + EPSILON)
+    return [ahead if value == first else 0.0 for value in returns]
+
+
+def by_length(returns: Sequence[float], lengths: Sequence[int] = ()) -> list[float]:
+    """A_i = R_i - sum(len · R) / sum(len). OPO (2505.23585): of least variance where gradients grow with length.
+
+    returns 1, 0 of lengths 1, 3: the baseline is 1/4, advantages 3/4, -1/4"""
+    if not any(mean(returns)) or not sum(lengths):
+        return mean(returns)
+    centre = sum(size * value for size, value in zip(lengths, returns, strict=True)) / sum(lengths)
+    return [value - centre for value in returns]

@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import NamedTuple
 
+from ramify.train.registry import Registry
 from ramify.train.signals.baseline import Baseline
 
 
@@ -29,6 +30,8 @@ class Node(NamedTuple):
     role: str = "rlm"
     subtask: Hashable = None
     """What it was asked, and over what: calls with the same are attempts at the same thing."""
+    num_tokens: int = 0
+    """That were sampled in it."""
 
 
 Tree = Mapping[str, Node]
@@ -43,7 +46,8 @@ def root(trees: Sequence[Tree], baseline: Baseline, gamma: float = 1.0) -> list[
     """Every call gets its root's advantage; rewards of other calls, and γ, are ignored. The habit of flat trainers.
 
     roots 4 and 0, mean baseline: every call of the first tree 2, of the second -2."""
-    advantages = baseline([tree[_root(tree)].reward for tree in trees])
+    lengths = [sum(node.num_tokens for node in tree.values()) for tree in trees]
+    advantages = baseline([tree[_root(tree)].reward for tree in trees], lengths)
     return [dict.fromkeys(tree, value) for tree, value in zip(trees, advantages, strict=True)]
 
 
@@ -67,19 +71,17 @@ def leave_one_child_out(trees: Sequence[Tree], baseline: Baseline, gamma: float 
 
     A parent's success goes to all its children, and among them the better ones get more of it. An only child gets its
     parent's share alone. parent's A = 2, γ = 1, children's rewards 1, 3, 5: 2 + (1-4) = -1, 2 + (3-3) = 2, 5."""
-    return [
-        _shared_out(tree, advantage, gamma)
-        for tree, advantage in zip(trees, baseline([tree[_root(tree)].reward for tree in trees]), strict=True)
-    ]
+    roots = [tree[_root(tree)] for tree in trees]
+    advantages = baseline([node.reward for node in roots], [node.num_tokens for node in roots])
+    return [_shared_out(tree, advantage, gamma) for tree, advantage in zip(trees, advantages, strict=True)]
 
 
-CREDITS: dict[str, Credit] = {
-    "root": root,
-    "per_role": per_role,
-    "hierarchical": hierarchical,
-    "leave_one_child_out": leave_one_child_out,
-}
-"""Name -> credit."""
+CREDITS = Registry(
+    "credit",
+    {"root": root, "per_role": per_role, "hierarchical": hierarchical, "leave_one_child_out": leave_one_child_out},
+    structs=False,
+)
+"""Name -> credit. ``@CREDITS.register("mine")`` adds one; a dotted path to a function does as well."""
 
 
 def _attempted(node: Node) -> Hashable:
@@ -108,7 +110,8 @@ def _compared(
             cohorts[peers(node)].append((index, id))
     found: list[Numbers] = [dict.fromkeys(tree, 0.0) for tree in trees]
     for members in cohorts.values():
-        advantages = baseline([returns[index][id] for index, id in members])
+        lengths = [trees[index][id].num_tokens for index, id in members]
+        advantages = baseline([returns[index][id] for index, id in members], lengths)
         for (index, id), value in zip(members, advantages, strict=True):
             found[index][id] = value
     return found

@@ -7,6 +7,7 @@ counts as a call beside it, under the same parent.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 
 from ramify.tasks.base import total
@@ -17,7 +18,25 @@ from ramify.types.trajectory import Call, Trajectory, Turn
 
 def is_scored(trajectory: Trajectory) -> bool:
     """Whether the rollout came to a reward; one that failed for reasons not its own has none and teaches nothing."""
-    return bool(trajectory.rewards) and bool(trajectory.calls)
+    return not why_unscored(trajectory)
+
+
+def why_unscored(trajectory: Trajectory) -> str:
+    """Why a rollout cannot be learnt from, in half a sentence; empty where it can."""
+    if not trajectory.calls:
+        return "has no call" + _its_error(trajectory)
+    if not trajectory.rewards:
+        return "has no reward" + _its_error(trajectory)
+    everywhere = {"": trajectory.rewards, **{f" of call {id}": own for id, own in trajectory.call_rewards.items()}}
+    for where, rewards in everywhere.items():
+        for name, value in rewards.items():
+            if not math.isfinite(value):
+                return f"has the reward {name}={value}{where}"
+    return ""
+
+
+def _its_error(trajectory: Trajectory) -> str:
+    return f": {trajectory.errors[-1]}" if trajectory.errors else ""
 
 
 def tree_of(trajectory: Trajectory, weights: Mapping[str, float]) -> dict[str, Node]:
@@ -26,13 +45,15 @@ def tree_of(trajectory: Trajectory, weights: Mapping[str, float]) -> dict[str, N
     for call in in_order(trajectory):
         rewards = trajectory.rewards if not tree else trajectory.call_rewards.get(call.id, {})
         asked = (call.question, call.context.digest if call.context else None)
-        tree[call.id] = Node(parent_of(trajectory, call), call.depth, total(rewards, weights), call.kind, asked)
+        own, num = total(rewards, weights), num_sampled(call)
+        tree[call.id] = Node(parent_of(trajectory, call), call.depth, own, call.kind, asked, num)
     return tree
 
 
 def in_order(trajectory: Trajectory) -> list[Call]:
-    """Its calls, the root first, every other after its parent."""
-    return sorted(trajectory.calls, key=lambda call: (call.depth, call is not trajectory.root))
+    """Its calls, the root first, every other after its parent; not those that judges were asked with."""
+    calls = [call for call in trajectory.calls if call.kind != "judge"]
+    return sorted(calls, key=lambda call: (call.depth, call is not trajectory.root))
 
 
 def parent_of(trajectory: Trajectory, call: Call) -> str | None:
@@ -50,6 +71,11 @@ def sampled(call: Call) -> Iterator[tuple[int, Turn, int]]:
     for index, turn in enumerate(call.turns):
         if turn.num_ids is not None and turn.reply.token_ids and turn.reply.logprobs is not None:
             yield index, turn, len(turn.reply.token_ids)
+
+
+def num_sampled(call: Call) -> int:
+    """Tokens of ``call`` that can carry policy-gradient weight."""
+    return sum(num for _, _, num in sampled(call))
 
 
 def was_cut_off(call: Call) -> bool:

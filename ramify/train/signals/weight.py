@@ -8,6 +8,11 @@ children does not weigh more. Two rollouts, of 4 tokens (one call) and of 12 (th
     token       1                      1               16       tokens                    (DAPO)
     constant    1/max_tokens           1/max_tokens    2        rollouts                  (Dr.GRPO)
     group       1/8                    1/24            1        groups, each of weight 1  (both are of one group of 2)
+    prompt      1/16                   1/16            1        groups, each of weight 1, token by token   (ScaleRL)
+    sum         1                      1               1        nothing
+
+Others call them ``token_mean`` (token), ``seq_mean_token_mean`` (rollout), ``seq_mean_token_sum_norm`` (constant),
+``prompt_mean`` (prompt) and ``token_sum`` (sum); these names do as well.
 
 Within a rollout, ``share`` says how its weight is divided: ``token`` evenly over its tokens, ``call`` evenly over its
 calls and within each over its tokens. Counted are the tokens that carry loss. The numbers are those of the whole
@@ -17,9 +22,20 @@ optimizer step, so that loss and gradient do not depend on how the step is cut i
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
-Reduction = Literal["rollout", "token", "constant", "group"]
+Reduction = Literal[
+    "rollout", "token", "constant", "group", "prompt", "sum",
+    "token_mean", "seq_mean_token_mean", "seq_mean_token_sum_norm", "prompt_mean", "token_sum",
+]  # fmt: skip
+ALSO = {
+    "token_mean": "token",
+    "seq_mean_token_mean": "rollout",
+    "seq_mean_token_sum_norm": "constant",
+    "prompt_mean": "prompt",
+    "token_sum": "sum",
+}
+"""What others call a reduction -> its name here."""
 Share = Literal["token", "call"]
 Counts = Mapping[str, int]
 """Call id -> how many of its tokens carry loss; of one rollout."""
@@ -33,23 +49,40 @@ def weights(
     """(weights by group, rollout and call, the denominator of the step). Rollouts without tokens count for nothing.
 
     ``max_tokens`` is the constant length of ``constant``."""
-    sizes = [sum(1 for rollout in group if any(rollout.values())) for group in groups]
-    num_tokens = sum(sum(rollout.values()) for group in groups for rollout in group)
+    name = ALSO.get(reduction, reduction)
+    sizes = [_size(group) for group in groups]
+    num_rollouts, num_groups = sum(size.rollouts for size in sizes), sum(1 for size in sizes if size.tokens)
     denominators = {
-        "rollout": sum(sizes), "constant": sum(sizes), "group": sum(1 for size in sizes if size), "token": num_tokens,
+        "rollout": num_rollouts, "constant": num_rollouts, "group": num_groups, "prompt": num_groups,
+        "token": sum(size.tokens for size in sizes), "sum": 1,
     }  # fmt: skip
     found = []
     for group, size in zip(groups, sizes, strict=True):
-        found.append([_of_rollout(rollout, reduction, share, size, max_tokens) for rollout in group])
-    return found, float(denominators[reduction])
+        found.append([_of_rollout(rollout, name, share, size, max_tokens) for rollout in group])
+    return found, float(denominators[name])
 
 
-def _of_rollout(counts: Counts, reduction: Reduction, share: Share, siblings: int, max_tokens: int) -> Weights:
+class _Size(NamedTuple):
+    """Of a group, counting what carries loss."""
+
+    rollouts: int
+    tokens: int
+
+
+def _size(group: Sequence[Counts]) -> _Size:
+    totals = [sum(counts.values()) for counts in group]
+    return _Size(sum(1 for total in totals if total), sum(totals))
+
+
+def _of_rollout(counts: Counts, reduction: str, share: Share, group: _Size, max_tokens: int) -> Weights:
     total = sum(counts.values())
     calls = sum(1 for count in counts.values() if count)
     if not total:
         return dict.fromkeys(counts, 0.0)
-    mass = {"rollout": 1.0, "group": 1.0 / siblings, "token": float(total), "constant": total / max_tokens}[reduction]
+    mass = {
+        "rollout": 1.0, "group": 1.0 / group.rollouts, "prompt": total / group.tokens, "token": float(total),
+        "constant": total / max_tokens, "sum": float(total),
+    }[reduction]  # fmt: skip
     if share == "call":
         return {id: mass / calls / count if count else 0.0 for id, count in counts.items()}
     return {id: mass / total if count else 0.0 for id, count in counts.items()}

@@ -7,8 +7,10 @@ export async function get(path, parameters = {}) {
   if (offline) return fromFile(path, parameters);
   const query = new URLSearchParams(parameters).toString();
   let response;
+  const address = query ? `${path}?${query}` : path, early = window.ramifyEarly;
+  window.ramifyEarly = null;
   try {
-    response = await fetch(query ? `${path}?${query}` : path);
+    response = await (early && early.address === address ? early.answer : fetch(address));
   } catch {
     throw new Error("the viewer does not answer: was ramify view stopped?");
   }

@@ -4,6 +4,7 @@
 import { h, copy } from "./dom.js";
 import hljs from "./vendor/highlight.js";
 import python from "./vendor/highlight-python.js";
+import { grouped } from "./format.js";
 
 hljs.registerLanguage("python", python);
 const MAX_COLOURED = 60000;  // characters; more stays plain
@@ -77,12 +78,12 @@ export function textBlock(value, { kind = "text", lines = OUTPUT_LINES, whole = 
     block.append(button);
   }
   if (chars) {
-    const more = h("button.unfold", { type: "button" }, `${(chars - text.length).toLocaleString("en-US")} more characters`);
+    const more = h("button.unfold", { type: "button" }, `${grouped(chars - text.length)} more characters`);
     more.onclick = async () => {
       more.disabled = true;
       const full = whole ? await whole() : null;
       if (typeof full === "string") block.replaceWith(textBlock(full, { kind, lines: 1e9, label }));
-      else more.textContent = `${chars.toLocaleString("en-US")} characters in all; this file holds the beginning`;
+      else more.textContent = `${grouped(chars)} characters in all; this file holds the beginning`;
     };
     block.append(more);
   }
@@ -90,5 +91,5 @@ export function textBlock(value, { kind = "text", lines = OUTPUT_LINES, whole = 
 }
 
 function foldWords(lines, chars) {
-  return lines > 1 ? `show all ${lines.toLocaleString("en-US")} lines` : `show all ${chars.toLocaleString("en-US")} characters`;
+  return lines > 1 ? `show all ${grouped(lines)} lines` : `show all ${grouped(chars)} characters`;
 }

@@ -4,7 +4,7 @@ import { h, fill } from "./dom.js";
 import { get } from "./api.js";
 import { Run, runAddress } from "./run.js";
 import { codeBlock, textBlock } from "./code.js";
-import { pieces } from "./transcript.js";
+import { pieces, textOf } from "./turn.js";
 import { count, dollars, many, moment, number, oneLine, seconds, stopWords } from "./format.js";
 
 export async function comparePage(page, keys) {
@@ -97,8 +97,4 @@ function difference(left, right) {
   if (textOf(left.reply.content) !== textOf(right.reply.content) || JSON.stringify(left.reply.tool_calls) !== JSON.stringify(right.reply.tool_calls)) return "the model says something else";
   const out = [left, right].map((turn) => JSON.stringify(turn.cells.map((cell) => [cell.code, cell.stdout, cell.value, cell.error])));
   return out[0] === out[1] ? "" : "the same code gives something else";
-}
-
-function textOf(value) {
-  return typeof value === "string" ? value : value ? value.text : "";
 }

@@ -2,6 +2,7 @@
 //
 //   #/                        runs          #/run/KEY[/call/ID[/turn/N]]    one run
 //   #/training[/KEY[/OTHER]]  training      #/compare[/KEY[/OTHER]]         two runs
+//   #/evaluation[/KEY[/OTHER]]              evaluations, and one of them
 
 import { h, fill } from "./dom.js";
 import { offline } from "./api.js";
@@ -11,7 +12,7 @@ const page = document.getElementById("page");
 const bar = document.getElementById("top");
 let view = null, shown = "", turning = 0;
 
-const PAGES = [["#/", "Runs"], ["#/training", "Training"], ["#/compare", "Compare"]];
+const PAGES = [["#/", "Runs"], ["#/training", "Training"], ["#/evaluation", "Evaluations"], ["#/compare", "Compare"]];
 
 function readRoute() {
   const parts = location.hash.replace(/^#\/?/, "").split("/").map(decoded);
@@ -53,6 +54,7 @@ async function open(route) {
   if (route.name === "run") return runPage(page, route.keys[0], route);
   if (offline) throw new Error("this file holds one run alone");
   if (route.name === "training") return (await import("./training.js")).trainingPage(page, route.keys);
+  if (route.name === "evaluation") return (await import("./evaluation.js")).evaluationPage(page, route.keys);
   if (route.name === "compare") return (await import("./compare.js")).comparePage(page, route.keys);
   if (route.name === "runs") return (await import("./runs.js")).runsPage(page);
   throw new Error(`there is no page ${route.name}`);
@@ -60,7 +62,7 @@ async function open(route) {
 
 function drawBar(route) {
   const links = offline ? [["#/", "Run"]] : PAGES;
-  const here = { runs: "Runs", run: offline ? "Run" : "", training: "Training", compare: "Compare" }[route.name];
+  const here = { runs: "Runs", run: offline ? "Run" : "", training: "Training", evaluation: "Evaluations", compare: "Compare" }[route.name];
   fill(bar, h("a.brand", { href: offline ? runAddress(offline.picture.head.key) : "#/" }, "ramify"),
     h("nav", { "aria-label": "pages" }, links.map(([href, name]) => h("a", { href, "aria-current": name === here ? "page" : null }, name))),
     h("span.spread"),
@@ -100,7 +102,7 @@ let goes = false;
 function pageKeys() {
   return {
     t: ["dark or light", otherTheme], "?": ["these keys", help],
-    ...(offline ? {} : { "g r": ["runs", () => (location.hash = "#/")], "g t": ["training", () => (location.hash = "#/training")], "g c": ["compare", () => (location.hash = "#/compare")] }),
+    ...(offline ? {} : { "g r": ["runs", () => (location.hash = "#/")], "g t": ["training", () => (location.hash = "#/training")], "g e": ["evaluations", () => (location.hash = "#/evaluation")], "g c": ["compare", () => (location.hash = "#/compare")] }),
     ...(view && view.keys ? view.keys() : {}),
   };
 }

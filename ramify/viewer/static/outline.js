@@ -3,7 +3,7 @@
 
 import { h, fill } from "./dom.js";
 import { VirtualList } from "./list.js";
-import { oneLine, seconds, stopWords } from "./format.js";
+import { grouped, oneLine, seconds, stopWords } from "./format.js";
 
 const TOGETHER = 8;  // plain sub-calls of one cell; more are one row
 
@@ -51,8 +51,8 @@ export class Outline {
     this.list.set(this.rows.length);
     this.back.hidden = !this.only;
     this.markSelected(false);
-    const shown = this.filter || this.only ? `${this.rows.length.toLocaleString("en-US")} of ` : "";
-    fill(this.tally, `${shown}${this.run.calls.length.toLocaleString("en-US")}`);
+    const shown = this.filter || this.only ? `${grouped(this.rows.length)} of ` : "";
+    fill(this.tally, `${shown}${grouped(this.run.calls.length)}`);
   }
 
   add(indices) {
@@ -154,7 +154,9 @@ export class Outline {
     text.textContent = call.stop === "error" ? oneLine(call.error || call.question, 120) : oneLine(call.question, 120);
     text.classList.toggle("bad", call.stop === "error");
     mark.className = `mark ${tone}`;
-    mark.textContent = call.stop === "final" ? (call.reward !== null ? String(Number(call.reward.toPrecision(3))) : "") : call.stop ? words : call.state === "asking" ? "asking" : words;
+    const worth = call.reward === null ? "" : String(Number(call.reward.toPrecision(3)));
+    mark.textContent = call.stop === "final" ? worth : call.stop ? `${words}${worth && ` · ${worth}`}` : call.state === "asking" ? "asking" : words;
+    if (call.stop === "final" && worth) mark.className = `mark ${call.reward > 0 ? "good" : "bad"}`;
     took.textContent = seconds(Math.max(0, now - call.started_s));
     row.title = call.question;
   }
@@ -167,10 +169,10 @@ export class Outline {
     const [dot, id, text, mark, took] = row.children;
     dot.className = "dot many";
     id.textContent = "▸";
-    text.textContent = `${first.kind === "lm" ? "llm_query" : first.kind} × ${calls.length.toLocaleString("en-US")}: ${done.toLocaleString("en-US")} done`;
+    text.textContent = `${first.kind === "lm" ? "llm_query" : first.kind} × ${grouped(calls.length)}: ${grouped(done)} done`;
     text.classList.remove("bad");
     mark.className = failed ? "mark bad" : "mark";
-    mark.textContent = failed ? `${failed.toLocaleString("en-US")} failed` : "";
+    mark.textContent = failed ? `${grouped(failed)} failed` : "";
     const ends = calls.map((call) => call.ended_s ?? this.run.now());
     took.textContent = seconds(Math.max(0, ends.reduce((a, b) => Math.max(a, b), 0) - first.started_s));
     row.title = "open";

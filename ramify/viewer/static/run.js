@@ -5,16 +5,21 @@ import { get, follow, offline } from "./api.js";
 import { Picture } from "./tree.js";
 import { Outline } from "./outline.js";
 import { Transcript } from "./transcript.js";
+import { marksOf } from "./turn.js";
 import { count, dollars, many, moment, number, oneLine, seconds, stopWords, ticking } from "./format.js";
+
+const NONE = [];
 
 // What is known of a run, kept up to date by what the server sends.
 export class Run {
-  constructor(picture) {
+  constructor({ head, num, columns }) {
     this.calls = [];
     this.byId = new Map();
     this.below = new Map();  // "parent/turn/cell" -> indices
-    this.setHead(picture.head);
-    picture.calls.forEach((row, index) => this.setRow(index, row));
+    this.setHead(head);
+    // A column of one value is that value alone.
+    const whole = Object.fromEntries(Object.entries(columns).map(([name, each]) => [name, Array.isArray(each) ? each : new Array(num).fill(each)]));
+    for (let index = 0; index < num; index++) this.add(index, callAt(whole, index));
   }
 
   setHead(head) {
@@ -23,21 +28,25 @@ export class Run {
     this.seenAt = performance.now();
   }
 
-  setRow(index, row) {
-    const call = callOf(row);
+  add(index, call) {
     if (!this.calls[index]) {
       this.byId.set(call.id, index);
-      const place = `${call.parent}/${call.turn}/${call.cell}`;
-      if (!this.below.has(place)) this.below.set(place, []);
-      this.below.get(place).push(index);
+      const last = this.last;  // most are made by the same cell as the one before
+      if (last && last.parent === call.parent && last.turn === call.turn && last.cell === call.cell) last.indices.push(index);
+      else {
+        const place = `${call.parent}/${call.turn}/${call.cell}`, indices = this.below.get(place) || [];
+        indices.push(index);
+        this.below.set(place, indices);
+        this.last = { parent: call.parent, turn: call.turn, cell: call.cell, indices };
+      }
     }
     this.calls[index] = call;
   }
 
-  apply(message) {
-    this.setHead(message.head);
-    for (const [index, row] of message.rows) this.setRow(index, row);
-    return message.rows.map(([index]) => index);
+  apply({ head, indices, columns }) {
+    this.setHead(head);
+    indices.forEach((index, at) => this.add(index, callAt(columns, at)));
+    return indices;
   }
 
   indexOf(id) {
@@ -58,10 +67,15 @@ export class Run {
   }
 }
 
-// A row as an object; in the order of picture.py's COLUMNS (a test compares them). Written out, since ten thousand objects
-// of one shape are made several times faster than by name.
-function callOf([id, kind, parent, turn, cell, depth, model, started_s, ended_s, state, stop, turns, tokens_in, tokens_out, cost, reward, question, answer, error, spans, fork]) {
-  return { id, kind, parent, turn, cell, depth, model, started_s, ended_s, state, stop, turns, tokens_in, tokens_out, cost, reward, question, answer, error, spans, fork };
+// Written out by name: ten thousand objects of one shape are made several times faster so.
+function callAt(of, at) {
+  return {
+    id: of.id[at], kind: of.kind[at], parent: of.parent[at], turn: of.turn[at], cell: of.cell[at], depth: of.depth[at], model: of.model[at],
+    started_s: of.started_s[at], ended_s: of.ended_s[at], state: of.state[at], stop: of.stop[at], turns: of.turns[at],
+    tokens_in: of.tokens_in[at], tokens_out: of.tokens_out[at], cost: of.cost[at], reward: of.reward[at], question: of.question[at],
+    answer: of.answer[at], error: of.error[at], spans: of.spans[at] || NONE, fork: of.fork[at], tools: of.tools[at] || NONE,
+    scores: of.scores[at] || NONE,
+  };
 }
 
 export async function runPage(page, key, route) {
@@ -102,6 +116,7 @@ class RunView {
     const run = this.run;
     this.title = h("h1");
     this.status = h("span.badge.status");
+    this.worth = h("span");
     this.clock = h("span.clock");
     this.meta = h("p.meta");
     this.budget = h("dl.budget", { "aria-label": "budget" });
@@ -118,7 +133,7 @@ class RunView {
       offline ? null : h("a.small", { href: `/api/journal?key=${encodeURIComponent(this.key)}`, download: "" }, "journal"),
       offline ? null : h("a.small", { href: `#/compare/${encodeURIComponent(this.key)}` }, "compare"));
     fill(page, h("div.run", null,
-      h("section.run-head", null, h("div.run-title", null, this.status, this.clock, this.title), this.meta, this.budget, this.found, this.problems),
+      h("section.run-head", null, h("div.run-title", null, this.status, this.worth, this.clock, this.title), this.meta, this.budget, this.found, this.problems),
       this.picture.element, this.outline.element, this.transcript.element));
     this.picture.element.querySelector(".picture-tools").prepend(tools);
     this.drawHead();
@@ -194,11 +209,13 @@ class RunView {
     this.status.textContent = words;
     this.status.className = `badge status ${tone}`;
     const rewards = Object.entries(head.rewards).map(([name, value]) => `${name} ${number(value)}`);
+    fill(this.worth, rewards.length ? h("span.badge.worth", { title: "reward" }, rewards.join(" · ")) : null);
     fill(this.meta, [
       moment(head.started_at), head.id, head.task ? `task ${head.task}` : "", head.context ? `context ${head.context.kind}, ${count(head.context.chars)} characters` : "",
-      head.sandbox ? `sandbox ${head.sandbox}` : "", ...rewards, ...head.sources.map((path) => String(path)),
+      head.sandbox ? `sandbox ${head.sandbox}` : "", ...head.sources.map((path) => String(path)),
     ].filter(Boolean).join(" · "));
-    fill(this.problems, head.problems.map((text) => h("p.problem", { role: "alert" }, text)),
+    const told = head.marks.map((mark) => ({ ...mark, tokens: [] }));
+    fill(this.problems, marksOf(told), head.problems.map((text) => h("p.problem", { role: "alert" }, text)),
       head.num_errors ? h("details.errors", null, h("summary", null, many(head.num_errors, "error")), h("ul", null, head.errors.map((text) => h("li", null, this.linked(text))))) : null);
     this.tail.hidden = !head.alive;
     this.tick();

@@ -4,7 +4,7 @@ import { h, fill } from "./dom.js";
 import { get } from "./api.js";
 import { VirtualList } from "./list.js";
 import { runAddress } from "./run.js";
-import { count, dollars, moment, number, oneLine, seconds, stopWords } from "./format.js";
+import { count, dollars, grouped, moment, number, oneLine, seconds, stopWords } from "./format.js";
 
 const EVERY_MS = 2000;  // between looks at what is new
 const NARROW = matchMedia("(max-width: 800px)");
@@ -100,7 +100,7 @@ class RunsView {
     this.heads.forEach((head, index) => head.setAttribute("aria-sort", COLUMNS[index][0] === this.by ? (this.down ? "descending" : "ascending") : "none"));
     this.heads.forEach((head, index) => (head.textContent = `${COLUMNS[index][0]}${COLUMNS[index][0] === this.by ? (this.down ? " ↓" : " ↑") : ""}`));
     const total = this.data.runs.length;
-    fill(this.tally, words.length ? `${this.shown.length.toLocaleString("en-US")} of ${total.toLocaleString("en-US")}` : total.toLocaleString("en-US"));
+    fill(this.tally, words.length ? `${grouped(this.shown.length)} of ${grouped(total)}` : grouped(total));
     const said = JSON.stringify(this.data.problems);
     if (said !== this.said) fill(this.problems, this.data.problems.map((each) => h("p.problem", null, each.text.includes(each.path) ? each.text : `${each.path} ${each.text}`)));
     this.said = said;

@@ -3,7 +3,7 @@
 
 import { h, fill } from "./dom.js";
 import { get } from "./api.js";
-import { number } from "./format.js";
+import { grouped, number } from "./format.js";
 
 const MAX_SHOWN = 4000;  // tokens at once; more on request
 
@@ -19,7 +19,7 @@ export async function tokenStrip(holder, key, call, turn) {
 }
 
 function drawStrip(holder, found) {
-  const modes = ["logprob", "advantage", "version"].filter((name) => found[`${name}s`]);
+  const modes = [...["logprob", "advantage", "version"].filter((name) => found[`${name}s`]), ...Object.keys(found.scores)];
   const about = h("p.about", { "aria-live": "polite" }, summary(found));
   const strip = h("div.strip", { tabindex: "0", role: "group", "aria-label": "tokens" });
   const choose = h("select", { "aria-label": "what the colour of a token says" }, modes.map((name) => h("option", { value: name }, `colour: ${name}`)));
@@ -28,7 +28,7 @@ function drawStrip(holder, found) {
     const start = given.firstChild.checked ? 0 : found.given.length;
     const all = [...found.given, ...found.sampled].slice(start);
     const tokens = all.slice(0, most).map((id, index) => token(found, id, start + index, choose.value));
-    fill(strip, tokens, all.length > most ? h("button.small", { type: "button", onclick: () => draw(all.length) }, `${(all.length - most).toLocaleString("en-US")} more`) : null);
+    fill(strip, tokens, all.length > most ? h("button.small", { type: "button", onclick: () => draw(all.length) }, `${grouped(all.length - most)} more`) : null);
   };
   const say = (event) => {
     const at = event.target.closest("[data-at]");
@@ -43,7 +43,7 @@ function drawStrip(holder, found) {
 }
 
 function summary(found) {
-  const parts = [`${found.reused.toLocaleString("en-US")} kept, ${found.given.length.toLocaleString("en-US")} given, ${found.sampled.length.toLocaleString("en-US")} sampled`];
+  const parts = [`${grouped(found.reused)} kept, ${grouped(found.given.length)} given, ${grouped(found.sampled.length)} sampled`];
   if (found.logprobs?.length) parts.push(`mean logprob ${number(found.logprobs.reduce((a, b) => a + b, 0) / found.logprobs.length)}`);
   if (found.advantages) {
     const unique = [...new Set(found.advantages)];
@@ -59,6 +59,7 @@ function describe(found, at) {
   const parts = [`token ${id}${text}`, "sampled"];
   if (found.logprobs) parts.push(`logprob ${number(found.logprobs[index])} (p ${number(Math.exp(found.logprobs[index]))})`);
   if (found.advantages) parts.push(`advantage ${number(found.advantages[index])}`);
+  for (const [name, values] of Object.entries(found.scores)) parts.push(`${name} ${number(values[index])}`);
   if (found.versions) parts.push(`version ${found.versions[index]}`);
   return parts.join(" · ");
 }
@@ -81,8 +82,9 @@ function token(found, id, at, mode) {
 // [tone, 0…1]: unlikely tokens are strong; advantages are good or bad by their size; versions alternate.
 function colouring(found, index, mode) {
   if (mode === "logprob" && found.logprobs) return ["odd", Math.min(1, -found.logprobs[index] / 4)];
-  if (mode === "advantage" && found.advantages) {
-    const most = Math.max(...found.advantages.map(Math.abs), 1e-9), value = found.advantages[index];
+  const signed = mode === "advantage" ? found.advantages : found.scores[mode];
+  if (signed) {
+    const most = signed.reduce((most, each) => Math.max(most, Math.abs(each)), 1e-9), value = signed[index];
     return [value >= 0 ? "good" : "bad", Math.abs(value) / most];
   }
   if (mode === "version" && found.versions) return [["one", "two", "three"][((found.versions[index] % 3) + 3) % 3], 0.6];

@@ -1,23 +1,11 @@
 // Training: every measured name as a curve over the steps, a second run laid over it, and the rollouts that were kept.
 
 import uPlot from "./vendor/uplot.js";
-import { h, fill, toast } from "./dom.js";
+import { h, fill } from "./dom.js";
 import { get, follow } from "./api.js";
-import { runAddress } from "./run.js";
-import { count, many, number, oneLine, seconds, stopWords } from "./format.js";
-
-// What belongs together, in this order; what is in no group comes last.
-const GROUPS = [
-  ["reward", /^(reward|child_reward|groups_with_signal|.*\/reward)$/],
-  ["pass@k and other evaluations", /pass[@_]|^(validation|test|train)\//],
-  ["loss", /(^|_)loss$|^grad_norm$|^lr$/],
-  ["policy: KL, entropy, clip share", /kl$|entropy|clip/],
-  ["off-policy: sampler mismatch, effective sample size, staleness", /mismatch|^ess$|stale/],
-  ["per depth and role", /depth|role|^calls_per_rollout$|^turns_per_call$|child_/],
-  ["speed", /tokens_per_s|_s$|cpu/],
-  ["rollouts and sizes", /./],
-];
-const MAX_ROWS = 5;  // samples of each end
+import { aligned, chartsOf, inGroups } from "./curves.js";
+import { Samples } from "./samples.js";
+import { count, number, seconds } from "./format.js";
 
 export async function trainingPage(page, keys) {
   const { trainings } = await get("/api/runs");
@@ -35,8 +23,7 @@ export async function trainingPage(page, keys) {
 class TrainingView {
   constructor(trainings, key, other) {
     Object.assign(this, { trainings, key, otherKey: other === key ? "" : other });
-    this.charts = new Map();  // name -> { element, plot, holder, latest }
-    this.byTime = false;
+    this.charts = new Map();  // chart -> { element, plot, holder, latest, lines }
   }
 
   async start(page) {
@@ -52,15 +39,18 @@ class TrainingView {
     this.standing = h("span.quiet");
     this.problems = h("div.problems");
     this.tiles = h("dl.tiles");
-    this.samples = h("section.samples", { hidden: true, "aria-label": "rollouts of a step" });
+    this.samples = new Samples(this.key, this.data.kept);
     this.grid = h("div.charts");
     fill(page, h("div.wide", null, h("div.wide-head", null, h("h1", null, "Training"), h("div.choose", null, choose, this.trainings.length > 1 ? overlay : null, this.filter), this.standing),
-      this.problems, this.tiles, h("div.beside", null, this.grid, this.samples)));
+      this.problems, this.tiles, h("div.beside", null, this.grid, this.samples.element)));
     this.draw();
-    if (this.data.kept.length) this.showStep(this.data.kept[this.data.kept.length - 1]);
+    if (this.data.kept.length) this.samples.showStep(this.data.kept[this.data.kept.length - 1]);
     this.stop = follow("/api/training/events", { key: this.key }, () => this.data.version ?? 0, (data) => {
+      const isLast = this.samples.step === this.data.kept.at(-1), newest = data.kept.at(-1);
       this.data = { ...data };
+      this.samples.kept = data.kept;
       this.draw();
+      if (isLast && newest !== this.samples.step) this.samples.showStep(newest);
     });
     this.resize = new ResizeObserver(() => this.size());
     this.resize.observe(this.grid);
@@ -94,30 +84,24 @@ class TrainingView {
     this.standing.textContent = `step ${number(data.step)} · ${seconds(data.at_s)}${stages ? ` · ${stages}` : ""}`;
     fill(this.problems, [...data.problems, ...(this.other ? this.other.problems : [])].map((text) => h("p.problem", { role: "alert" }, text)));
     this.drawTiles();
-    const words = this.filter.value.toLowerCase(), wanted = Object.keys(data.names).filter((name) => name.toLowerCase().includes(words));
-    const left = new Set(wanted), order = [];
-    for (const [title, pattern] of GROUPS) {
-      const members = [...left].filter((name) => pattern.test(name));
-      members.forEach((name) => left.delete(name));
-      if (members.length) order.push([title, members.sort(byImportance)]);
-    }
-    const signature = JSON.stringify(order);
+    const words = this.filter.value.toLowerCase(), all = chartsOf(Object.keys(data.names));
+    const wanted = [...all.keys()].filter((chart) => chart.toLowerCase().includes(words)), order = inGroups(wanted);
+    const signature = JSON.stringify(order.map(([, charts]) => charts.map((chart) => [chart, all.get(chart).map((line) => line.name)])));
     if (signature !== this.signature) {
       this.signature = signature;
       for (const [name, chart] of this.charts) {
-        if (!wanted.includes(name)) {
+        if (!wanted.includes(name) || chart.lines.length !== all.get(name).length) {
           chart.plot.destroy();
           this.charts.delete(name);
         }
       }
-      fill(this.grid, order.map(([title, members]) => [h("h2.group-title", null, title), members.map((name) => this.chart(name).element)]));
-      if (!order.length) fill(this.grid, h("p.quiet", null, Object.keys(data.names).length ? "no curve of that name" : "nothing was measured yet"));
+      fill(this.grid, order.map(([title, members]) => [h("h2.group-title", null, title), members.map((name) => this.chart(name, all.get(name)).element)]));
+      if (!order.length) fill(this.grid, h("p.quiet", null, all.size ? "no curve of that name" : "nothing was measured yet"));
       this.size();
     }
-    for (const [name, chart] of this.charts) {
-      chart.plot.setData(this.aligned(name));
-      const values = data.names[name][1], second = this.other?.names[name]?.[1];
-      chart.latest.textContent = `${number(values[values.length - 1])}${second ? ` · ${number(second[second.length - 1])}` : ""}`;
+    for (const chart of this.charts.values()) {
+      chart.plot.setData(this.values(chart.lines));
+      this.sayLatest(chart);
     }
   }
 
@@ -130,57 +114,57 @@ class TrainingView {
     this.tiles.hidden = !found.length;
   }
 
-  // Both runs over all steps that either has: [steps, ours, theirs].
-  aligned(name) {
-    const [steps, values] = this.data.names[name], second = this.other ? this.other.names[name] : null;
-    if (!this.other) return [steps, values];
-    if (!second) return [steps, values, steps.map(() => null)];
-    const all = [...new Set([...steps, ...second[0]])].sort((a, b) => a - b);
-    const spread = ([at, what]) => {
-      const known = new Map(at.map((step, index) => [step, what[index]]));
-      return all.map((step) => known.get(step) ?? null);
-    };
-    return [all, spread([steps, values]), spread(second)];
+  // Of each line ours, then of each theirs.
+  values(lines) {
+    const of = (data) => lines.map(({ name }) => data.names[name]);
+    return aligned([...of(this.data), ...(this.other ? of(this.other) : [])]);
   }
 
-  chart(name) {
+  chart(name, lines) {
     if (this.charts.has(name)) return this.charts.get(name);
     const latest = h("span"), holder = h("div.plot");
     const element = h("section.chart", { "aria-label": name, "data-name": name }, h("h3", null, name, latest), holder);
-    const chart = { element, holder, latest, plot: this.plot(name, holder, latest) };
+    const chart = { element, holder, latest, lines };
+    chart.plot = this.plot(chart);
     this.charts.set(name, chart);
     return chart;
   }
 
-  plot(name, holder, latest) {
+  plot(chart) {
     const style = getComputedStyle(document.documentElement), colour = (each) => style.getPropertyValue(each).trim();
     const axis = { stroke: colour("--ink-3"), grid: { stroke: colour("--line"), width: 1 }, ticks: { stroke: colour("--line"), width: 1 }, font: "11px system-ui" };
-    const few = this.data.names[name][0].length < 60;
-    const series = [{ label: "step" }, { label: this.data.name, stroke: colour("--rlm"), width: 1.6, spanGaps: true, points: { show: few, size: 4 } }];
-    if (this.other) series.push({ label: this.other.name, stroke: colour("--warn"), width: 1.6, dash: [5, 3], spanGaps: true, points: { show: false } });
+    const data = this.values(chart.lines), few = data[0].length < 60, several = chart.lines.length > 1;
+    const series = [{ label: "step" }, ...chart.lines.map((line) => ({ label: line.name, stroke: colour(line.colour), width: 1.6, spanGaps: true, points: { show: few, size: 4 } }))];
+    if (this.other) series.push(...chart.lines.map((line) => ({ label: line.name, stroke: colour(several ? line.colour : "--warn"), width: 1.6, dash: [5, 3], spanGaps: true, points: { show: false } })));
     const plot = new uPlot({
-      width: Math.max(holder.clientWidth, 300), height: 180, series, scales: { x: { time: false } }, legend: { show: false }, padding: [8, 10, 0, 0],
+      width: Math.max(chart.holder.clientWidth, 300), height: 180, series, scales: { x: { time: false } }, legend: { show: false }, padding: [8, 10, 0, 0],
       axes: [{ ...axis, size: 26 }, { ...axis, size: 58, values: (_, ticks) => ticks.map((each) => (each === null ? "" : number(each))) }],
       cursor: { points: { size: 6 }, drag: { x: true, y: false }, sync: { key: "training" } },
       hooks: {
-        setCursor: [(self) => this.said(self, name, latest)],
+        setCursor: [(self) => this.said(self, chart)],
         draw: [(self) => this.drawStages(self, colour("--line-2"), colour("--ink-3"))],
       },
-    }, this.aligned(name), holder);
-    plot.over.addEventListener("click", () => this.clicked(plot));
+    }, data, chart.holder);
+    plot.over.addEventListener("click", () => plot.cursor.idx !== null && plot.cursor.idx !== undefined && this.samples.showNear(plot.data[0][plot.cursor.idx]));
     return plot;
   }
 
   // The values under the pointer stand where the latest stood.
-  said(plot, name, latest) {
+  said(plot, chart) {
     const at = plot.cursor.idx;
-    if (at === null || at === undefined || plot.cursor.left < 0) {
-      const values = this.data.names[name]?.[1] || [], second = this.other?.names[name]?.[1];
-      latest.textContent = `${number(values.at(-1) ?? null)}${second ? ` · ${number(second.at(-1))}` : ""}`;
-      return;
-    }
-    const shown = plot.data.slice(1).map((each) => number(each[at] ?? null));
-    latest.textContent = `step ${number(plot.data[0][at])}: ${shown.join(" · ")}`;
+    if (at === null || at === undefined || plot.cursor.left < 0) return this.sayLatest(chart);
+    this.say(chart, `step ${number(plot.data[0][at])}: `, plot.data.slice(1).map((each) => each[at] ?? null));
+  }
+
+  sayLatest(chart) {
+    const of = (data) => chart.lines.map(({ name }) => data.names[name]?.[1].at(-1) ?? null);
+    this.say(chart, "", [...of(this.data), ...(this.other ? of(this.other) : [])]);
+  }
+
+  say(chart, before, values) {
+    const lines = chart.lines, several = lines.length > 1;
+    fill(chart.latest, before, values.map((value, index) => [index ? " · " : "",
+      several && index < lines.length ? h("i.line-key", { style: { background: `var(${lines[index].colour})` } }) : "", several && index < lines.length ? `${lines[index].label} ` : "", number(value)]));
   }
 
   drawStages(plot, line, ink) {
@@ -203,13 +187,6 @@ class TrainingView {
     pen.restore();
   }
 
-  clicked(plot) {
-    const at = plot.cursor.idx;
-    if (at === null || at === undefined || !this.data.kept.length) return;
-    const step = plot.data[0][at];
-    this.showStep(this.data.kept.reduce((best, each) => (Math.abs(each - step) < Math.abs(best - step) ? each : best)));
-  }
-
   size() {
     for (const chart of this.charts.values()) {
       const width = chart.holder.clientWidth;
@@ -224,57 +201,7 @@ class TrainingView {
     this.draw();
   }
 
-  // --- rollouts of a step ---------------------------------------------------------------------------------------
-
-  async showStep(step) {
-    try {
-      this.drawSamples(await get("/api/samples", { key: this.key, step }));
-    } catch (error) {
-      toast(error.message);
-    }
-  }
-
-  drawSamples({ step, rows, problems, depths }) {
-    this.step = step;
-    const kept = this.data.kept, at = kept.indexOf(step), move = (by) => this.showStep(kept[Math.min(kept.length - 1, Math.max(0, at + by))]);
-    const shown = rows.length <= 2 * MAX_ROWS || this.whole ? rows : [...rows.slice(0, MAX_ROWS), null, ...rows.slice(-MAX_ROWS)];
-    const known = rows.filter((row) => row.reward !== null), mean = known.reduce((sum, row) => sum + row.reward, 0) / known.length;
-    fill(this.samples,
-      h("div.samples-head", null, h("b", null, "rollouts"), h("span.spread"),
-        h("button.small", { type: "button", onclick: () => move(-1), disabled: at <= 0, "aria-label": "earlier step" }, "←"),
-        h("select", { "aria-label": "step", onchange: (event) => this.showStep(Number(event.target.value)) }, kept.map((each) => h("option", { value: String(each), selected: each === step }, `step ${each}`))),
-        h("button.small", { type: "button", onclick: () => move(1), disabled: at >= kept.length - 1, "aria-label": "later step" }, "→"),
-        h("span.quiet", null, `${many(rows.length, "rollout")}${known.length ? `, mean reward ${number(mean)}` : ""}, best first`)),
-      problems.map((text) => h("p.problem", null, text)),
-      h("div.rollouts", null, shown.map((row) => (row ? sampleRow(row) : h("button.unfold", { type: "button", onclick: () => {
-        this.whole = true;
-        this.drawSamples({ step, rows, problems, depths });
-      } }, `${many(rows.length - 2 * MAX_ROWS, "rollout")} between the best and the worst`)))),
-      h("div.scroll-x", null, h("table.depths", null, h("thead", null, h("tr", null, ["depth", "calls", "reward", "turns", "tokens", "surprise", "cut"].map((name, index) => h("th", { class: index ? "num" : "" }, name)))),
-        h("tbody", null, depths.map((each) => h("tr", null, h("td", null, `${each.depth} ${each.kind}`),
-          [number(each.calls), brief(each.reward), brief(each.turns), count(each.sampled), brief(each.surprise), `${Math.round(100 * each.truncated)}%`].map((text) => h("td.num", null, text))))))));
-    this.samples.hidden = false;
-  }
-
   keys() {
-    const kept = this.data.kept, at = kept.indexOf(this.step), move = (by) => kept[at + by] !== undefined && this.showStep(kept[at + by]);
-    return { "]": ["rollouts of a later step", () => move(1)], "[": ["rollouts of an earlier step", () => move(-1)], "/": ["filter curves", () => this.filter.focus()] };
+    return { "]": ["rollouts of a later step", () => this.samples.move(1)], "[": ["rollouts of an earlier step", () => this.samples.move(-1)], "/": ["filter curves", () => this.filter.focus()] };
   }
-}
-
-function byImportance(a, b) {
-  const first = ["reward", "validation/reward", "child_reward", "loss"], rank = (name) => (first.indexOf(name) + 1 || 99);
-  return rank(a) - rank(b) || (a < b ? -1 : 1);
-}
-
-function sampleRow(row) {
-  const [words, tone] = stopWords(row.stop);
-  return h("a.rollout", { href: runAddress(row.key) }, h("b.num", null, number(row.reward)),
-    h("span.asked", null, oneLine(row.question, 160) || row.id),
-    h("span.came", { class: row.answer ? "" : "bad" }, oneLine(row.answer || row.error || "no answer", 160)),
-    h("span.quiet", null, h("span", { class: `mark ${tone}` }, words), ` · ${many(row.num_calls, "call")} · ${count(row.tokens)} tokens`));
-}
-
-function brief(value) {
-  return value === null ? "–" : String(Number(value.toPrecision(2)));
 }

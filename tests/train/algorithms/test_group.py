@@ -47,7 +47,8 @@ def test_the_known_batch(algorithm: Any, up: float, down: float) -> None:
     ]
     assert found.denominators == {"rl": 2}
     assert found.metrics == {
-        "reward": 0.75, "groups_with_signal": 1, "failed_rollouts": 0, "calls_per_rollout": 1.25, "child_reward": 0,
+        "reward": 0.75, "groups_with_signal": 1, "zero_variance": 0.5,
+        "failed_rollouts": 0, "calls_per_rollout": 1.25, "child_reward": 0,
     }  # fmt: skip
     assert found.silence == ""
 

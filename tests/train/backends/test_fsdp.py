@@ -28,9 +28,9 @@ from ramify.train.backends.fsdp import Fsdp, OverRanks, Ranks
 from ramify.train.backends.single import Single
 from ramify.train.lora import attach, merged
 from ramify.train.loss import Loss
-from ramify.train.pack import Packing, pack
+from ramify.train.pack import Cost, Packing, pack
 from ramify.train.pack import attach as attach_stream
-from ramify.train.policy_losses import DppoTv
+from ramify.train.policy_losses import DppoTv, Gmpo, Gspo, KlCov
 from tests.train.backends.small import CONFIG, VOCAB, policy, tree
 
 LOSS = Loss(policy=DppoTv(pull=0.1), entropy=0.01)
@@ -120,6 +120,17 @@ def test_ways_to_lie_and_to_keep_change_nothing(ranks: Ranks, way: Any):
     """Weights that stay together over a step, two replicas, layers that are computed again."""
     model = spread(ranks, shard(**way))
     check_steps(model, model.backend(Optim()), Single(policy(), Optim(), FP32), pack(tree(), Packing(max_tokens=60)), 3)
+
+
+@pytest.mark.parametrize("formula", [Gspo(), Gmpo(), KlCov(share=0.2)], ids=lambda formula: type(formula).__name__)
+def test_formulas_that_look_beyond_a_token(ranks: Ranks, formula: Any):
+    """Over whole sequences, and over the whole step; the idle rank has neither."""
+    rows = [msgspec.structs.replace(each, ce=None) for each in tree()]
+    batches, loss = pack(rows, Packing(max_tokens=60, cost=Cost(share=0.0, join=0.0))), Loss(policy=formula)
+    model, single = spread(ranks), Single(policy(), None, FP32)
+    ours, theirs = (each.forward_backward(batches, loss) for each in (model.backend(), single))
+    assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-6)
+    check_gradients(model, single)
 
 
 def test_in_bf16_it_is_nearly_the_same(ranks: Ranks):

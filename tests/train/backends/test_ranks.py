@@ -16,6 +16,7 @@ from ramify.build import train
 from ramify.errors import ConfigError
 from ramify.inference.base import TINY
 from ramify.policy.weights import read_weights
+from ramify.train.algorithms.ppo import PPO
 from ramify.train.backends.base import Compute, Optim, Shard
 from ramify.train.checkpoint import Checkpoints
 from ramify.train.config import LoraSpec, PolicySpec, Run
@@ -112,3 +113,9 @@ def test_what_does_not_fit_is_said_before_a_run_begins(compute: Compute, told: s
     with pytest.raises(ConfigError, match=told):
         train(small(compute=compute), tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_critic_is_refused(tmp_path: Path) -> None:
+    rl = msgspec.structs.replace(small().rl, algorithm=PPO())
+    with pytest.raises(ConfigError, match=r"an algorithm with a critic needs compute\.backend=single, and not fsdp"):
+        train(small(rl=rl, compute=RANKS), tmp_path / "out")

@@ -18,6 +18,13 @@ ONE_GROUP = [[{"0": 4}, {"0": 4, "0.0": 4, "0.1": 4}]]
         ("token", 1.0, 1.0, 16),
         ("constant", 1 / 100, 1 / 100, 2),
         ("group", 1 / 8, 1 / 24, 1),
+        ("prompt", 1 / 16, 1 / 16, 1),
+        ("sum", 1.0, 1.0, 1),
+        ("seq_mean_token_mean", 1 / 4, 1 / 12, 2),
+        ("token_mean", 1.0, 1.0, 16),
+        ("seq_mean_token_sum_norm", 1 / 100, 1 / 100, 2),
+        ("prompt_mean", 1 / 16, 1 / 16, 1),
+        ("token_sum", 1.0, 1.0, 1),
     ],
 )
 def test_the_table_at_the_head_of_the_file(reduction: Reduction, first: float, second: float, denominator: int) -> None:
@@ -37,6 +44,13 @@ def test_a_rollout_weighs_the_same_however_many_calls_it_made(share: Share) -> N
     ]
     assert masses == pytest.approx([1, 1, 0, 1])
     assert divided_by == 3
+
+
+def test_each_prompt_counts_the_same_token_by_token() -> None:
+    """Two groups, of 4 + 12 tokens and of 2: the mean over prompts of the mean over each prompt's tokens."""
+    found, divided_by = weights([*ONE_GROUP, [{"0": 2}, {"0": 0}]], "prompt_mean")
+    assert found[0] == [[{"0": 1 / 16}, dict.fromkeys(("0", "0.0", "0.1"), 1 / 16)]][0]
+    assert (found[1], divided_by) == ([{"0": 1 / 2}, {"0": 0}], 2)
 
 
 def test_shares_of_calls() -> None:

@@ -1,0 +1,455 @@
+"""Does hindsight help? Demonstrations, outcome reward, and outcome reward with a teacher who saw what went wrong; and what
+of it does the work: variants, and controls that must not help. On named-operation programs (``recipes/programs.py``).
+
+    python benchmarks/hybrid.py                  trains all arms; writes docs/hybrid.md, docs/hybrid.svg, results/hybrid.json
+    python benchmarks/hybrid.py --quick          one seed of three arms, cut short; it shows that all of it runs
+    python benchmarks/hybrid.py --arms outcome hybrid --seeds 0 1
+    python benchmarks/hybrid.py --report         makes no runs: tells of those that are over
+    python benchmarks/hybrid.py --json           also prints the figures as JSON, as benchmarks/engine.py does
+
+Every arm of a seed begins from the same demonstrations' policy and gets the same number of rollouts of the same problems.
+What is compared is the policy of the last step, at 256 problems that no training sees, 8 attempts each, at temperature 1;
+none is chosen by how it does. Each run is a process with one thread of torch. Runs that are there (``--runs``) are not made
+again. Exits with 1 where a figure misses what is promised.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean, median, stdev
+from typing import Any, NamedTuple
+
+import numpy as np
+from engine import Figure, show
+
+from ramify.evaluate.statistics import pass_at_k
+from ramify.train.checkpoint import Checkpoints
+from ramify.train.metrics import read
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "hybrid.json"
+PAGE, PICTURE = ROOT / "docs" / "hybrid.md", ROOT / "docs" / "hybrid.svg"
+NUM_ITEMS, NUM_ATTEMPTS = 256, 8
+NUM_QUICK = 32
+MINUTES = 60.0
+"""Processor time that the whole study may take."""
+DRAWS = 4000
+STEPS, ANNEALED = 30, 24
+SOURCE = {
+    "name": "hindsight", "judge": {"name": "ramify.train.signals.programs:RuleJudge"}, "filter": {"min_chars": 5}
+}  # fmt: skip
+FADING = {"start": 1.0, "end": 0.0, "steps": ANNEALED}
+
+
+def terms(**changes: Any) -> str:
+    """The override that sets the one term of the hybrid."""
+    term = {"signal": "teacher", "weight": FADING, "clip": 2.0, "route": "hinted", **changes}
+    return f"rl.algorithm.terms={json.dumps([term])}"
+
+
+class Arm(NamedTuple):
+    what: str
+    overrides: tuple[str, ...] = ()
+    recipe: str = "recipes/programs_hybrid.py"
+    num_seeds: int = 2
+    """How many seeds the whole study gives it."""
+
+
+ARMS = {
+    "outcome": Arm("outcome reward alone (GRPO)", recipe="recipes/programs.py", num_seeds=5),
+    "hybrid": Arm("and a frozen teacher with hints from errors, fading", num_seeds=5),
+    "process": Arm("outcome, and a mark for each turn that ran", (
+        "rl.algorithm.terms=[]",
+        'rl.signals={"process": {"name": "process", "judge": {"name": "ramify.train.signals.programs:StepRules"}}}',
+        'rl.algorithm.terms=[{"signal": "process", "weight": 0.3, "norm": "step_index"}]',
+    )),
+    "process-alone": Arm("marks for turns, no outcome", (
+        "rl.algorithm.terms=[]",
+        'rl.signals={"process": {"name": "process", "judge": {"name": "ramify.train.signals.programs:StepRules"}}}',
+        'rl.algorithm.terms=[{"signal": "process", "weight": 1.0, "norm": "step_index"}]', "rl.algorithm.w_rl=0",
+    )),
+    "teacher-alone": Arm("the teacher, no outcome", ("rl.algorithm.w_rl=0", terms(weight=1.0))),
+    "privileged": Arm("hints from facts (privileged: an upper bound)",
+                      ("rl.signals.teacher.hints.judge=ramify.train.signals.programs:OracleJudge",)),
+    "ema": Arm("a teacher that follows the policy (EMA .05)", ("rl.signals.teacher.source=ema",)),
+    "live": Arm("the policy itself as the teacher", ("rl.signals.teacher.source=live",)),
+    "constant": Arm("weight 1 to the end", (terms(weight=1.0),)),
+    "unclipped": Arm("the gap unclipped", (terms(clip=None),)),
+    "v2": Arm("V2: reverse KL on the teacher's 50 likeliest tokens",
+              ("rl.signals.teacher.top=50", terms(clip=None, into="loss"), "rl.loss.kd=reverse")),
+    "v3": Arm("V3: the policy's 4 likeliest tokens, hint by overlap", (
+        "rl.signals.teacher.top=4", "rl.signals.teacher.support=student", "rl.signals.teacher.choose=overlap",
+        "rl.signals.teacher.hints.judge.several=true", terms(clip=None, into="loss"), "rl.loss.kd=surrogate",
+        "rl.loss.kd_clip=2.0",
+    )),
+    "shuffled": Arm("control: hints of other problems", (
+        "rl.signals.teacher.hints=" + json.dumps({"name": "ramify.train.signals.programs:Shuffled", "source": SOURCE}),
+    )),
+    "random": Arm("control: a teacher of random weights", ("rl.signals.teacher.source=random",)),
+}  # fmt: skip
+CONTROLS = ("shuffled", "random")
+QUICK = ("sft.num=3000", "rl.steps=3", "evaluate.validation=4")
+
+
+class Trained(NamedTuple):
+    """What one run came to."""
+
+    arm: str
+    """``sft`` for where all arms of a seed begin."""
+    seed: int
+    rewards: dict[str, list[float]]
+    """Item -> reward of each attempt at it."""
+    curve: list[tuple[int, float]]
+    """(step, average on the validation stream)"""
+    hint_rate: list[float]
+    """Of each step; empty without hints."""
+    cpu_s: float
+    """Of training and evaluation, processes' whole lives."""
+    step_s: float
+    """Median processor time of a step of rollouts and learning; 0 for demonstrations."""
+    signal_share: float
+    """Of a step's time that went into signals; 0 without."""
+    teacher_tokens: float
+    """Tokens that teachers computed as a share of those that training packed."""
+    gates: dict[str, float]
+    """Of demonstrations; see ``gates``."""
+
+    @property
+    def average(self) -> float:
+        return fmean(fmean(each) for each in self.rewards.values())
+
+    @property
+    def passes(self) -> float:
+        return fmean(pass_at_k(len(each), sum(map(round, each)), NUM_ATTEMPTS) for each in self.rewards.values())
+
+
+# --- runs ------------------------------------------------------------------------------------------------------------
+
+
+def python(*arguments: str) -> None:
+    """Run a command of this Python with one thread. Raises where it fails."""
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdin=subprocess.DEVNULL)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)} failed with {done.returncode}")
+
+
+def is_over(folder: Path) -> bool:
+    return (folder / "attempts.json").is_file()
+
+
+def carried_out(folder: Path, recipe: str, *overrides: str, num_items: int = NUM_ITEMS) -> None:
+    """Train and evaluate, or go on where a kill left it."""
+    if not (folder / "policy" / "config.json").is_file():
+        path = ["--resume", str(folder)] if Checkpoints(folder).all() else [recipe, *overrides, "--out", str(folder)]
+        python("-m", "ramify", "train", *path, "--plain")
+    if not is_over(folder):
+        python(str(Path(__file__).resolve()), "--attempts", str(folder), "--items", str(num_items))
+
+
+def begin(runs: Path, seed: int, quick: bool) -> Path:
+    """The folder of the policy that all arms of a seed begin with."""
+    folder = runs / f"sft-{seed}"
+    short = QUICK[:1] if quick else ()
+    carried_out(
+        folder, "recipes/programs.py", f"seed={seed}", "rl=null", "evaluate.final=[]", "evaluate.validation=4", *short,
+        num_items=NUM_QUICK if quick else NUM_ITEMS,
+    )  # fmt: skip
+    return folder
+
+
+def carry_out(runs: Path, name: str, seed: int, quick: bool) -> None:
+    arm, start = ARMS[name], begin(runs, seed, quick)
+    short = QUICK[1:] if quick else ()
+    carried_out(
+        runs / f"{name}-{seed}", arm.recipe, f"seed={seed}", "sft=null", f"policy.path={start}/policy", "evaluate.final=[]",
+        *arm.overrides, *short, num_items=NUM_QUICK if quick else NUM_ITEMS,
+    )  # fmt: skip
+
+
+# --- evaluation --------------------------------------------------------------------------------------------------------
+
+
+def attempts(folder: Path, num_items: int) -> None:
+    """Attempt the test problems with the policy of the last step, and write down each reward; in a process of its own."""
+    last = Checkpoints(folder).latest()
+    assert last is not None, folder
+    found = asyncio.run(_attempted(last / "policy", num_items, is_start=folder.name.startswith("sft-")))
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    found["cpu_s"] = usage.ru_utime + usage.ru_stime
+    (folder / "attempts.json").write_text(json.dumps(found))
+
+
+async def _attempted(policy: Path, num_items: int, is_start: bool) -> dict[str, Any]:
+    import torch
+
+    from ramify import RLM, Limits, SandboxSpec
+    from ramify.clients.base import Sampling
+    from ramify.evaluate.run import Plan, evaluate
+    from ramify.inference.local.client import LocalClient
+    from ramify.policy.load import load
+    from ramify.tasks.base import task_of
+
+    torch.set_num_threads(1)
+    sys.setswitchinterval(5e-4)
+    task = task_of("programs")
+    client = LocalClient(load(str(policy)), name="local:policy", slots=256)
+    rlm = RLM(
+        client, scaffold="bare", sandbox=SandboxSpec(provider="ramify.tasks.programs.evaluator"),
+        limits=Limits(max_turns=3, max_depth=0, max_reply_tokens=32, max_seconds=600, max_concurrency=512),
+    )  # fmt: skip
+    plan = Plan(model="local:policy", task="programs", items=num_items, attempts=NUM_ATTEMPTS)
+    done = await evaluate(rlm, task, plan, sampling=Sampling(temperature=1.0), concurrency=256)
+    rewards: dict[str, list[float]] = {}
+    for outcome in done.outcomes:
+        assert outcome.reward is not None, outcome.error
+        rewards.setdefault(outcome.item, []).append(outcome.reward)
+    found: dict[str, Any] = {"rewards": rewards}
+    if is_start:
+        malformed = fmean(outcome.metrics.get("malformed", 1.0) for outcome in done.outcomes)
+        found["gates"] = {"format errors": malformed, **await gates(client, task)}
+    await client.close()
+    return found
+
+
+async def gates(client: Any, task: Any) -> dict[str, float]:
+    """How likely the right function is at its place, with a hint that names it and without."""
+    from ramify.tasks.programs.hints import Rule, hint_text
+    from ramify.tasks.programs.library import IMPORTED, Problem, library
+    from ramify.tasks.programs.vocabulary import HINT
+    from ramify.types.message import Message
+
+    renderer, tokenizer, known = client.policy.renderer, client.policy.tokenizer, library()
+    right = dict(enumerate(known.right))
+    likely: dict[str, list[float]] = {"p(right | hint)": [], "p(right)": []}
+    for item in task.splits["validation"][:100]:
+        problem = Problem.read(item.question)
+        assert problem is not None
+        words = [word for word, _ in problem.steps][:3]
+        imports = tuple(sorted({right[word] for word, _ in problem.steps} & set(IMPORTED)))
+        program = tokenizer.encode(problem.program(right, imports).text)
+        for name, hint in (("p(right | hint)", HINT + hint_text(Rule(w, right[w]) for w in words)), ("p(right)", "")):
+            given = renderer.prompt([Message("user", item.question + hint)])
+            logprobs = await client.logprobs([*given, *program])
+            places = [len(given) + program.index(tokenizer.convert_tokens_to_ids(f"@w{w}")) for w in words]
+            likely[name] += [float(np.exp(logprobs[place])) for place in places]
+    return {name: fmean(values) for name, values in likely.items()}
+
+
+# --- what runs came to --------------------------------------------------------------------------------------------------
+
+
+def trained(folder: Path, arm: str, seed: int) -> Trained:
+    rows = list(read(folder))
+    done = json.loads((folder / "attempts.json").read_text())
+    steps = [row for row in rows if row.stage == "rl" and "learn_s" in row.values]
+    curve = [(row.step, row.values["validation/reward"]) for row in rows if "validation/reward" in row.values]
+    took = [each.values["work_s"] + each.values["learn_s"] for each in steps]
+    signal_s = [each.values.get("teacher_s", 0.0) for each in steps]
+    packed = sum(each.values.get("packed_tokens", 0.0) for each in steps)
+    scored = sum(each.values.get("teacher_tokens", 0.0) for each in steps)
+    return Trained(
+        arm, seed, done["rewards"], curve,
+        [each.values["teacher/hint_rate"] for each in steps if "teacher/hint_rate" in each.values],
+        rows[-1].values.get("cpu_s", 0.0) + done["cpu_s"], median(took) if took else 0.0,
+        sum(signal_s) / sum(took) if took else 0.0, scored / packed if packed else 0.0, done.get("gates", {}),
+    )  # fmt: skip
+
+
+def there(runs: Path, seeds: Sequence[int]) -> Iterator[Trained]:
+    """Runs that are over."""
+    for name in ("sft", *ARMS):
+        for seed in seeds:
+            if is_over(runs / f"{name}-{seed}"):
+                yield trained(runs / f"{name}-{seed}", name, seed)
+
+
+def paired(runs: Sequence[Trained], ours: str, theirs: str) -> tuple[float, float, float] | None:
+    """(mean difference of avg@8, and its 95 % interval) over the seeds that both have: seeds are drawn with putting back,
+    and problems within them, so that neither few seeds nor few problems look like many."""
+    a, b = ({run.seed: run for run in runs if run.arm == name} for name in (ours, theirs))
+    seeds = sorted(a.keys() & b.keys())
+    if not seeds:
+        return None
+    items = sorted(a[seeds[0]].rewards)
+    differences = np.array([[fmean(a[s].rewards[i]) - fmean(b[s].rewards[i]) for i in items] for s in seeds])
+    rng = np.random.default_rng(0)
+    drawn_seeds = rng.integers(len(seeds), size=(DRAWS, len(seeds)))
+    drawn_items = rng.integers(len(items), size=(DRAWS, len(items)))
+    means = np.array([differences[s][:, i].mean() for s, i in zip(drawn_seeds, drawn_items, strict=True)])
+    low, high = np.quantile(means, [0.025, 0.975])
+    return float(differences.mean()), float(low), float(high)
+
+
+def figures(runs: Sequence[Trained], quick: bool) -> Iterator[Figure]:
+    def of(name: str) -> list[Trained]:
+        return [run for run in runs if run.arm == name]
+
+    def mean(name: str, passes: bool = False) -> float | None:
+        found = [run.passes if passes else run.average for run in of(name)]
+        return fmean(found) if found else None
+
+    others = {name: value for name in ("sft", "outcome") if (value := mean(name)) is not None}
+    yield Figure("avg@8 of the hybrid", mean("hybrid"), "right", dict(others))
+    others = {name: value for name in ("sft", "outcome") if (value := mean(name, True)) is not None}
+    yield Figure("pass@8 of the hybrid", mean("hybrid", True), "right", dict(others))
+    for ours, theirs in (("outcome", "sft"), ("hybrid", "outcome")):
+        found = paired(runs, ours, theirs)
+        against = {} if found is None else {"95 % interval": f"{found[1]:+.3f} to {found[2]:+.3f}"}
+        least = None if quick else 1e-9
+        yield Figure(
+            f"{ours} less {theirs}, at least (lower end)", found[1] if found else None, "", dict(against), least=least
+        )
+    for name in CONTROLS:
+        found = paired(runs, name, "outcome")
+        if found is not None:
+            against = {"95 % interval": f"{found[1]:+.3f} to {found[2]:+.3f}"}
+            yield Figure(
+                f"control '{name}' less outcome (lower end)", found[1], "", dict(against), None if quick else 0.0
+            )
+    hybrids = of("hybrid")
+    if hybrids:
+        yield Figure("signals' share of a step", fmean(run.signal_share for run in hybrids), "", {})
+        tokens = fmean(run.teacher_tokens for run in hybrids)
+        yield Figure("teacher's tokens by those of training", tokens, "", {}, None if quick else 1.5)
+    minutes = sum(run.cpu_s for run in runs) / 60
+    yield Figure("the whole study, one thread", minutes, "CPU min", {}, None if quick else MINUTES)
+
+
+# --- what is written -------------------------------------------------------------------------------------------------
+
+
+def table(runs: Sequence[Trained]) -> str:
+    """Markdown: a row per arm."""
+    lines = [
+        "| arm | what | seeds | avg@8 | pass@8 | less outcome alone (95 %) | hints | s per step |", "|" + " --- |" * 8
+    ]  # fmt: skip
+    for name in ("sft", *ARMS):
+        mine = [run for run in runs if run.arm == name]
+        if not mine:
+            continue
+        found = paired(runs, name, "outcome") if name not in ("sft", "outcome") else None
+        less = "" if found is None else f"{found[0]:+.3f} [{found[1]:+.3f}, {found[2]:+.3f}]"
+        rates = [fmean(run.hint_rate) for run in mine if run.hint_rate]
+        what = ARMS[name].what if name in ARMS else "demonstrations alone: where all others begin"
+        step = fmean(run.step_s for run in mine)
+        cells = [
+            name, what, str(len(mine)), _spread([run.average for run in mine]), _spread([run.passes for run in mine]), less,
+            f"{fmean(rates):.0%}" if rates else "", f"{step:.2f}" if step else "",
+        ]  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _spread(values: Sequence[float]) -> str:
+    return f"{fmean(values):.3f}" + (f" ± {stdev(values):.3f}" if len(values) > 1 else "")
+
+
+def by_seed(runs: Sequence[Trained]) -> str:
+    """Markdown: seeds of the three arms that matter, and the gates of each."""
+    seeds = sorted({run.seed for run in runs if run.arm == "sft"})
+    lines = [
+        "| seed | sft | outcome | hybrid | format errors | p(right function), hinted | not hinted |", "|" + " --- |" * 7
+    ]  # fmt: skip
+    found = {(run.arm, run.seed): run for run in runs}
+    for seed in seeds:
+        cells = [
+            f"{found[arm, seed].average:.3f} / {found[arm, seed].passes:.3f}" if (arm, seed) in found else ""
+            for arm in ("sft", "outcome", "hybrid")
+        ]
+        gate: Mapping[str, float] = found["sft", seed].gates
+        shares = [f"{gate[name]:.1%}" for name in ("format errors", "p(right | hint)", "p(right)") if name in gate]
+        lines.append(f"| {' | '.join([str(seed), *cells, *shares])} |")
+    return "\n".join(lines) + "\n"
+
+
+def picture(runs: Sequence[Trained]) -> str:
+    """Validation curves as SVG: the mean over seeds of each arm, against steps."""
+    width, height, left, bottom = 760, 380, 50, 320
+    shown = {
+        "outcome": "#1f77b4",
+        "hybrid": "#d62728",
+        "privileged": "#2ca02c",
+        "constant": "#ff7f0e",
+        "shuffled": "#888888",
+    }
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" font-size="11">',
+        f'<rect width="{width}" height="{height}" fill="white"/>',
+    ]
+    for tenth in range(0, 11, 2):
+        y = bottom - tenth / 10 * 290
+        parts.append(
+            f'<path d="M{left} {y:.0f}H{width - 20}" stroke="#ddd"/><text x="14" y="{y + 4:.0f}">{tenth * 10}%</text>'
+        )
+    for index, (name, colour) in enumerate(shown.items()):
+        curves = [run.curve for run in runs if run.arm == name]
+        steps = sorted({step for curve in curves for step, _ in curve})
+        means = [(step, fmean(v for curve in curves for s, v in curve if s == step)) for step in steps]
+        points = " ".join(f"{left + step / STEPS * 680:.1f},{bottom - value * 290:.1f}" for step, value in means)
+        parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        parts.append(f'<text x="{left + 110 * index}" y="{height - 30}" fill="{colour}">{name}</text>')
+    parts.append(
+        f'<text x="{width - 20}" y="{height - 8}" text-anchor="end">steps, 0 to {STEPS}; share right on the validation '
+        "stream, mean over seeds</text></svg>"
+    )
+    return "\n".join(parts) + "\n"
+
+
+def write(runs: Sequence[Trained], found: Sequence[Figure]) -> None:
+    RESULTS.parent.mkdir(exist_ok=True)
+    data = {"figures": [figure.as_json() for figure in found], "runs": [run._asdict() for run in runs]}
+    RESULTS.write_text(json.dumps(data) + "\n")
+    PICTURE.write_text(picture(runs))
+    page = PAGE.read_text(encoding="utf-8")
+    arms = f"{table(runs)}\n![Validation curves](hybrid.svg)\n"
+    for name, text in (("arms", arms), ("seeds", by_seed(runs))):
+        begin, end = f"<!-- begin {name} -->\n", f"<!-- end {name} -->"
+        head, mark, rest = page.partition(begin)
+        assert mark, f"{PAGE} has no place for {name}"
+        page = head + begin + text + end + rest.partition(end)[2]
+    PAGE.write_text(page, encoding="utf-8")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Does hindsight help?")
+    parser.add_argument("--quick", action="store_true", help="one seed of three arms, cut short")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON on the last line")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--report", action="store_true", help="make no runs: write what those say that are over")
+    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "hybrid", help="where runs are kept")
+    parser.add_argument("--attempts", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--items", type=int, default=NUM_ITEMS, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.attempts is not None:
+        attempts(options.attempts, options.items)
+        return 0
+    folder: Path = options.runs.resolve() / ("quick" if options.quick else "whole")
+    folder.mkdir(parents=True, exist_ok=True)
+    seeds = options.seeds[:1] if options.quick else options.seeds
+    arms = ["outcome", "hybrid", "shuffled"] if options.quick else options.arms
+    for index, seed in enumerate([] if options.report else seeds):
+        for name in arms:
+            if index < ARMS[name].num_seeds:
+                carry_out(folder, name, seed, options.quick)
+    runs = list(there(folder, seeds))
+    found = list(figures(runs, options.quick))
+    if not options.quick and set(options.arms) == set(ARMS):
+        write(runs, found)
+    show(found)
+    if options.json:
+        print(json.dumps({"figures": [figure.as_json() for figure in found]}))
+    return 1 if any(figure.holds is False for figure in found) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,221 @@
+"""What a weight sync costs: a model of 100M parameters from a trainer to an engine in a process of its own, by each carrier.
+
+    python benchmarks/scale_weights.py            a table; medians of rounds, as ratios to a plain copy of the same bytes
+    python benchmarks/scale_weights.py --quick    a tenth of the size
+    python benchmarks/scale_weights.py --json     also prints {"figures": […]} as engine.py does
+
+The engine is `ramify serve-policy`'s own server over a model without attention to speak of; timed is the whole update as the
+trainer sees it: pause, chunks, end, resume. The fingerprint that follows every sync is a figure of its own. One thread on
+each side.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from engine import Figure, show
+
+CARRIERS: dict[str, dict[str, Any]] = {
+    "shared": {},
+    "file": {"folder": f"/dev/shm/ramify-bench-{os.getpid()}"},
+    "gloo": {},
+    "delta": {},
+}
+FLOORS = {"shared": 3.0}
+DELTA_FLOOR = 0.2
+ROUNDS = 5
+
+
+def weights_figures(*, quick: bool = False) -> list[Figure]:
+    """The figures of this file; ``scale.py`` joins them to its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        return asyncio.run(_measured(Path(folder), 10 if quick else 100))
+
+
+async def _measured(folder: Path, millions: int) -> list[Figure]:
+    import torch
+
+    from ramify.policy.fingerprint import fingerprint
+    from ramify.policy.load import save
+
+    torch.set_num_threads(1)
+    policy = _policy(millions)
+    num_bytes = sum(4 * parameter.numel() for parameter in policy.model.parameters())
+    flat = [parameter.detach() for parameter in policy.model.parameters()]
+    into = [tensor.clone() for tensor in flat]
+    copy_s = _median(lambda: [a.copy_(b) for a, b in zip(into, flat, strict=True)])
+    figures = [Figure("a plain copy", num_bytes / copy_s / 1e9, "GB/s", {})]
+    started = time.perf_counter()
+    fingerprint(policy.model)
+    figures.append(Figure("the fingerprint, each side", (time.perf_counter() - started) / copy_s, "copies", {}))
+    save(policy, folder / "model")
+    with _server(folder) as url:
+        for name, options in CARRIERS.items():
+            figures += await _of_carrier(name, options, policy, url, copy_s)
+    return figures
+
+
+async def _of_carrier(name: str, options: dict[str, Any], policy: Any, url: str, copy_s: float) -> list[Figure]:
+    from ramify.inference.http.client import HttpEngines
+    from ramify.inference.http.spec import InferenceSpec
+
+    engines = HttpEngines(
+        policy, InferenceSpec(urls=(url,), carrier=name, carrier_options=options, probe_s=60), name="bench"
+    )
+    await engines.start(Path("unused"), lambda _: None)
+    label = "file in memory" if name == "file" else name
+    try:
+        first_s = await _sync(engines, policy, 1)
+        if name == "delta":
+            return await _deltas(engines, policy, copy_s)
+        seconds = [await _sync(engines, policy, version) for version in range(2, 2 + ROUNDS)]
+        whole = Figure(
+            f"sync by {label}", median(seconds) / copy_s, "copies", {"the first": first_s / copy_s}, FLOORS.get(label)
+        )
+        return [whole._replace(valid=await _agrees(engines, policy))]
+    finally:
+        await engines.close()
+        if "folder" in options:
+            shutil.rmtree(options["folder"], ignore_errors=True)
+
+
+async def _deltas(engines: Any, policy: Any, copy_s: float) -> list[Figure]:
+    """A step that moves 1 % of the parameters while the rest is held still; one that moves 1 % of all values."""
+    import torch
+
+    parameters = list(policy.model.parameters())
+    total = sum(parameter.numel() for parameter in parameters)
+    moved, left = [], total // 100
+    for parameter in sorted(parameters, key=lambda each: each.numel()):
+        if parameter.numel() <= left:
+            moved.append(parameter)
+            left -= parameter.numel()
+    for parameter in parameters:
+        parameter.requires_grad_(any(parameter is each for each in moved))
+    version = 1
+    await _sync(engines, policy, version)  # what is held still is known from here on
+
+    def step() -> None:
+        with torch.no_grad():
+            for parameter in moved:
+                parameter += 1e-3
+
+    def scattered() -> None:
+        with torch.no_grad():
+            for parameter in parameters:
+                parameter.view(-1)[::100] += 1e-3
+
+    found = []
+    for name, change, floor in (
+        (f"delta, {sum(p.numel() for p in moved) / total:.1%} of the parameters trained", step, DELTA_FLOOR),
+        ("delta, 1% of the values anywhere", scattered, None),
+    ):
+        if change is scattered:
+            for parameter in parameters:
+                parameter.requires_grad_(True)
+        seconds = []
+        for _ in range(ROUNDS):
+            change()
+            version += 1
+            seconds.append(await _sync(engines, policy, version))
+        figure = Figure(f"sync by {name}", median(seconds) / copy_s, "copies", {}, floor)
+        found.append(figure._replace(valid=await _agrees(engines, policy)))
+    return found
+
+
+async def _sync(engines: Any, policy: Any, version: int) -> float:
+    import torch
+
+    from ramify.inference.weights.layout import sources
+
+    given = sources(policy.model.named_parameters(), torch.float32)
+    started = time.perf_counter()
+    await engines.update(given, version)
+    return time.perf_counter() - started
+
+
+async def _agrees(engines: Any, policy: Any) -> bool:
+    from ramify.policy.fingerprint import fingerprint
+
+    return bool(await engines.fingerprint() == fingerprint(policy.model))
+
+
+def _policy(millions: int) -> Any:
+    from transformers import Qwen3Config
+
+    from ramify.policy.load import from_config
+    from ramify.policy.tokenizer import train_tokenizer
+
+    tokenizer = train_tokenizer(["some words to begin with, and some more"] * 3, 262)
+    width = 512
+    layer = 4 * width * width + 3 * width * 4 * width
+    config = Qwen3Config(
+        vocab_size=len(tokenizer), hidden_size=width, intermediate_size=4 * width, num_attention_heads=8,
+        num_key_value_heads=8, head_dim=64, num_hidden_layers=max(1, millions * 1_000_000 // layer), tie_word_embeddings=True,
+        max_position_embeddings=256, bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=0,
+    )  # fmt: skip
+    return from_config(config, tokenizer, 0)
+
+
+@contextmanager
+def _server(folder: Path) -> Iterator[str]:
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [
+        sys.executable,
+        "-m",
+        "ramify",
+        "serve-policy",
+        "model",
+        "--port",
+        "0",
+        "--weight-transfer",
+        "--slots",
+        "1",
+    ]
+    process = subprocess.Popen(command, cwd=folder, env=environ, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr is not None
+        yield process.stderr.readline().split()[2]
+    finally:
+        process.terminate()
+        process.wait(30)
+        assert process.stderr is not None
+        process.stderr.close()
+
+
+def _median(work: Callable[[], object]) -> float:
+    seconds = []
+    for _ in range(ROUNDS + 1):
+        started = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - started)
+    return median(seconds[1:])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    asked = parser.parse_args()
+    figures = weights_figures(quick=asked.quick)
+    show(figures)
+    if asked.json:
+        print(json.dumps({"figures": [figure.as_json() for figure in figures]}))
+    sys.exit(any(figure.holds is False for figure in figures))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,310 @@
+"""A run as spans of OpenTelemetry (the extra ``otel``), by its conventions for generative AI.
+
+    invoke_agent ramify                     the run                      gen_ai.conversation.id = its id
+    └── invoke_agent 0                      a session: the root's, a child's
+        ├── chat gpt-5-mini                 one request of a turn, from sending to reply; also each plain call
+        └── execute_tool python             one cell
+            ├── execute_tool git_log        a tool of the user's
+            ├── chat gpt-5-nano             llm_query
+            └── invoke_agent 0.1            rlm_query
+
+Made from the run's events, like everything else that is shown of it. Texts are left out, unless
+``OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT`` asks for them; of a turn's prompt then what is new in it. Nothing is
+imported here before the program that runs us has set OpenTelemetry up: where it has not, this costs one look-up in a dict.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from ramify.engine.recorder import Listener
+from ramify.types.event import (
+    AnyEvent,
+    Attempted,
+    CallEnded,
+    CallStarted,
+    CellRan,
+    Replied,
+    Requested,
+    RunEnded,
+    RunStarted,
+    ToolAnswered,
+)
+from ramify.types.message import Message, Usage, encodable
+from ramify.types.trajectory import Parent, Stop
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span, Tracer
+
+_API = "opentelemetry.trace"
+_CONTENT = "OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT"
+_PROVIDERS = {
+    "azure": "azure.ai.openai", "bedrock": "aws.bedrock", "gemini": "gcp.gemini", "google": "gcp.gemini",
+    "mistral": "mistral_ai", "vertex_ai": "gcp.vertex_ai", "xai": "x_ai",
+}  # fmt: skip
+"""Our name of a provider -> the conventions', where they differ."""
+_PARAMETERS = ("temperature", "top_p", "top_k", "max_tokens", "seed")
+_PYTHON = "python"
+"""What a cell is called as a tool."""
+
+
+def tracing() -> tuple[Listener, ...]:
+    """A listener for one run or conversation, where this process has a tracer provider that records; else none."""
+    api = sys.modules.get(_API)
+    if api is None:
+        return ()
+    provider = api.get_tracer_provider()
+    if isinstance(provider, (api.ProxyTracerProvider, api.NoOpTracerProvider)):
+        return ()
+    return (Spans(provider.get_tracer("ramify")),)
+
+
+@contextlib.contextmanager
+def continued(headers: Mapping[str, str]) -> Iterator[None]:
+    """Runs that are begun in this block belong to the trace that ``headers`` name (``traceparent``), if they do."""
+    if _API not in sys.modules or "traceparent" not in headers:
+        yield
+        return
+    from opentelemetry import context, propagate
+
+    token = context.attach(propagate.extract(headers))
+    try:
+        yield
+    finally:
+        context.detach(token)
+
+
+class Spans:
+    """Listens to one run, or to the runs of a conversation, one after the other."""
+
+    def __init__(self, tracer: Tracer, content: bool | None = None) -> None:
+        """``content``: whether texts are recorded; by default as the environment says."""
+        given = os.environ.get(_CONTENT, "").lower()
+        self._content = given in ("true", "span_only", "span_and_event") if content is None else content
+        self._tracer = tracer
+        self._zero_ns = 0
+        """Unix time at which the run's clock stood at 0."""
+        self._run: Span | None = None
+        self._id, self._parameters = "", {}  # type: str, dict[str, Any]
+        self._calls: dict[str, CallStarted] = {}
+        self._sessions: dict[str, Span] = {}
+        self._requests: dict[str, Span] = {}
+        """Call -> its request on the wire."""
+        self._cells: dict[tuple[str, int, int], Span] = {}
+        self._latest: dict[str, float] = {}
+        """Call -> when its last reply came or its last cell ended: when the next cell begins."""
+
+    def __call__(self, event: AnyEvent) -> None:
+        match event:
+            case RunStarted():
+                self._begin(event)
+            case CallStarted():
+                self._begin_call(event)
+            case Requested():
+                self._ask(event)
+            case Attempted() if event.call in self._requests:
+                self._requests[event.call].add_event("ramify.attempt_failed", timestamp=self._ns(event.at_s))
+            case Replied():
+                self._answer(event)
+            case ToolAnswered():
+                self._tool(event)
+            case CellRan():
+                self._cell_ended(event)
+            case CallEnded():
+                self._end_call(event)
+            case RunEnded():
+                self._end(event)
+
+    # --- the run and its calls ---------------------------------------------------------------------------------
+
+    def _begin(self, event: RunStarted) -> None:
+        self._zero_ns = int((event.started_at - event.at_s) * 1e9)
+        sampling = event.config.get("sampling") or {}
+        self._id = event.id
+        self._parameters = {
+            f"gen_ai.request.{name}": sampling[name] for name in _PARAMETERS if sampling.get(name) is not None
+        }
+        model = next(iter(event.config.get("model") or ()), "")
+        self._run = self._tracer.start_span(  # below what is current where the run was begun
+            "invoke_agent ramify", start_time=self._ns(event.at_s),
+            attributes={
+                "gen_ai.operation.name": "invoke_agent", "gen_ai.agent.name": "ramify", "gen_ai.conversation.id": event.id,
+                "ramify.run": event.id, **_model(model), **({"ramify.task": event.task} if event.task else {}),
+            },
+        )  # fmt: skip
+        if self._content:
+            self._run.set_attribute("gen_ai.input.messages", _messages([Message("user", event.question)]))
+
+    def _begin_call(self, event: CallStarted) -> None:
+        self._calls[event.id], self._latest[event.id] = event, event.at_s
+        if event.kind != "rlm":
+            return  # its requests say all of it
+        self._sessions[event.id] = self._span(
+            f"invoke_agent {event.id}", self._above(event.parent), event.at_s,
+            {
+                "gen_ai.operation.name": "invoke_agent", "gen_ai.agent.name": "ramify session",
+                "gen_ai.agent.id": event.id, "ramify.depth": event.depth, **_model(event.model),
+            },
+        )  # fmt: skip
+
+    def _end_call(self, event: CallEnded) -> None:
+        if request := self._requests.pop(event.id, None):  # cut off, or failed for good
+            self._close(request, event.at_s, event.stop)
+        for key in [key for key in self._cells if key[0] == event.id]:
+            self._close(self._cells.pop(key), event.at_s, event.stop)
+        if session := self._sessions.pop(event.id, None):
+            self._close(session, event.at_s, event.stop)
+        self._calls.pop(event.id, None)
+        self._latest.pop(event.id, None)
+
+    def _end(self, event: RunEnded) -> None:
+        for id in [*self._calls]:
+            self._end_call(CallEnded(at_s=event.at_s, id=id, stop=event.stop))
+        if self._run is not None:
+            self._run.set_attributes(_usage(event.usage, event.cost))
+            if self._content and event.answer is not None:
+                said = event.answer if isinstance(event.answer, str) else msgspec.json.encode(event.answer).decode()
+                self._run.set_attribute(
+                    "gen_ai.output.messages", _messages([Message("assistant", said)], str(event.stop))
+                )
+            self._close(self._run, event.at_s, event.stop)
+            self._run = None
+
+    # --- requests, cells, tools --------------------------------------------------------------------------------
+
+    def _ask(self, event: Requested) -> None:
+        if event.call in self._requests or event.call not in self._calls:
+            return
+        call = self._calls[event.call]
+        name = _model(call.model)
+        span = self._span(
+            f"chat {name['gen_ai.request.model']}", self._sessions.get(call.id) or self._above(call.parent), event.at_s,
+            {
+                "gen_ai.operation.name": "chat", "gen_ai.conversation.id": self._id, "ramify.call": call.id,
+                "ramify.turn": event.turn + 1, **name, **self._parameters,
+            },
+            is_client=True,
+        )  # fmt: skip
+        if self._content:
+            span.set_attribute("gen_ai.input.messages", _messages(event.prompt))
+        self._requests[call.id] = span
+
+    def _answer(self, event: Replied) -> None:
+        self._latest[event.call] = event.at_s
+        span, reply = self._requests.pop(event.call, None), event.reply
+        if span is None:
+            return
+        span.set_attributes({"gen_ai.response.finish_reasons": [reply.finish], **_usage(reply.usage, reply.cost)})
+        if reply.model:
+            span.set_attribute("gen_ai.response.model", reply.model)
+        if event.cached:
+            span.set_attribute("ramify.from_record", True)
+        if self._content:
+            span.set_attribute("gen_ai.output.messages", _messages([reply.message], reply.finish))
+        self._close(span, event.at_s)
+
+    def _tool(self, event: ToolAnswered) -> None:
+        span = self._span(
+            f"execute_tool {event.name}", self._above(Parent(event.call, event.turn, event.cell)),
+            event.at_s - event.seconds, _tool_attributes(event.name),
+        )  # fmt: skip
+        self._close(span, event.at_s, Stop.ERROR if event.error is not None else None)
+
+    def _cell_ended(self, event: CellRan) -> None:
+        span = self._above(Parent(event.call, event.turn, event.cell))
+        cell = event.result
+        if span is not None:
+            span.set_attribute("ramify.cell.worked_s", cell.seconds)
+            if self._content:
+                shown = "\n".join(filter(None, (cell.stdout, cell.value, cell.error)))
+                span.set_attributes(
+                    {"gen_ai.tool.call.arguments": encodable(cell.code), "gen_ai.tool.call.result": encodable(shown)}
+                )
+            self._close(span, event.at_s, Stop.ERROR if cell.error is not None else None)
+        self._cells.pop((event.call, event.turn, event.cell), None)
+        self._latest[event.call] = event.at_s
+
+    # --- spans -------------------------------------------------------------------------------------------------
+
+    def _above(self, parent: Parent | None) -> Span | None:
+        """The span of the cell that something was done in; begun when that is first heard of."""
+        if parent is None:
+            return self._run
+        key = (parent.call, parent.turn, parent.cell)
+        if key not in self._cells:
+            self._cells[key] = self._span(
+                f"execute_tool {_PYTHON}", self._sessions.get(parent.call), self._latest.get(parent.call, 0.0),
+                {**_tool_attributes(_PYTHON), "gen_ai.tool.call.id": f"{parent.call}/{parent.turn + 1}/{parent.cell + 1}"},
+            )  # fmt: skip
+        return self._cells[key]
+
+    def _span(
+        self, name: str, above: Span | None, at_s: float, attributes: dict[str, Any], is_client: bool = False
+    ) -> Span:
+        from opentelemetry.trace import SpanKind, set_span_in_context
+
+        parent = above or self._run
+        return self._tracer.start_span(
+            name, set_span_in_context(parent) if parent is not None else None,
+            SpanKind.CLIENT if is_client else SpanKind.INTERNAL, attributes, start_time=self._ns(at_s),
+        )  # fmt: skip
+
+    def _close(self, span: Span, at_s: float, stop: Stop | None = None) -> None:
+        """``stop``: why it ended, where that is to be said. A limit is no error."""
+        if stop is not None:
+            span.set_attribute("ramify.stop", str(stop))
+        if stop in (Stop.ERROR, Stop.CANCELLED):
+            from opentelemetry.trace import StatusCode
+
+            span.set_attribute("error.type", str(stop))
+            span.set_status(StatusCode.ERROR)
+        span.end(self._ns(at_s))
+
+    def _ns(self, at_s: float) -> int:
+        return self._zero_ns + int(at_s * 1e9)
+
+
+def _model(name: str) -> dict[str, str]:
+    """``"openai:gpt-5-mini@http://…"`` -> provider and model."""
+    provider, colon, model = name.partition(":")
+    model = model.partition("@http")[0] if colon else provider
+    return {"gen_ai.provider.name": _PROVIDERS.get(provider, provider), "gen_ai.request.model": model}
+
+
+def _usage(usage: Usage, cost: float | None) -> dict[str, Any]:
+    named = {
+        "gen_ai.usage.input_tokens": usage.input_tokens, "gen_ai.usage.output_tokens": usage.output_tokens,
+        "gen_ai.usage.cache_read.input_tokens": usage.cached_tokens,
+        "gen_ai.usage.cache_creation.input_tokens": usage.cache_write_tokens,
+        "gen_ai.usage.reasoning.output_tokens": usage.reasoning_tokens,
+    }  # fmt: skip
+    always = ("gen_ai.usage.input_tokens", "gen_ai.usage.output_tokens")
+    shown: dict[str, Any] = {name: value for name, value in named.items() if value or name in always}
+    return shown if cost is None else {**shown, "ramify.cost": cost}
+
+
+def _tool_attributes(name: str) -> dict[str, str]:
+    return {"gen_ai.operation.name": "execute_tool", "gen_ai.tool.name": name, "gen_ai.tool.type": "function"}
+
+
+def _messages(messages: Sequence[Message], finish: str = "") -> str:
+    """As the conventions write them: ``[{"role": "user", "parts": [{"type": "text", "content": "…"}]}]``."""
+    written = []
+    for message in messages:
+        parts: list[dict[str, Any]] = []
+        if message.reasoning:
+            parts.append({"type": "reasoning", "content": encodable(message.reasoning)})
+        if message.content:
+            parts.append({"type": "text", "content": encodable(message.content)})
+        parts += [
+            {"type": "tool_call", "id": call.id, "name": call.name, "arguments": encodable(call.arguments)}
+            for call in message.tool_calls
+        ]
+        written.append({"role": message.role, "parts": parts, **({"finish_reason": finish} if finish else {})})
+    return msgspec.json.encode(written).decode()

@@ -1,0 +1,452 @@
+"""Engines behind HTTP as one ``InferenceClient``: the same ids, the same numbers, whether they are one or many.
+
+    complete ── gate ── which server ── ids in, ids out ── server gone? the next one ── ended by an update? go on ──▶ Reply
+    update   ── pause all ─ chunks of weights to all ─ end ─ resume all
+
+A tree's calls go to one server, where what they share is computed already; a new tree goes to the one with least to do. A
+reply that an update interrupts is continued from its ids under the new weights, and says which version sampled what. A
+server that no longer answers is dropped, aloud; its trees move. When none is left, whoever asks is told why.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from ramify.clients.base import Price, Request, Sampling
+from ramify.errors import ConfigError, ModelError, ReplyLost, ServerFailed, TrainError, Unreachable
+from ramify.inference.http.api import Conflict
+from ramify.inference.http.process import EngineProcess, ports_for
+from ramify.inference.http.server import Sampled, Server
+from ramify.inference.http.sglang import Sglang
+from ramify.inference.http.spec import InferenceSpec
+from ramify.inference.http.vllm import Ramify, Vllm
+from ramify.inference.prompts import prompt_ids, spoken, too_long
+from ramify.inference.weights.base import Carrier, Source, carrier_class
+from ramify.policy.load import Policy
+from ramify.types.message import Finish, Reply, Usage, VersionSpan
+
+ENGINES: dict[str, Callable[[str, InferenceSpec, str], Server]] = {"ramify": Ramify, "vllm": Vllm, "sglang": Sglang}
+_FINISHES: dict[str, Finish] = {"stop": "stop", "length": "length"}
+_MAX_TREES = 65_536
+_MAX_ABORTS = 64
+"""Updates that one reply may live through."""
+_POLL_S = 0.1
+
+
+class _Lost(Exception):
+    """Servers were dropped in the middle of an update."""
+
+
+class HttpEngines:
+    """Belongs to one event loop. ``start`` comes first."""
+
+    def __init__(self, policy: Policy, spec: InferenceSpec, *, name: str, say: Callable[[str], None] = print) -> None:
+        """``policy`` says what engines must be: its renderer writes the ids. Ports, carrier and spec are checked here,
+        before anything is started; raises ConfigError."""
+        self.name, self.window = name, policy.window
+        self.price: Price | None = Price(0.0, 0.0)
+        self.scaffold = "tiny" if policy.renderer.name == "tiny" else None
+        self.spec = spec
+        self._policy, self._say = policy, say
+        self._dtype = str(policy.dtype).removeprefix("torch.")
+        self._key = os.environ.get(spec.key_variable, "")
+        self._carrier: Carrier = carrier_class(spec.carried_by)(**spec.carrier_options)
+        self._ports = [] if spec.urls else ports_for(spec)
+        self._processes: dict[str, EngineProcess] = {}
+        self._alive: list[Server] = []
+        self._in_flight: dict[str, int] = {}
+        self._trees: OrderedDict[Hashable, Server] = OrderedDict()
+        self._gone: list[str] = []
+        """Why each server that was dropped was."""
+        self._open = asyncio.Event()
+        self._open.set()
+        self._updating = asyncio.Lock()
+        self._version = policy.version
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    @property
+    def engines(self) -> list[OneEngine]:
+        """Each by itself, for checks that every one has to pass."""
+        return [OneEngine(self, server) for server in self._alive]
+
+    # --- from start to end ---------------------------------------------------------------------------------------
+
+    async def start(self, out: Path, save: Callable[[Path], None]) -> None:
+        """Start the servers, or attach to them; check each; open the way for weights. ``save`` writes a checkpoint for
+        those that are started, below ``out``. Raises ConfigError for a server that is not what the policy needs."""
+        try:
+            urls = list(self.spec.urls) or self._launch(out, save)
+            servers = [ENGINES[self.spec.engine](url, self.spec, self._key) for url in urls]
+            self._alive = servers
+            self._in_flight = {server.url: 0 for server in servers}
+            await asyncio.gather(*map(self._wait_until_up, servers))
+            await asyncio.gather(*map(self._check, servers))
+            await self._open_carrier()
+        except BaseException:
+            await self.close()
+            raise
+
+    def _launch(self, out: Path, save: Callable[[Path], None]) -> list[str]:
+        checkpoint = out / "checkpoint"
+        save(checkpoint)
+        for index, port in enumerate(self._ports):
+            log = out / f"server-{index}.log"
+            process = EngineProcess(self.spec, index, port, checkpoint, self._dtype, self.window, log)
+            self._processes[process.url] = process
+        return list(self._processes)
+
+    async def _wait_until_up(self, server: Server) -> None:
+        process = self._processes.get(server.url)
+        deadline = time.monotonic() + (self.spec.start_s if process is not None else self.spec.probe_s)
+        while True:
+            try:
+                return await server.healthy()
+            except ModelError as error:
+                if process is not None and process.ended is not None:
+                    raise ConfigError(
+                        f"the engine at {server.url} ended with status {process.ended} before it answered; its log "
+                        f"{process.log} ends: {process.said()}"
+                    ) from None
+                if time.monotonic() > deadline:
+                    raise ConfigError(
+                        f"no engine answers: {error}; is the server up, and inference.engine right?"
+                    ) from None
+            await asyncio.sleep(_POLL_S)
+
+    async def _check(self, server: Server) -> None:
+        try:
+            facts = await server.facts()
+            vocabulary = self._policy.config.vocab_size
+            fits = facts.vocabulary == vocabulary
+            if facts.vocabulary is None:
+                fits = await server.takes_id(vocabulary - 1) and not await server.takes_id(vocabulary)
+        except ModelError as error:
+            raise ConfigError(f"the engine does not speak the protocol of '{self.spec.engine}': {error}") from None
+        if not fits:
+            raise ConfigError(
+                f"the engine at {server.url} has another vocabulary ({facts.vocabulary or 'found by asking'}) than the policy "
+                f"({vocabulary}): serve the policy's own checkpoint"
+            )
+        if facts.dtype and facts.dtype != self._dtype:
+            raise ConfigError(
+                f"the engine at {server.url} computes in {facts.dtype} and the policy in {self._dtype}: serve it with --dtype "
+                f"{self._dtype}, or set policy.dtype={facts.dtype}"
+            )
+        if facts.window is not None and facts.window < self.window:
+            raise ConfigError(
+                f"the engine at {server.url} has a window of {facts.window} tokens and the policy one of {self.window}: serve "
+                "it with the policy's (--max-model-len)"
+            )
+        if facts.logprobs_mode not in ("", "processed_logprobs"):
+            raise ConfigError(
+                f"the engine at {server.url} returns {facts.logprobs_mode}, which are not those that were drawn from: start it "
+                "with --logprobs-mode processed_logprobs"
+            )
+
+    async def close(self) -> None:
+        """Free the carrier and end what was started here. Idempotent."""
+        servers, self._alive = self._alive, []
+        self._carrier.close()
+        for server in servers:
+            await server.close()
+        processes, self._processes = list(self._processes.values()), {}
+        await asyncio.gather(*(asyncio.to_thread(process.close) for process in processes))
+
+    # --- replies -------------------------------------------------------------------------------------------------
+
+    async def complete(self, request: Request) -> Reply:
+        """One reply. Raises Refused where the prompt does not fit, ServerFailed where no engine is left."""
+        return await self.complete_at(request, None)
+
+    async def complete_at(self, request: Request, only: Server | None) -> Reply:
+        """As ``complete``, by one server."""
+        started = time.perf_counter()
+        sampling = self._with_defaults(request.sampling)
+        ids = prompt_ids(self._policy.renderer, request)
+        if len(ids) >= self.window:
+            raise too_long(self.name, self.window, request, len(ids))
+        so_far = _SoFar(ids, min(sampling.max_tokens, self.window - len(ids)))
+        for _ in range(_MAX_ABORTS):
+            version, part = await self._sampled(so_far, sampling, request, only)
+            so_far.add(part, version)
+            if part.end != "abort" or so_far.left < 1:
+                break
+        return self._reply(so_far, request, time.perf_counter() - started)
+
+    async def _sampled(
+        self, so_far: _SoFar, sampling: Sampling, request: Request, only: Server | None
+    ) -> tuple[int, Sampled]:
+        """(the version that was asked, what it sampled), by the first server that answers."""
+        tree = _tree(request)
+        asked = msgspec.structs.replace(sampling, max_tokens=so_far.left)
+        while True:
+            await self._open.wait()
+            server, version = only or self._pick(tree), self._version
+            self._in_flight[server.url] += 1
+            try:
+                stop_ids = self._policy.renderer.stop_ids
+                return version, await server.sample(so_far.ids, asked, stop_ids, request.affinity)
+            except (Unreachable, ReplyLost, ServerFailed) as error:
+                if not await self._is_gone(server, error) or only is not None:
+                    raise
+            finally:
+                self._in_flight[server.url] -= 1
+
+    def _pick(self, tree: Hashable) -> Server:
+        """The server that the tree began at; for a new one that with least to do, of equals the one with fewest trees."""
+        if not self._alive:
+            raise self._none_left()
+        server = self._trees.get(tree)
+        if server is None or server not in self._alive:
+            load = dict.fromkeys((each.url for each in self._alive), 0)
+            for each in self._trees.values():
+                if each.url in load:
+                    load[each.url] += 1
+            server = min(self._alive, key=lambda each: (self._in_flight[each.url], load[each.url]))
+        self._trees[tree] = server
+        self._trees.move_to_end(tree)
+        while len(self._trees) > _MAX_TREES:
+            self._trees.popitem(last=False)
+        return server
+
+    def _with_defaults(self, sampling: Sampling) -> Sampling:
+        if sampling.extra:
+            raise ConfigError(
+                f"{self.name}: no field {', '.join(sorted(sampling.extra))} here: leave sampling.extra out"
+            )
+        default = self._policy.defaults
+        if sampling.temperature is None:
+            drawn = {"temperature": default.temperature, "top_p": default.top_p, "top_k": default.top_k}
+            return msgspec.structs.replace(sampling, **drawn)
+        return sampling
+
+    def _reply(self, so_far: _SoFar, request: Request, seconds: float) -> Reply:
+        message = spoken(self._policy.renderer, so_far.sampled, request.sampling.stop)
+        return Reply(
+            message=message,
+            usage=Usage(
+                len(so_far.ids) - len(so_far.sampled), len(so_far.sampled), cached_tokens=so_far.cached, calls=1
+            ),
+            finish="tool_calls" if message.tool_calls else _FINISHES.get(so_far.end, "other"),
+            model=self._policy.name,
+            seconds=seconds,
+            prompt_ids=tuple(so_far.ids[: len(so_far.ids) - len(so_far.sampled)]),
+            token_ids=tuple(so_far.sampled),
+            logprobs=tuple(so_far.logprobs),
+            versions=tuple(so_far.versions),
+            kept=tuple(so_far.kept) if len(so_far.kept) == len(so_far.sampled) and so_far.kept else None,
+        )
+
+    async def logprobs(self, ids: Sequence[int]) -> list[float]:
+        return await self._pick("logprobs").score(ids)
+
+    async def fingerprint(self) -> str | None:
+        """Of all servers; raises TrainError where they are not the same."""
+        found = dict(zip(self._alive, await asyncio.gather(*(each.fingerprint() for each in self._alive)), strict=True))
+        if len(set(found.values())) > 1:
+            told = ", ".join(f"{server.url}: {value}" for server, value in found.items())
+            raise TrainError(f"the engines have different weights ({told}): the weight sync failed")
+        return next(iter(found.values()), None)
+
+    async def sleep(self) -> None:
+        """Let the engines give their memory back, for a trainer on the same device."""
+        await self._all(lambda server: server.sleep())
+
+    async def wake(self) -> None:
+        await self._all(lambda server: server.wake())
+
+    # --- servers that go -----------------------------------------------------------------------------------------
+
+    async def _is_gone(self, server: Server, error: Exception) -> bool:
+        """Whether ``server``, at which ``error`` was met, does not answer any more; it is dropped then, and that is said."""
+        if server not in self._alive:
+            return True
+        process = self._processes.get(server.url)
+        try:
+            if process is None or process.ended is None:
+                await server.healthy()
+                return False
+        except ModelError:
+            pass
+        if server in self._alive:  # another request may have found out meanwhile
+            self._alive.remove(server)
+            ended = (
+                f", and ended with status {process.ended}: {process.said()}"
+                if process and process.ended is not None
+                else ""
+            )
+            self._gone.append(f"{server.url} does not answer any more; it was asked {error}{ended}")
+            left = (
+                f"goes on with {len(self._alive)} of {len(self._in_flight)} engines"
+                if self._alive
+                else "no engine is left"
+            )
+            self._say(f"{self._gone[-1]}; {left}")
+            await server.close()
+        return True
+
+    def _none_left(self) -> ServerFailed:
+        error = ServerFailed(f"{self.name}: no engine is left: {'; '.join(self._gone) or 'none was started'}")
+        error.transient = False
+        return error
+
+    async def _all(self, act: Callable[[Server], Awaitable[None]]) -> None:
+        """``act`` at every server. Raises what one refuses; _Lost where some went."""
+        servers = list(self._alive)
+        results = await asyncio.gather(*map(act, servers), return_exceptions=True)
+        failed = [
+            (server, each) for server, each in zip(servers, results, strict=True) if isinstance(each, BaseException)
+        ]
+        lost = False
+        for server, error in failed:
+            gone = (Unreachable, ReplyLost, ServerFailed)
+            if not isinstance(error, gone) or not await self._is_gone(server, error):
+                raise error
+            lost = True
+        if not self._alive:
+            raise TrainError(f"weights cannot be given to anybody: {'; '.join(self._gone)}")
+        if lost:
+            raise _Lost
+
+    # --- weights -------------------------------------------------------------------------------------------------
+
+    async def update(self, weights: object, version: int) -> None:
+        """From now on ``weights``, the sources of all tensors, answer as ``version`` at every server. Raises TrainError
+        with the last good version where a server does not take them."""
+        assert isinstance(weights, list)
+        async with self._updating:
+            try:
+                await self._sent(weights, version)
+                self._version = version
+            except (ModelError, ConfigError, OSError, RuntimeError) as error:
+                raise TrainError(
+                    f"the engines did not take version {version} of the weights: {error}; the last good one is version "
+                    f"{self._version}"
+                ) from error
+            finally:
+                self._open.set()
+
+    async def _sent(self, sources: list[Source], version: int) -> None:
+        whole = False
+        for _ in range(2 + len(self._alive)):
+            try:
+                return await self._send(sources, version, whole)
+            except _Lost:
+                await self._reopen()
+            except Conflict as error:
+                if whole:
+                    raise
+                self._say(f"{error}: all weights are sent")
+            whole = True
+        raise TrainError(f"version {version} of the weights was not taken: {'; '.join(self._gone)}")
+
+    async def _send(self, sources: list[Source], version: int, whole: bool) -> None:
+        chunks = iter(self._carrier.chunks(sources, version, whole=whole))
+        chunk = await asyncio.to_thread(next, chunks, None)  # engines go on meanwhile: finding differences takes time
+        self._open.clear()
+        await self._all(lambda server: server.pause())
+        await self._all(lambda server: server.begin_update())
+        while chunk is not None:
+            info = chunk.info
+            told = asyncio.ensure_future(self._all(lambda server, info=info: server.update(info, version)))  # type: ignore[misc]
+            try:
+                if chunk.send is not None:
+                    await self._broadcast(chunk.send, told)
+                chunk = await asyncio.to_thread(next, chunks, None)  # written while the engines read the one before
+            finally:
+                await told
+        await self._all(lambda server: server.end_update(version))
+        await self._all(lambda server: server.resume())
+
+    async def _broadcast(self, send: Callable[[], None], told: asyncio.Future[None]) -> None:
+        try:
+            await asyncio.to_thread(send)
+        except RuntimeError:
+            await told  # says who is gone, or what was refused
+            raise
+
+    async def _open_carrier(self) -> None:
+        infos = self._carrier.open(len(self._alive))
+        servers = list(zip(self._alive, infos, strict=True))
+        joined = asyncio.ensure_future(asyncio.to_thread(self._carrier.join))
+        try:
+            await asyncio.gather(*(server.open_weights(info) for server, info in servers))
+        except ModelError as error:
+            raise ConfigError(f"an engine cannot be given weights by '{self.spec.carried_by}': {error}") from None
+        finally:
+            with contextlib.suppress(RuntimeError):
+                await joined
+
+    async def _reopen(self) -> None:
+        """Another group, of those that are left."""
+        self._carrier.close()
+        await self._open_carrier()
+
+
+class OneEngine:
+    """One server of several, as far as a check needs it."""
+
+    def __init__(self, engines: HttpEngines, server: Server) -> None:
+        self._engines, self._server = engines, server
+        self.name = server.url
+
+    async def complete(self, request: Request) -> Reply:
+        return await self._engines.complete_at(request, self._server)
+
+    async def fingerprint(self) -> str | None:
+        return await self._server.fingerprint()
+
+    async def logprobs(self, ids: Sequence[int]) -> list[float]:
+        return await self._server.score(ids)
+
+
+class _SoFar:
+    """A reply as far as it is."""
+
+    def __init__(self, prompt: Iterable[int], left: int) -> None:
+        self.ids = list(prompt)
+        """Given, then sampled."""
+        self.left = left
+        """Tokens that may still come."""
+        self.sampled: list[int] = []
+        self.logprobs: list[float] = []
+        self.kept: list[tuple[int, ...]] = []
+        self.versions: list[VersionSpan] = []
+        self.cached = 0
+        self.end = ""
+
+    def add(self, part: Sampled, version: int) -> None:
+        begin = len(self.sampled)
+        self.cached = self.cached if self.sampled else part.cached
+        self.ids += part.ids
+        self.sampled += part.ids
+        self.logprobs += part.logprobs
+        self.kept += part.kept or ()
+        self.left -= len(part.ids)
+        self.end = part.end
+        spans = part.versions if part.versions is not None else (VersionSpan(0, len(part.ids), version),)
+        for span in spans:
+            start, end = begin + span.start, begin + span.end
+            last = self.versions[-1] if self.versions else None
+            if last is not None and last.version == span.version:
+                self.versions[-1] = VersionSpan(last.start, end, span.version)
+            elif end > start or not self.versions:
+                self.versions.append(VersionSpan(start, end, span.version))
+
+
+def _tree(request: Request) -> Hashable:
+    """What all calls of one tree have in common: the seed of a rollout; else how its call's conversation begins."""
+    if request.sampling.seed is not None:
+        return request.sampling.seed
+    return request.messages[0].content if request.messages else request.affinity

@@ -1,0 +1,115 @@
+"""The one file that is loaded inside vLLM: a weight transfer engine named ``ramify``, which takes what our carriers bring.
+
+    PYTHONPATH=…/inference/http/inside vllm serve MODEL --worker-extension-cls ramify_in_vllm.Carried \\
+        --weight-transfer-config '{"backend": "ramify"}'
+
+Its folder holds nothing else, so that nothing else of ours is put before vLLM's own packages; the package beside it is found
+by path. Tensors come under a checkpoint's names and are loaded as a checkpoint is, layer by layer, so that what vLLM made of
+the weights when it started (fused, packed, tied) is made again. Written for vLLM 0.32.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+PACKAGE = Path(__file__).resolve().parents[3]
+
+
+def _find_ramify() -> None:
+    """Make ``import ramify`` find the package that this file belongs to, without its neighbours."""
+    if "ramify" in sys.modules or importlib.util.find_spec("ramify") is not None:
+        return
+    spec = importlib.util.spec_from_file_location(
+        "ramify", PACKAGE / "__init__.py", submodule_search_locations=[str(PACKAGE)]
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    sys.modules["ramify"] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+
+
+@dataclasses.dataclass
+class CarriedInit(WeightTransferInitInfo):  # type: ignore[misc]
+    info: dict[str, Any]
+
+
+@dataclasses.dataclass
+class CarriedUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
+    info: dict[str, Any]
+
+
+class CarriedEngine(WeightTransferEngine[CarriedInit, CarriedUpdate]):  # type: ignore[misc]
+    """What vLLM's worker drives."""
+
+    init_info_cls = CarriedInit
+    update_info_cls = CarriedUpdate
+    supports_draft_weight_update = False
+
+    def parse_init_info(self, init_dict: dict[str, Any]) -> CarriedInit:
+        return CarriedInit(init_dict)
+
+    def parse_update_info(self, update_dict: dict[str, Any]) -> CarriedUpdate:
+        return CarriedUpdate(update_dict)
+
+    def init_transfer_engine(self, init_info: CarriedInit) -> None:
+        _find_ramify()
+        from ramify.inference.weights.base import carrier_class
+
+        self.shutdown()
+        self._receiver = carrier_class(str(init_info.info["carrier"])).receiver(init_info.info)
+
+    def start_weight_update(self) -> None:
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.receive_weights(self.parse_update_info(update_info))
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+    def receive_weights(self, update_info: CarriedUpdate) -> None:
+        def whole() -> Any:
+            for name, tensor, places in self._receiver.take(update_info.info):
+                if places is not None:
+                    raise ValueError("vLLM takes whole tensors: set carrier_options.places=false")
+                # A layer is loaded when all of it is there, which may be after the carrier used its memory again.
+                yield name, tensor.to(self.device, copy=True)
+
+        self.model.load_weights(whole())
+
+    def finish_weight_update(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+        if self.device.type == "cpu":
+            _pack_again(self.model)
+        self._receiver.finished("")
+
+    def shutdown(self) -> None:
+        receiver, self._receiver = getattr(self, "_receiver", None), None
+        if receiver is not None:
+            receiver.close()
+
+
+def _pack_again(model: torch.nn.Module) -> None:
+    """On a CPU vLLM keeps a packed copy of an output matrix beside the embeddings that it is tied to, and reloading does
+    not renew it: the copy goes on answering for the old weights."""
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        if hasattr(module, "cpu_linear") and weight is not None and weight.numel():
+            dispatch_cpu_unquantized_gemm(module, remove_weight=False)
+
+
+class Carried:
+    """Mixed into vLLM's worker, so that its processes import this file; adds nothing."""
+
+
+WeightTransferEngineFactory.register_engine("ramify", CarriedEngine)

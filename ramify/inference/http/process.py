@@ -1,0 +1,128 @@
+"""Engines as processes of this run: which command starts one, on which port, and what is said where it does not come up.
+
+Started in sessions of their own, so that what they start themselves ends with them; the kernel ends them where the trainer
+was killed. Their output goes to a file, whose last lines are quoted where they fail.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from ramify.errors import ConfigError
+from ramify.inference.http.spec import InferenceSpec
+
+INSIDE = Path(__file__).parent / "inside"
+"""The folder of the one file that is loaded inside vLLM."""
+_HOST = "127.0.0.1"
+_END_S = 10.0
+_QUOTED = 600
+"""Characters of a log in an error."""
+_DIE_WITH_PARENT = 1
+"""PR_SET_PDEATHSIG"""
+
+
+class EngineProcess:
+    """One engine that was started here."""
+
+    def __init__(
+        self, spec: InferenceSpec, index: int, port: int, checkpoint: Path, dtype: str, window: int, log: Path
+    ) -> None:
+        """Raises ConfigError where the command is not there."""
+        self.url, self.log = f"http://{_HOST}:{port}", log
+        command = _command(spec, checkpoint, port, dtype, window)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+        def follow() -> None:
+            if libc is not None:
+                libc.prctl(_DIE_WITH_PARENT, signal.SIGTERM)
+
+        try:
+            with log.open("wb") as out:
+                self._process = subprocess.Popen(
+                    command, env=_environment(spec, index), stdin=subprocess.DEVNULL, stdout=out, stderr=out,
+                    start_new_session=True, preexec_fn=follow,
+                )  # fmt: skip
+        except OSError as error:
+            raise ConfigError(
+                f"an engine cannot be started: {command[0]}: {error.strerror}; give inference.command, or install {spec.engine}"
+            ) from None
+
+    @property
+    def ended(self) -> int | None:
+        """Its exit status; None while it runs."""
+        return self._process.poll()
+
+    def said(self) -> str:
+        """The end of its log, on one line."""
+        with contextlib.suppress(OSError):
+            text = self.log.read_text(errors="replace")[-_QUOTED:]
+            return " | ".join(line.strip() for line in text.splitlines() if line.strip())
+        return ""
+
+    def close(self) -> None:
+        """End it and what it started. Idempotent."""
+        for kind in (signal.SIGTERM, signal.SIGKILL):
+            if self._process.poll() is not None:
+                break
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, kind)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_END_S)
+
+
+def ports_for(spec: InferenceSpec) -> list[int]:
+    """A port for each server that is to be started. Raises ConfigError for one that is in use."""
+    with contextlib.ExitStack() as held:
+        taken = []
+        for wanted in spec.ports or (0,) * spec.num:
+            holder = held.enter_context(socket.socket())
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                holder.bind((_HOST, wanted))
+            except OSError as error:
+                raise ConfigError(
+                    f"inference.ports: an engine cannot listen on {_HOST}:{wanted} ({error.strerror}): choose another "
+                    "port, leave ports out for free ones, or give urls to use what runs there"
+                ) from None
+            taken.append(holder.getsockname()[1])
+        return taken
+
+
+def _command(spec: InferenceSpec, checkpoint: Path, port: int, dtype: str, window: int) -> list[str]:
+    folder, at = str(checkpoint), ["--host", _HOST, "--port", str(port), "--dtype", dtype]
+    if spec.engine == "ramify":
+        begin = list(spec.command) or [sys.executable, "-m", "ramify", "serve-policy"]
+        own = [*at, "--weight-transfer"]
+        if ":" in spec.carried_by:
+            own += ["--carrier", spec.carried_by]
+        return [*begin, folder, *own, *spec.args]
+    if spec.engine == "vllm":
+        begin = list(spec.command) or ["vllm", "serve"]
+        own = [
+            *at, "--max-model-len", str(window), "--logprobs-mode", "processed_logprobs",
+            "--worker-extension-cls", "ramify_in_vllm.Carried", "--weight-transfer-config", '{"backend": "ramify"}',
+        ]  # fmt: skip
+        return [*begin, folder, *own, *spec.args]
+    begin = list(spec.command) or [sys.executable, "-m", "sglang.launch_server"]
+    return [*begin, "--model-path", folder, *at, "--context-length", str(window), *spec.args]
+
+
+def _environment(spec: InferenceSpec, index: int) -> dict[str, str]:
+    environ = dict(os.environ)
+    if spec.gpus:
+        environ["CUDA_VISIBLE_DEVICES"] = spec.gpus[index]
+    if spec.engine == "vllm":
+        inherited = [environ["PYTHONPATH"]] if environ.get("PYTHONPATH") else []
+        environ |= {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": os.pathsep.join([str(INSIDE), *inherited])}
+    key = environ.get(spec.key_variable)
+    if key:
+        environ |= {"RAMIFY_SERVE_KEY": key, "VLLM_API_KEY": key}
+    return environ

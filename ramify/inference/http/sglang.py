@@ -1,0 +1,127 @@
+"""SGLang behind HTTP.
+
+    ids       POST /generate with input_ids, return_logprob; logprob_start_len 0 to score
+    weights   POST /pause_generation ─ /update_weights_from_disk ─ /flush_cache ─ /continue_generation
+    memory    POST /release_memory_occupation ─ /resume_memory_occupation
+
+Its log-probabilities are those at the temperature that was asked for, before top-p and top-k cut. Files carry the weights:
+its other routes (tensor, distributed) take pickles or need a GPU.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+from ramify.clients.base import Sampling
+from ramify.errors import BadReply, ConfigError, Refused
+from ramify.inference.base import PROTOCOL
+from ramify.inference.http.api import Api
+from ramify.inference.http.server import Facts, Sampled
+from ramify.inference.http.spec import InferenceSpec, check_version
+
+
+class Sglang:
+    """Implements ``Server``."""
+
+    updates_in_place = False
+
+    def __init__(self, url: str, spec: InferenceSpec, key: str = "") -> None:
+        self._api = Api(url, key)
+        self.url = self._api.url
+        self._spec = spec
+
+    async def facts(self) -> Facts:
+        about = await self._api.get("/server_info", 4 * self._spec.probe_s)
+        version = str(about.get("version", ""))
+        if "ramify_protocol" not in about:
+            check_version("sglang", self.url, version)
+        elif about["ramify_protocol"] != PROTOCOL:
+            raise ConfigError(f"{self.url} speaks protocol {about['ramify_protocol']}, and this is protocol {PROTOCOL}")
+        window = about.get("max_model_len") or about.get("context_length") or about.get("max_req_input_len")
+        dtype = str(about.get("dtype", "")).removeprefix("torch.")
+        return Facts(version, window, "" if dtype == "auto" else dtype, about.get("vocab_size"), "processed_logprobs")
+
+    async def healthy(self) -> None:
+        await self._api.get("/health", self._spec.probe_s)
+
+    async def sample(self, ids: Sequence[int], sampling: Sampling, stop_ids: Sequence[int], affinity: str) -> Sampled:
+        params: dict[str, Any] = {
+            "max_new_tokens": sampling.max_tokens, "stop_token_ids": list(stop_ids), "top_k": sampling.top_k or -1,
+            "temperature": 1.0 if sampling.temperature is None else sampling.temperature,
+            "top_p": 1.0 if sampling.top_p is None else sampling.top_p,
+        }  # fmt: skip
+        if sampling.stop:
+            params["stop"] = list(sampling.stop)
+        if sampling.seed is not None:
+            digest = hashlib.blake2b(f"{sampling.seed}|{affinity}|{len(ids)}".encode(), digest_size=4).digest()
+            params["sampling_seed"] = int.from_bytes(digest) >> 1
+        answer = await self._generate({"input_ids": list(ids), "sampling_params": params, "return_logprob": True})
+        try:
+            about = answer["meta_info"]
+            told = about["output_token_logprobs"]
+            return Sampled(
+                tuple(int(id) for _, id, *_ in told), tuple(float(logprob) for logprob, *_ in told),
+                str((about["finish_reason"] or {}).get("type")), int(about.get("cached_tokens") or 0), None, None,
+            )  # fmt: skip
+        except (KeyError, TypeError, ValueError) as error:
+            raise self._bad(error) from None
+
+    async def score(self, ids: Sequence[int]) -> list[float]:
+        params = {"max_new_tokens": 1, "temperature": 1.0}
+        asked = {"input_ids": list(ids), "sampling_params": params, "return_logprob": True, "logprob_start_len": 0}
+        answer = await self._generate(asked)
+        try:
+            return [float(logprob) for logprob, *_ in answer["meta_info"]["input_token_logprobs"][1:]]
+        except (KeyError, TypeError, ValueError) as error:
+            raise self._bad(error) from None
+
+    async def takes_id(self, id: int) -> bool:
+        try:
+            await self._generate({"input_ids": [id], "sampling_params": {"max_new_tokens": 1}})
+        except Refused:
+            return False
+        return True
+
+    async def fingerprint(self) -> str | None:
+        return None
+
+    async def pause(self) -> None:
+        await self._post("/pause_generation", {"mode": "abort"})
+
+    async def resume(self) -> None:
+        await self._post("/continue_generation", {})
+
+    async def open_weights(self, info: dict[str, Any]) -> None:
+        """It is told the folder with each update."""
+
+    async def begin_update(self) -> None:
+        """One route does it all."""
+
+    async def update(self, info: dict[str, Any], version: int) -> None:
+        asked = {"model_path": info["path"], "weight_version": str(version), "flush_cache": True}
+        answer = await self._post("/update_weights_from_disk", asked)
+        if not answer.get("success", True):
+            raise BadReply(f"POST {self.url}/update_weights_from_disk: {answer.get('message')}")
+
+    async def end_update(self, version: int) -> None:
+        await self._post("/flush_cache", {})
+
+    async def sleep(self) -> None:
+        await self._post("/release_memory_occupation", {})
+
+    async def wake(self) -> None:
+        await self._post("/resume_memory_occupation", {})
+
+    async def close(self) -> None:
+        await self._api.close()
+
+    async def _generate(self, asked: dict[str, Any]) -> dict[str, Any]:
+        return await self._api.post("/generate", asked, self._spec.request_s)
+
+    async def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        return await self._api.post(path, body, self._spec.update_s)
+
+    def _bad(self, error: Exception) -> BadReply:
+        return BadReply(f"POST {self.url}/generate: no ids and log-probabilities in the answer: {error!r}")

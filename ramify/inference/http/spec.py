@@ -1,0 +1,105 @@
+"""Which engines behind HTTP a run samples from, as plain data: the part ``inference`` of a recipe.
+
+    InferenceSpec()                                             one `ramify serve-policy` is started, on a free port
+    InferenceSpec(engine="vllm", num=2, gpus=("0", "1"))        two servers of vLLM
+    InferenceSpec(engine="sglang", urls=("http://n1:30000",))   one that runs already
+
+Protocols that are spoken, with the versions that they were written for:
+
+    ramify     PROTOCOL of ``inference/base.py``, both sides the same
+    vllm       0.29 to 0.32: weight transfer in four phases (init, start, update, finish), RL routes, ids in and out
+    sglang     0.5.x from 0.5.23: update_weights_from_disk, pause_generation with modes, weight_version
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from ramify.errors import ConfigError
+
+VERSIONS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+    "vllm": ((0, 29), (0, 33)),
+    "sglang": ((0, 5, 23), (0, 6)),
+}
+"""Engine -> (the first version whose protocol this is, the first that nobody has looked at)."""
+KEY_VARIABLE = "RAMIFY_ENGINE_KEY"
+
+
+class InferenceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Engines in processes of their own."""
+
+    engine: Literal["ramify", "vllm", "sglang"] = "ramify"
+    urls: tuple[str, ...] = ()
+    """Of servers that run already, without /v1; empty: they are started, and ended with the run."""
+    num: int = 1
+    """Servers to start."""
+    ports: tuple[int, ...] = ()
+    """For those that are started, one each; empty: free ones."""
+    gpus: tuple[str, ...] = ()
+    """CUDA_VISIBLE_DEVICES of each that is started; empty: as it is."""
+    command: tuple[str, ...] = ()
+    """What starts one; empty: `ramify serve-policy`, `vllm serve` or `python -m sglang.launch_server`. Folder, port and the
+    options that the protocol needs are added."""
+    args: tuple[str, ...] = ()
+    """Further options of it."""
+    carrier: str = ""
+    """How weights get there: of ``inference.weights.base.CARRIERS``, or module:Class; empty: shared memory, for SGLang
+    files."""
+    carrier_options: dict[str, str | int | float | bool] = {}
+    key_variable: str = KEY_VARIABLE
+    """Environment variable with the key that servers ask for; none is sent where it is not set."""
+    start_s: float = 600.0
+    """How long a server may take to answer after it was started."""
+    request_s: float = 600.0
+    """How long a reply may take."""
+    update_s: float = 300.0
+    """How long one step of a weight update may take."""
+    probe_s: float = 5.0
+    """How long a server may take to say that it is alive."""
+    tolerance: float = 0.0
+    """Most that log-probabilities of engine and trainer may differ by in the canary; 0: 1e-5 for `ramify`, 1e-3 for others
+    in fp32, 0.1 in lower precision."""
+
+    def __post_init__(self) -> None:
+        if self.num < 1:
+            raise ConfigError(f"inference: num={self.num} must be at least 1")
+        if min(self.start_s, self.request_s, self.update_s, self.probe_s) <= 0 or self.tolerance < 0:
+            raise ConfigError(
+                "inference: start_s, request_s, update_s and probe_s must be positive, tolerance not negative"
+            )
+        for name, given in (("ports", self.ports), ("gpus", self.gpus)):
+            if given and len(given) != self.num:
+                raise ConfigError(
+                    f"inference.{name} has {len(given)} entries for {self.num} servers: give one for each"
+                )
+        if len(set(self.ports)) != len(self.ports):
+            raise ConfigError(f"inference.ports={self.ports}: each server needs one of its own")
+        bad = next((url for url in self.urls if not url.startswith(("http://", "https://"))), None)
+        if bad is not None:
+            raise ConfigError(f"inference.urls: '{bad}' is no address; write http://HOST:PORT")
+        if self.urls and (self.ports or self.command or self.args or self.gpus or self.num != 1):
+            raise ConfigError("inference: with urls nothing is started: leave num, ports, gpus, command and args out")
+        if self.engine == "sglang" and self.carrier not in ("", "file"):
+            raise ConfigError(f"inference.carrier={self.carrier}: SGLang takes weights from files: use 'file'")
+        if self.engine == "vllm" and self.carrier == "delta" and self.carrier_options.get("places", True):
+            raise ConfigError(
+                "inference: vLLM takes whole tensors: set carrier_options.places=false for the carrier 'delta'"
+            )
+
+    @property
+    def carried_by(self) -> str:
+        return self.carrier or ("file" if self.engine == "sglang" else "shared")
+
+
+def check_version(engine: str, where: str, version: str) -> None:
+    """Raises ConfigError for a version whose protocol is another one."""
+    first, beyond = VERSIONS[engine]
+    found = tuple(int(part) for part in version.split("+")[0].split(".")[:3] if part.isdigit())
+    if not found or found < first or found >= beyond:
+        low, high = (".".join(map(str, each)) for each in (first, beyond))
+        raise ConfigError(
+            f"{where} is {engine} {version or 'of no version'}, and its protocol is known from {low} to before {high}: run one "
+            "of those there"
+        )

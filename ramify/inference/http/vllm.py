@@ -1,0 +1,210 @@
+"""vLLM behind HTTP, and `ramify serve-policy`, which has the same routes and says more.
+
+    ids       POST /v1/completions with ids as the prompt, return_token_ids, logprobs 0, prompt_logprobs to score
+    weights   POST /pause ─ /start_weight_update ─ /update_weights … ─ /finish_weight_update ─ /reset_prefix_cache ─ /resume
+    memory    POST /sleep ─ /wake_up
+
+vLLM needs VLLM_SERVER_DEV_MODE=1, ``--logprobs-mode processed_logprobs``, and for the carriers of this package the one file
+that is loaded inside it (``inside/ramify_in_vllm.py``). What starts it gives all of them (``process.py``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+from ramify.clients.base import Sampling
+from ramify.errors import BadReply, ConfigError, Refused
+from ramify.inference.base import PROTOCOL
+from ramify.inference.http.api import Api
+from ramify.inference.http.server import Facts, Sampled
+from ramify.inference.http.spec import InferenceSpec, check_version
+from ramify.types.message import VersionSpan
+
+_ROUTES = (
+    "/pause", "/resume", "/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update",
+    "/reset_prefix_cache", "/v1/completions",
+)  # fmt: skip
+
+
+class Vllm:
+    """Implements ``Server``."""
+
+    updates_in_place = False
+
+    def __init__(self, url: str, spec: InferenceSpec, key: str = "") -> None:
+        self._api = Api(url, key)
+        self.url = self._api.url
+        self._spec = spec
+        self._model = ""
+
+    async def facts(self) -> Facts:
+        wait_s = self._spec.probe_s
+        about = await self._api.get("/version", wait_s)
+        version = str(about.get("version", ""))
+        if "ramify_protocol" in about:
+            self._check_ramify(about)
+        else:
+            check_version("vllm", self.url, version)
+            await self._check_routes()
+        models = (await self._api.get("/v1/models", wait_s)).get("data") or [{}]
+        self._model = str(models[0].get("id", ""))
+        return Facts(version, models[0].get("max_model_len"), *await self._about_model(about))
+
+    async def healthy(self) -> None:
+        await self._api.get("/health", self._spec.probe_s)
+
+    async def sample(self, ids: Sequence[int], sampling: Sampling, stop_ids: Sequence[int], affinity: str) -> Sampled:
+        body: dict[str, Any] = {
+            "model": self._model, "prompt": list(ids), "max_tokens": sampling.max_tokens, "logprobs": 0,
+            "return_token_ids": True, "stop_token_ids": list(stop_ids), "temperature": _or(sampling.temperature, 1.0),
+            "top_p": _or(sampling.top_p, 1.0), "top_k": sampling.top_k or 0, **self._drawing(sampling, affinity, len(ids)),
+        }  # fmt: skip
+        if sampling.stop:
+            body["stop"] = list(sampling.stop)
+        answer = await self._api.post("/v1/completions", body, self._spec.request_s)
+        try:
+            return _sampled(answer, ids)
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise BadReply(
+                f"POST {self.url}/v1/completions: no ids and log-probabilities in the answer: {error!r}"
+            ) from None
+
+    async def score(self, ids: Sequence[int]) -> list[float]:
+        body = {"model": self._model, "prompt": list(ids), "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
+        answer = await self._api.post("/v1/completions", body, self._spec.request_s)
+        try:
+            told = answer["choices"][0]["prompt_logprobs"]
+            return [float(each[str(id)]["logprob"]) for id, each in zip(ids[1:], told[1:], strict=True)]
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise BadReply(f"POST {self.url}/v1/completions: no prompt_logprobs in the answer: {error!r}") from None
+
+    async def fingerprint(self) -> str | None:
+        return None
+
+    async def pause(self) -> None:
+        await self._post("/pause?mode=abort")
+
+    async def resume(self) -> None:
+        await self._post("/resume")
+
+    async def open_weights(self, info: dict[str, Any]) -> None:
+        await self._post("/init_weight_transfer_engine", {"init_info": info})
+
+    async def begin_update(self) -> None:
+        await self._post("/start_weight_update")
+
+    async def update(self, info: dict[str, Any], version: int) -> None:
+        await self._post("/update_weights", {"update_info": info})
+
+    async def end_update(self, version: int) -> None:
+        await self._post("/finish_weight_update", {"weight_version": str(version)})
+        await self._post("/reset_prefix_cache")
+
+    async def sleep(self) -> None:
+        await self._post("/sleep?level=1")
+
+    async def wake(self) -> None:
+        await self._post("/wake_up")
+
+    async def close(self) -> None:
+        await self._api.close()
+
+    async def _post(self, path: str, body: dict[str, Any] | None = None) -> None:
+        await self._api.post(path, body or {}, self._spec.update_s)
+
+    def _drawing(self, sampling: Sampling, affinity: str, num_ids: int) -> dict[str, Any]:
+        """Its random numbers: of this call at this length, since vLLM begins them anew with each request."""
+        if sampling.seed is None:
+            return {}
+        digest = hashlib.blake2b(f"{sampling.seed}|{affinity}|{num_ids}".encode(), digest_size=4).digest()
+        return {"seed": int.from_bytes(digest) >> 1}
+
+    def _check_ramify(self, about: dict[str, Any]) -> None:
+        if about["ramify_protocol"] != PROTOCOL:
+            raise ConfigError(
+                f"{self.url} speaks protocol {about['ramify_protocol']} (ramify {about.get('version')}), and this is protocol "
+                f"{PROTOCOL}: install the same version of ramify on both sides"
+            )
+        if not about.get("weight_transfer"):
+            raise ConfigError(f"{self.url} takes no weights: start it with `ramify serve-policy --weight-transfer`")
+
+    async def _check_routes(self) -> None:
+        paths = (await self._api.get("/openapi.json", self._spec.probe_s)).get("paths", {})
+        missing = [path for path in _ROUTES if path not in paths]
+        if missing:
+            raise ConfigError(
+                f"{self.url} has no route {missing[0]}: start vLLM with VLLM_SERVER_DEV_MODE=1 and with "
+                '--weight-transfer-config \'{"backend": "ramify"}\''
+            )
+
+    async def _about_model(self, about: dict[str, Any]) -> tuple[str, int | None, str]:
+        """(dtype, vocabulary, mode of log-probabilities)"""
+        if "ramify_protocol" in about:
+            return about["dtype"], about["vocab_size"], about["logprobs_mode"]
+        told = await self._api.get("/server_info?config_format=json", 4 * self._spec.probe_s)
+        model = (told.get("vllm_config") or {}).get("model_config") or {}
+        return str(model.get("dtype", "")).removeprefix("torch."), None, str(model.get("logprobs_mode", ""))
+
+    async def takes_id(self, id: int) -> bool:
+        """Whether ``id`` is of its vocabulary, for a server that does not say how large that is."""
+        try:
+            await self._api.post(
+                "/v1/completions", {"model": self._model, "prompt": [id], "max_tokens": 1}, self._spec.request_s
+            )
+        except Refused:
+            return False
+        return True
+
+
+class Ramify(Vllm):
+    """`ramify serve-policy --weight-transfer`."""
+
+    updates_in_place = True
+
+    async def facts(self) -> Facts:
+        about = await self._api.get("/version", self._spec.probe_s)
+        if "ramify_protocol" not in about:
+            raise ConfigError(
+                f"{self.url} is no `ramify serve-policy` (it is of version {about.get('version')}): set inference.engine to "
+                "what runs there"
+            )
+        return await super().facts()
+
+    async def fingerprint(self) -> str | None:
+        return str((await self._api.get("/fingerprint", self._spec.update_s))["fingerprint"])
+
+    async def pause(self) -> None:
+        """An update pauses by itself, and what runs goes on exactly."""
+
+    async def resume(self) -> None:
+        """So does its end."""
+
+    async def end_update(self, version: int) -> None:
+        await self._post("/finish_weight_update", {"weight_version": str(version)})
+
+    def _drawing(self, sampling: Sampling, affinity: str, num_ids: int) -> dict[str, Any]:
+        return {"seed": sampling.seed, "prompt_cache_key": affinity}
+
+
+def _sampled(answer: dict[str, Any], given: Sequence[int]) -> Sampled:
+    choice = answer["choices"][0]
+    ids = tuple(choice["token_ids"] or ())
+    logprobs = tuple(map(float, (choice["logprobs"] or {"token_logprobs": ()})["token_logprobs"]))
+    if len(ids) != len(logprobs):
+        raise ValueError(f"{len(ids)} ids and {len(logprobs)} log-probabilities")
+    back = choice.get("prompt_token_ids")
+    if back is not None and list(back) != list(given):
+        raise ValueError("the prompt came back with other ids than it was given")
+    spans, kept = choice.get("versions"), choice.get("kept")
+    cached = ((answer.get("usage") or {}).get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    return Sampled(
+        ids, logprobs, str(choice["finish_reason"]), cached,
+        None if spans is None else tuple(VersionSpan(*span) for span in spans),
+        None if kept is None else tuple(map(tuple, kept)),
+    )  # fmt: skip
+
+
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else value

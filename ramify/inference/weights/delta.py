@@ -1,0 +1,149 @@
+"""Only what changed since the engines' last weights: tensors, or the values within them; all of it where that is not known.
+
+    a tensor whose stamp is the last sync's     left out, unread
+    one that is equal to what engines have      left out
+    one that changed in few places              places and values        (where the engine can take them)
+    any other                                   whole
+
+Carried by another carrier (``by``). The trainer keeps a copy of what the engines have, in their precision. Each sync says
+which one it builds on; an engine that has another (it was started anew, or lost a sync) answers so, and gets everything.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Hashable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ramify.errors import ConfigError
+from ramify.inference.weights.base import Carrier, Chunk, Info, Piece, Receiver, Source, Stale, carrier_class
+
+_PLACES, _VALUES = "::places", "::values"
+_FEW = 0.25
+"""Share of changed values up to which places and values are sent: a place takes four bytes, a value two or four."""
+_MOST_PLACES = 2**31 - 1
+
+
+class Delta:
+    """Implements ``Carrier``."""
+
+    def __init__(self, *, by: str = "shared", places: bool = True, **options: Any) -> None:
+        """``by`` carries the bytes, with ``options``; ``places``: send values within tensors, where that is less."""
+        if by == "delta" or by == "file":
+            raise ConfigError(f"the carrier 'delta' cannot be carried by '{by}': give shared, gloo or nccl")
+        self._by: Carrier = carrier_class(by)(**options)
+        self._places = places
+        self._have: dict[str, Tensor] = {}
+        """What the engines have."""
+        self._stamps: dict[str, Hashable] = {}
+        self._told = ""
+        """Names the sync that the engines took last."""
+        self.num_bytes = 0
+        """Carried by the last sync."""
+
+    def open(self, num_engines: int) -> list[dict[str, Any]]:
+        return [{"carrier": "delta", "by": info} for info in self._by.open(num_engines)]
+
+    def join(self) -> None:
+        self._by.join()
+
+    def chunks(self, sources: Iterable[Source], version: int, *, whole: bool) -> Iterator[Chunk]:
+        base = "" if whole else self._told
+        if not base:
+            self._have, self._stamps = {}, {}
+        self._told = ""  # until all of it was carried, nobody knows what the engines have
+        now, self.num_bytes = secrets.token_hex(8), 0
+        about = {"base": base, "now": now}
+        any_chunk = False
+        for chunk in self._by.chunks(self._changed(sources, bool(base)), version, whole=whole):
+            any_chunk = True
+            yield Chunk({**chunk.info, **about}, chunk.send)
+        if not any_chunk:
+            yield Chunk({"names": [], "dtype_names": [], "shapes": [], "version": version, **about})
+        self._told = now
+
+    def close(self) -> None:
+        self._by.close()
+        self._have, self._stamps, self._told = {}, {}, ""
+
+    def _changed(self, sources: Iterable[Source], has_base: bool) -> Iterator[Source]:
+        for source in sources:
+            known = self._stamps.get(source.name)
+            if has_base and source.stamp is not None and source.stamp == known:
+                continue
+            for part in self._difference(source):
+                self.num_bytes += part.num_bytes
+                yield part
+            self._stamps[source.name] = source.stamp
+
+    def _difference(self, source: Source) -> list[Source]:
+        now, had = source.full(), self._have.get(source.name)
+        if had is None or had.shape != now.shape or had.dtype != now.dtype:
+            self._have[source.name] = now.to("cpu", copy=True)
+            return [source._replace(full=lambda: now)]
+        if now.is_cuda:
+            had = had.to(now.device)
+        differs = _bits(now) != _bits(had)
+        num = int(torch.count_nonzero(differs))
+        if not num:
+            return []
+        few = self._places and num <= _FEW * differs.numel() and differs.numel() <= _MOST_PLACES
+        if not few:
+            self._have[source.name].copy_(now)
+            return [source._replace(full=lambda: now)]
+        index = differs.nonzero()[:, 0]
+        values = now.flatten()[index]
+        self._have[source.name].view(-1).index_copy_(0, index.cpu(), values.cpu())
+        return [
+            Source(source.name + _PLACES, tuple(index.shape), torch.int32, None, lambda: index.to(torch.int32)),
+            Source(source.name + _VALUES, tuple(values.shape), values.dtype, None, lambda: values),
+        ]
+
+    @staticmethod
+    def receiver(info: Info) -> DeltaReceiver:
+        return DeltaReceiver(info)
+
+
+class DeltaReceiver:
+    """Implements ``Receiver``."""
+
+    def __init__(self, info: Info) -> None:
+        inner = info["by"]
+        if not isinstance(inner, dict) or inner.get("carrier") not in {"shared", "gloo", "nccl", "cuda_ipc"}:
+            raise ValueError(f"no carrier that could bring a delta: {str(inner)[:100]}")
+        self._by: Receiver = carrier_class(inner["carrier"]).receiver(inner)
+        self._has = ""
+        self._taking = ""
+        self._places: dict[str, Tensor] = {}
+
+    def take(self, info: Info) -> Iterator[Piece]:
+        base, now = str(info["base"]), str(info["now"])
+        if self._taking != now and base and base != self._has:
+            raise Stale(
+                f"this delta builds on the weights '{base}', and this engine has '{self._has or 'none of them'}'"
+            )
+        self._has, self._taking = "", now
+        for piece in self._by.take(info) if info["names"] else ():
+            if piece.name.endswith(_PLACES):
+                self._places[piece.name.removesuffix(_PLACES)] = piece.tensor.long()
+            elif piece.name.endswith(_VALUES):
+                name = piece.name.removesuffix(_VALUES)
+                yield Piece(name, piece.tensor, self._places.pop(name))
+            else:
+                yield piece
+
+    def finished(self, version: str) -> None:
+        self._has, self._taking = self._taking, ""
+        self._by.finished(version)
+
+    def close(self) -> None:
+        self._by.close()
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """As integers, flat: equal bits are equal, also those of NaN and of the two zeros."""
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.contiguous().view(-1).view(kinds[tensor.element_size()])

@@ -1,0 +1,223 @@
+"""Safetensors files with an atomic pointer, for engines that see the trainer's disk.
+
+    FOLDER/v000012/model-00001.safetensors …      the weights of one version, written once, never changed
+    FOLDER/v000012/model.safetensors.index.json   in Hugging Face's layout, so that any engine can load the folder
+    FOLDER/current.json                           which version is whole: written aside and renamed, last of all
+
+Each file's length and a sum of its bytes stand in the pointer: a file that was torn by a full disk or a kill is refused by
+name before a tensor of it is used. The last two versions stay.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from ramify.errors import ConfigError, StoreError
+from ramify.inference.weights.base import Chunk, Info, Piece, Source, in_chunks
+
+POINTER = "current.json"
+_FILE_BYTES = 1 << 30
+_DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+"""As safetensors names them."""
+
+
+class Pointer(msgspec.Struct):
+    """What ``current.json`` holds."""
+
+    version: int
+    folder: str
+    """Beside the pointer."""
+    files: dict[str, tuple[int, int]]
+    """Name -> (bytes, sum of them as 64-bit numbers)."""
+
+
+class Files:
+    """Implements ``Carrier``."""
+
+    def __init__(self, *, folder: str = "", file_bytes: int = _FILE_BYTES, configuration: str = "") -> None:
+        """``folder`` is made; by default a temporary one, which ``close`` removes. ``configuration`` is a checkpoint whose
+        config.json is put beside the weights, for engines that read one."""
+        self._is_own = not folder
+        self._folder = Path(folder) if folder else Path(tempfile.mkdtemp(prefix="ramify-weights-"))
+        self._file_bytes, self._configuration = file_bytes, configuration
+        self._before = ""
+        """The version that was whole before the last: an engine may be reading it."""
+
+    def open(self, num_engines: int) -> list[dict[str, Any]]:
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"weights cannot be put into {self._folder} ({error.strerror}): give another folder"
+            ) from None
+        return [{"carrier": "file", "folder": str(self._folder.resolve())}] * num_engines
+
+    def join(self) -> None:
+        """Nobody has to be met."""
+
+    def chunks(self, sources: Iterable[Source], version: int, *, whole: bool) -> Iterator[Chunk]:
+        """One chunk: the pointer, once all is written."""
+        try:
+            self._write(sources, version)
+        except OSError as error:
+            raise StoreError(
+                f"the weights of version {version} cannot be written to {self._folder}: {error}"
+            ) from error
+        yield Chunk({"version": version, "path": str(self._folder.resolve() / _named(version))})
+
+    def close(self) -> None:
+        if self._is_own:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _write(self, sources: Iterable[Source], version: int) -> None:
+        final = self._folder / _named(version)
+        fresh = self._folder / f".{final.name}.tmp"
+        for old in (fresh, final):
+            shutil.rmtree(old, ignore_errors=True)
+        fresh.mkdir()
+        files: dict[str, tuple[int, int]] = {}
+        places: dict[str, str] = {}
+        total = 0
+        for number, part in enumerate(in_chunks(sources, self._file_bytes), 1):
+            name = f"model-{number:05d}.safetensors"
+            files[name] = _save(fresh / name, part)
+            places |= dict.fromkeys((source.name for source in part), name)
+            total += sum(source.num_bytes for source in part)
+        index = {"metadata": {"total_size": total}, "weight_map": places}
+        (fresh / "model.safetensors.index.json").write_text(json.dumps(index))
+        for name in ("config.json", "generation_config.json"):
+            if self._configuration and (Path(self._configuration) / name).is_file():
+                shutil.copyfile(Path(self._configuration) / name, fresh / name)
+        fresh.rename(final)
+        _replace(self._folder / POINTER, msgspec.json.encode(Pointer(version, final.name, files)))
+        kept, self._before = {self._before, final.name}, final.name
+        for old in self._folder.glob("v*"):  # also those of an earlier run, which may have got further
+            if old.name not in kept:
+                shutil.rmtree(old, ignore_errors=True)
+
+    @staticmethod
+    def receiver(info: Info) -> FilesReceiver:
+        return FilesReceiver(info)
+
+
+class FilesReceiver:
+    """Implements ``Receiver``."""
+
+    def __init__(self, info: Info) -> None:
+        self._folder = Path(str(info["folder"]))
+
+    def take(self, info: Info) -> Iterator[Piece]:
+        folder, pointer = read_pointer(self._folder)
+        if pointer.version != info["version"]:
+            raise ValueError(
+                f"{self._folder / POINTER} points to version {pointer.version}, and version {info['version']} was asked for: "
+                "another trainer writes to this folder, or its disk shows old files"
+            )
+        for name, expected in pointer.files.items():
+            yield from _tensors(folder / name, expected)
+
+    def finished(self, version: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def read_pointer(folder: Path) -> tuple[Path, Pointer]:
+    """(the folder of the version that is whole, what is known of it). Raises ValueError."""
+    try:
+        pointer = msgspec.json.decode((folder / POINTER).read_bytes(), type=Pointer)
+    except OSError as error:
+        raise ValueError(
+            f"{folder / POINTER} cannot be read ({error.strerror}): the engine needs to see the trainer's folder"
+        ) from None
+    except msgspec.DecodeError as error:
+        raise ValueError(f"{folder / POINTER} is no pointer to weights: {error}") from None
+    if "/" in pointer.folder or any("/" in name for name in pointer.files):
+        raise ValueError(f"{folder / POINTER} points out of its folder")
+    return folder / pointer.folder, pointer
+
+
+def _tensors(path: Path, expected: tuple[int, int]) -> Iterator[Piece]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        found = _measured(path)
+        if found != expected:
+            what = (
+                f"it has {found[0]} bytes instead of {expected[0]}" if found[0] != expected[0] else "its bytes differ"
+            )
+            raise ValueError(f"{path} is torn: {what}; let the trainer write it again")
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118 (no mapping)
+                yield Piece(name, file.get_tensor(name))
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    except SafetensorError as error:
+        raise ValueError(f"{path} is no whole safetensors file: {error}") from None
+
+
+def _save(path: Path, sources: list[Source]) -> tuple[int, int]:
+    """Write a safetensors file, each tensor straight to its place: (bytes, their sum)."""
+    about: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for source in sources:
+        about[source.name] = {
+            "dtype": _DTYPES[source.dtype], "shape": list(source.shape), "data_offsets": [at, at + source.num_bytes]
+        }  # fmt: skip
+        at += source.num_bytes
+    header = json.dumps(about, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 64 + 56)  # so that tensors begin at a multiple of 64
+    start = 8 + len(header)
+    with path.open("w+b") as file:
+        os.posix_fallocate(file.fileno(), 0, start + at)
+        mapped = mmap.mmap(file.fileno(), start + at)
+    mapped[:start] = len(header).to_bytes(8, "little") + header
+    whole = torch.frombuffer(mapped, dtype=torch.uint8)
+    for source in sources:
+        begin, end = (start + place for place in about[source.name]["data_offsets"])
+        if end > begin:
+            whole[begin:end].copy_(source.full().contiguous().view(-1).view(torch.uint8))
+    return len(whole), _sum(whole)
+
+
+def _measured(path: Path) -> tuple[int, int]:
+    """(bytes, their sum as 64-bit numbers), at the speed of memory: for torn files, not against an attacker."""
+    if not path.stat().st_size:
+        return 0, 0
+    with path.open("r+b") as file:
+        whole = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
+    return len(whole), _sum(whole)
+
+
+def _sum(whole: Tensor) -> int:
+    words = len(whole) // 8 * 8
+    return (int(whole[:words].view(torch.int64).sum()) + int(whole[words:].sum())) % (1 << 63)
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """Put ``data`` at ``path`` so that whoever reads it sees all of it or what was there before."""
+    aside = path.with_name(f".{path.name}.tmp")
+    with aside.open("wb") as file:
+        file.write(data)
+        file.flush()
+        with contextlib.suppress(OSError):
+            os.fsync(file.fileno())
+    aside.replace(path)
+
+
+def _named(version: int) -> str:
+    return f"v{version:06d}"

@@ -1,0 +1,140 @@
+"""Shared memory, for engines on the trainer's machine: two buffers in turn, one written while the other is read.
+
+The buffers are files in memory (``/dev/shm``; elsewhere a temporary folder), mapped by both sides, readable by this user
+alone. Where trainer and engine are one process no carrier is needed: the engine holds the trainer's own weights.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ramify.errors import ConfigError
+from ramify.inference.weights.base import (
+    CHUNK_BYTES,
+    Chunk,
+    Info,
+    Piece,
+    Source,
+    described,
+    fill,
+    in_chunks,
+    offsets,
+    pieces_of,
+)
+
+_MEMORY = Path("/dev/shm")
+
+
+class Shared:
+    """Implements ``Carrier``."""
+
+    def __init__(self, *, chunk_bytes: int = CHUNK_BYTES, folder: str = "") -> None:
+        """``folder`` is where the buffers are; by default in memory."""
+        self._chunk_bytes = chunk_bytes
+        self._folder = Path(folder) if folder else _MEMORY if _MEMORY.is_dir() else Path(tempfile.gettempdir())
+        self._name = f"ramify-weights-{secrets.token_hex(8)}"
+        self._buffers: list[_Mapped | None] = [None, None]
+
+    def open(self, num_engines: int) -> list[dict[str, Any]]:
+        return [{"carrier": "shared", "folder": str(self._folder), "name": self._name}] * num_engines
+
+    def join(self) -> None:
+        """Nobody has to be met."""
+
+    def chunks(self, sources: Iterable[Source], version: int, *, whole: bool) -> Iterator[Chunk]:
+        for number, part in enumerate(in_chunks(sources, self._chunk_bytes)):
+            _, length = offsets(source.num_bytes for source in part)
+            buffer = self._buffer(number % 2, length)
+            fill(buffer.bytes, part)
+            yield Chunk({**described(part, version), "buffer": number % 2, "length": len(buffer.bytes)})
+
+    def close(self) -> None:
+        for which, buffer in enumerate(self._buffers):
+            if buffer is not None:
+                buffer.close()
+                self._path(which).unlink(missing_ok=True)
+        self._buffers = [None, None]
+
+    def _path(self, which: int) -> Path:
+        return self._folder / f"{self._name}-{which}"
+
+    def _buffer(self, which: int, length: int) -> _Mapped:
+        """Buffer ``which``, made longer where ``length`` does not fit; engines map it again by its new length."""
+        mapped = self._buffers[which]
+        if mapped is not None and len(mapped.bytes) >= length:
+            return mapped
+        length = max(length, self._chunk_bytes)
+        try:
+            handle = os.open(self._path(which), os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600)
+            try:
+                os.posix_fallocate(handle, 0, length)  # a full memory is said now, not by a signal while writing
+            finally:
+                os.close(handle)
+        except OSError as error:
+            raise ConfigError(
+                f"{self._folder} has no room for a buffer of {length >> 20} MiB for weights ({error.strerror}): give the "
+                "carrier smaller chunk_bytes or another folder, or the container more shared memory (--shm-size)"
+            ) from None
+        self._buffers[which] = mapped = _Mapped(self._path(which))
+        return mapped
+
+    @staticmethod
+    def receiver(info: Info) -> SharedReceiver:
+        return SharedReceiver(info)
+
+
+class SharedReceiver:
+    """Implements ``Receiver``: views of the buffers, which the engine copies from."""
+
+    def __init__(self, info: Info) -> None:
+        folder, name = Path(str(info["folder"])), str(info["name"])
+        if not name.startswith("ramify-weights-") or "/" in name:
+            raise ValueError(f"'{name[:80]}' is no name of a buffer of weights")
+        self._paths = [folder / f"{name}-{which}" for which in (0, 1)]
+        self._buffers: list[_Mapped | None] = [None, None]
+
+    def take(self, info: Info) -> Iterator[Piece]:
+        which, length = int(info["buffer"]), int(info["length"])
+        mapped = self._buffers[which]
+        if mapped is None or len(mapped.bytes) != length:
+            try:
+                mapped = self._buffers[which] = _Mapped(self._paths[which])
+            except (OSError, ValueError) as error:
+                raise ValueError(
+                    f"the buffer {self._paths[which]} cannot be read ({error}): shared memory is for engines on the trainer's "
+                    "machine and of the same user; use the carrier 'file' or 'gloo'"
+                ) from None
+        yield from pieces_of(info, mapped.bytes)
+
+    def finished(self, version: str) -> None: ...
+
+    def close(self) -> None:
+        for buffer in self._buffers:
+            if buffer is not None:
+                buffer.close()
+        self._buffers = [None, None]
+
+
+class _Mapped:
+    """A file as a tensor of bytes."""
+
+    def __init__(self, path: Path) -> None:
+        handle = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+        try:
+            self._map = mmap.mmap(handle, 0)  # torch takes writable memory alone
+        finally:
+            os.close(handle)
+        self.bytes: Tensor = torch.frombuffer(self._map, dtype=torch.uint8)
+
+    def close(self) -> None:
+        """Let go of it; the memory goes back when the last view of it does."""
+        self.bytes = torch.empty(0, dtype=torch.uint8)

@@ -1,0 +1,25 @@
+"""Hierarchical GRPO: a call is compared with the attempts at the same sub-task, a root with the roots of its group.
+
+roots 1 and 0; both ask "north", which is answered with 1 and 0 (γ of the tree 0): advantages 0.5, -0.5 of either. A sub-task
+that only one call tried teaches that call nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ramify.train.algorithms.base import Stamping
+from ramify.train.algorithms.group import GroupOptions, stamped
+from ramify.train.signals.baseline import mean
+from ramify.types.trajectory import Group
+
+
+class Hierarchical(
+    GroupOptions, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="hierarchical"
+):
+    """Implements ``Algorithm``."""
+
+    credit: str = "hierarchical"
+
+    def stamp(self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False) -> Stamping:
+        return stamped(groups, weights, self, mean, every_token)

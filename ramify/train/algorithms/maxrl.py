@@ -1,0 +1,21 @@
+"""MaxRL (2602.02710): what a rollout did better than the mean of its group, in units of that mean.
+
+rewards 1, 0, 0, 0: advantages 3, -1, -1, -1. With rewards of 0 and 1 it follows the gradient of the log of the pass rate: the
+rarer a success, the louder. A group whose mean is not positive teaches nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ramify.train.algorithms.base import Stamping
+from ramify.train.algorithms.group import GroupOptions, stamped
+from ramify.train.signals.baseline import mean_ratio
+from ramify.types.trajectory import Group
+
+
+class MaxRL(GroupOptions, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="maxrl"):
+    """Implements ``Algorithm``."""
+
+    def stamp(self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False) -> Stamping:
+        return stamped(groups, weights, self, mean_ratio, every_token)

@@ -1,0 +1,61 @@
+"""RAE, role-conditioned advantage estimation (SPIRAL, 2506.24119): what a call came to more than calls of its role have come to
+lately, by a running mean for each role, which is kept from step to step.
+
+    A = R(call) - b(role, depth)        b <- decay b + (1 - decay) mean of R over the step
+
+decay 0.95, b = 0.4, returns 1 and 0: advantages 0.6, -0.4, and b becomes 0.405. All calls of a step are held against the mean
+from before it, so that their order does not matter. One attempt at each item is enough.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+
+import msgspec
+
+from ramify.errors import ConfigError
+from ramify.train.algorithms.base import Stamping
+from ramify.train.algorithms.group import GroupOptions, judged
+from ramify.train.signals.credit import Node, Numbers, returns_of
+from ramify.types.trajectory import Group
+
+
+class RAE(GroupOptions, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="rae"):
+    """Implements ``Algorithm``."""
+
+    decay: float = 0.95
+    memory: dict[str, float] = msgspec.field(default_factory=dict)
+    """Role -> running mean that the run begins with; ``rlm@0`` is the root, ``rlm@1`` its children, ``lm@1`` plain calls.
+    0 for others."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.decay < 1:
+            raise ConfigError(f"decay={self.decay} must be at least 0 and below 1")
+
+    @property
+    def has_group_baseline(self) -> bool:
+        return False
+
+    def stamp(self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False) -> Stamping:
+        came_to: dict[str, list[float]] = defaultdict(list)
+
+        def judge(group: Group, trees: Sequence[Mapping[str, Node]]) -> Sequence[Numbers]:
+            return [self._held_against(tree, came_to) for tree in trees]
+
+        found = judged(groups, weights, self, judge, every_token)
+        found.memory = self.memory | {
+            role: self.decay * self.memory.get(role, 0.0) + (1 - self.decay) * fmean(returns)
+            for role, returns in came_to.items()
+        }
+        return found
+
+    def _held_against(self, tree: Mapping[str, Node], came_to: dict[str, list[float]]) -> Numbers:
+        found: Numbers = {}
+        for call, value in returns_of(tree, self.gamma_tree).items():
+            role = f"{tree[call].role}@{tree[call].depth}"
+            came_to[role].append(value)
+            found[call] = value - self.memory.get(role, 0.0)
+        return found

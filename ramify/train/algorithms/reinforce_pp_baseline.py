@@ -1,0 +1,26 @@
+"""REINFORCE++ with a baseline (2501.03262): what a rollout did better than the mean of its group, normalised over the step.
+
+rewards 1, 0 | 1, 1, a token each: 0.5, -0.5 | 0, 0, then divided by their standard deviation 0.408: ±1.225 | 0, 0. Groups in
+which all did equally well stay in: they are among what is normalised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ramify.train.algorithms.base import Stamping
+from ramify.train.algorithms.group import GroupOptions, stamped
+from ramify.train.signals.baseline import mean
+from ramify.types.trajectory import Group
+
+
+class ReinforcePPBaseline(
+    GroupOptions, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="reinforce_pp_baseline"
+):
+    """Implements ``Algorithm``."""
+
+    normalise: bool = True
+    drop_silent: bool = False
+
+    def stamp(self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False) -> Stamping:
+        return stamped(groups, weights, self, mean, every_token)

@@ -1,0 +1,126 @@
+"""Corrections for a sampler that is not the trainer: an engine of other numerics, other kernels, older weights.
+
+    gap = o - m      by which trainer (at the step's start) and sampler differ about a token
+
+Each is a factor per token, without gradient, on the policy's loss (on KL and entropy it has no say); several multiply.
+A token that is masked keeps its place in what the loss is divided by, so that what others weigh does not depend on it.
+
+    token_tis           min(exp(gap), cap)
+    sequence_tis        min(exp(sum over the sequence of gap), cap)
+    icepop              1[low < exp(gap) < high], times exp(gap) where ``weigh`` is set
+    geometric_mask      1[low < exp(mean over the sequence of gap) < high]
+    worst_token_mask    1[low < exp(gap) < high at every token of the sequence]
+    opsm                0 where A < 0 and the sequence's mean of o - l is above delta
+
+Legend: E entries.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, Protocol
+
+from ramify.train.policy_losses.base import Formula, Tokens, ratio
+from ramify.train.registry import Registry
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_OLD = frozenset({"old_logprobs", "fresh_old"})
+
+
+class Correction(Protocol):
+    """Implemented by every class of this file."""
+
+    def factor(self, tokens: Tokens) -> Tensor:
+        """[E]"""
+        ...
+
+
+class TokenTis(Formula, frozen=True, kw_only=True, tag="token_tis"):
+    """Truncated importance sampling, token by token: min(exp(gap), cap)."""
+
+    reads: ClassVar[frozenset[str]] = _OLD
+    cap: float = 2.0
+
+    def factor(self, tokens: Tokens) -> Tensor:
+        return ratio(tokens.old, tokens.sampler).clamp(max=self.cap)
+
+
+class SequenceTis(Formula, frozen=True, kw_only=True, tag="sequence_tis"):
+    """The same for whole sequences: min(exp(sum of gap), cap)."""
+
+    reads: ClassVar[frozenset[str]] = _OLD
+    whole: ClassVar[bool] = True
+    cap: float = 5.0
+
+    def factor(self, tokens: Tokens) -> Tensor:
+        gap = tokens.sequences.sum(tokens.old - tokens.sampler)
+        return ratio(gap, gap.new_zeros(())).clamp(max=self.cap)
+
+
+class IcePop(Formula, frozen=True, kw_only=True, tag="icepop"):
+    """Tokens whose exp(gap) is out of bounds are masked."""
+
+    reads: ClassVar[frozenset[str]] = _OLD
+    low: float = 0.5
+    high: float = 5.0
+    weigh: bool = False
+    """Weigh the others by exp(gap)."""
+
+    def factor(self, tokens: Tokens) -> Tensor:
+        gap = ratio(tokens.old, tokens.sampler)
+        kept = (gap > self.low) & (gap < self.high)
+        return gap.masked_fill(~kept, 0.0) if self.weigh else kept.to(gap.dtype)
+
+
+class GeometricMask(Formula, frozen=True, kw_only=True, tag="geometric_mask"):
+    """Sequences whose exp(mean of gap) is out of bounds are masked."""
+
+    reads: ClassVar[frozenset[str]] = _OLD
+    whole: ClassVar[bool] = True
+    low: float = 0.99
+    high: float = 1.01
+
+    def factor(self, tokens: Tokens) -> Tensor:
+        gap = tokens.sequences.mean(tokens.old - tokens.sampler).exp()
+        return ((gap > self.low) & (gap < self.high)).to(gap.dtype)
+
+
+class WorstTokenMask(Formula, frozen=True, kw_only=True, tag="worst_token_mask"):
+    """Sequences with any token whose exp(gap) is out of bounds are masked."""
+
+    reads: ClassVar[frozenset[str]] = _OLD
+    whole: ClassVar[bool] = True
+    low: float = 1e-4
+    high: float = 100.0
+
+    def factor(self, tokens: Tokens) -> Tensor:
+        gap = ratio(tokens.old, tokens.sampler)
+        return (~tokens.sequences.any((gap <= self.low) | (gap >= self.high))).to(gap.dtype)
+
+
+class Opsm(Formula, frozen=True, kw_only=True, tag="opsm"):
+    """Off-policy sequence masking (DeepSeek-V3.2, 2512.02556): tokens with A < 0 of sequences that the policy has moved
+    away from, mean of o - l > delta, are masked."""
+
+    reads: ClassVar[frozenset[str]] = _OLD
+    whole: ClassVar[bool] = True
+    delta: float = 0.5
+
+    def factor(self, tokens: Tokens) -> Tensor:
+        left = tokens.sequences.mean(tokens.old - tokens.now.detach()) > self.delta
+        return (~(left & (tokens.advantages < 0))).to(tokens.old.dtype)
+
+
+CORRECTIONS = Registry(
+    "correction",
+    {
+        "token_tis": TokenTis,
+        "sequence_tis": SequenceTis,
+        "icepop": IcePop,
+        "geometric_mask": GeometricMask,
+        "worst_token_mask": WorstTokenMask,
+        "opsm": Opsm,
+    },
+)
+"""Name -> correction; in a configuration ``{"name": "token_tis", "cap": 4}``."""

@@ -1,0 +1,47 @@
+"""One formula, one file. ``POLICY_LOSSES`` names them; ``module:name`` of one's own does as well, and so does whatever a
+recipe registers:
+
+    @POLICY_LOSSES.register("mine")
+    class Mine(Formula, frozen=True, kw_only=True, tag="mine"): …
+"""
+
+from ramify.train.policy_losses.base import Formula, PolicyLoss, Tokens, ratio
+from ramify.train.policy_losses.cispo import Cispo
+from ramify.train.policy_losses.cov import ClipCov, KlCov
+from ramify.train.policy_losses.critic import Critic
+from ramify.train.policy_losses.decoupled import Decoupled, ProxApprox
+from ramify.train.policy_losses.dppo import DppoKl, DppoTv
+from ramify.train.policy_losses.gmpo import Gmpo
+from ramify.train.policy_losses.gspo import Gspo
+from ramify.train.policy_losses.importance_sampling import ImportanceSampling
+from ramify.train.policy_losses.ppo_clip import DualClip, PpoClip
+from ramify.train.policy_losses.rollout_is import RolloutIs
+from ramify.train.policy_losses.sapo import Sapo
+from ramify.train.registry import Registry
+
+__all__ = [
+    "POLICY_LOSSES", "Cispo", "ClipCov", "Critic", "Decoupled", "DppoKl", "DppoTv", "DualClip", "Formula", "Gmpo", "Gspo",
+    "ImportanceSampling", "KlCov", "PolicyLoss", "PpoClip", "ProxApprox", "RolloutIs", "Sapo", "Tokens", "ratio",
+]  # fmt: skip
+
+POLICY_LOSSES = Registry(
+    "policy loss",
+    {
+        "ppo_clip": PpoClip,
+        "dual_clip": DualClip,
+        "gspo": Gspo,
+        "gmpo": Gmpo,
+        "cispo": Cispo,
+        "rollout_is": RolloutIs,
+        "sapo": Sapo,
+        "dppo_tv": DppoTv,
+        "dppo_kl": DppoKl,
+        "clip_cov": ClipCov,
+        "kl_cov": KlCov,
+        "decoupled": Decoupled,
+        "prox_approx": ProxApprox,
+        "importance_sampling": ImportanceSampling,
+        "critic": Critic,
+    },
+)
+"""In a configuration ``{"name": "ppo_clip", "clip_high": 0.3}``."""

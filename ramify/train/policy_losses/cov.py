@@ -1,0 +1,107 @@
+"""Clip-Cov and KL-Cov (2505.22617): entropy is lost at few tokens, those that are likely and do better than others. They
+are found among all tokens of the optimizer step by
+
+    cov_i = (A_i - mean A) (l_i - mean l)                  both means over all tokens of the step
+
+before any of them is learnt from. Advantages are taken as they are: multiplied by a token's weight beforehand they would
+be too small for any bound to be met, and the loss would be plain PPO without a word.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+
+from ramify.errors import ConfigError
+from ramify.train.policy_losses.base import (
+    Formula,
+    Step,
+    Tokens,
+    clipped_surrogate,
+    is_clipped,
+    nowhere,
+    ratio,
+)  # fmt: skip
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+    from torch import Tensor
+
+    from ramify.train.policy_losses.base import Doubles
+
+
+class ClipCov(Formula, frozen=True, kw_only=True, tag="clip_cov"):
+    """``ppo_clip``, of which a random ``share`` of all tokens, of those with cov in (cov_low, cov_high), adds nothing."""
+
+    reads: ClassVar[frozenset[str]] = frozenset({"old_logprobs"})
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    share: float = 2e-4
+    """At least one token."""
+    cov_low: float = 1.0
+    cov_high: float = 5.0
+
+    def __post_init__(self) -> None:
+        _check_share(self.share)
+
+    def choose(self, step: Step) -> npt.NDArray[np.bool_]:
+        cov = covariance(step)
+        r = np.exp(np.clip(step.now - step.old, -20, 20))
+        is_free = ~np.where(step.advantages > 0, r > 1 + self.clip_high, r < 1 - self.clip_low)
+        candidates = np.flatnonzero((cov > self.cov_low) & (cov < self.cov_high) & is_free)
+        chosen = np.zeros(len(cov), np.bool_)
+        chosen[candidates[np.argsort(step.keys[candidates])][: max(1, int(self.share * len(cov)))]] = True
+        return chosen
+
+    def per_token(self, tokens: Tokens) -> Tensor:
+        loss = clipped_surrogate(ratio(tokens.now, tokens.old), tokens.advantages, self.clip_low, self.clip_high)
+        return loss.masked_fill(_chosen(tokens), 0.0)
+
+    def clipped(self, tokens: Tokens) -> Tensor:
+        by_ratio = is_clipped(ratio(tokens.now, tokens.old), tokens.advantages, self.clip_low, self.clip_high)
+        return by_ratio | _chosen(tokens)
+
+
+class KlCov(Formula, frozen=True, kw_only=True, tag="kl_cov"):
+    """-r A, and beta |l - o| besides at the ``share`` of all tokens whose cov is largest."""
+
+    reads: ClassVar[frozenset[str]] = frozenset({"old_logprobs"})
+    share: float = 2e-4
+    """At least one token."""
+    beta: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check_share(self.share)
+
+    def choose(self, step: Step) -> npt.NDArray[np.bool_]:
+        cov = covariance(step)
+        chosen = np.zeros(len(cov), np.bool_)
+        chosen[np.lexsort((step.keys, -cov))[: max(1, int(self.share * len(cov)))]] = True
+        return chosen
+
+    def per_token(self, tokens: Tokens) -> Tensor:
+        held = (tokens.now - tokens.old).abs().masked_fill(~_chosen(tokens), 0.0)
+        return -ratio(tokens.now, tokens.old) * tokens.advantages + self.beta * held
+
+    def clipped(self, tokens: Tokens) -> Tensor:
+        return nowhere(tokens)
+
+
+def covariance(step: Step) -> Doubles:
+    """[N]"""
+    found: Doubles = (step.advantages - step.advantages.mean()) * (step.now - step.now.mean())
+    return found
+
+
+def _chosen(tokens: Tokens) -> Tensor:
+    if tokens.chosen is None:
+        raise ConfigError(
+            "clip_cov and kl_cov choose among all tokens of a step first: the batch has no stream 'chosen'"
+        )
+    return tokens.chosen
+
+
+def _check_share(share: float) -> None:
+    if not 0 < share <= 1:
+        raise ConfigError(f"the share of tokens is {share}: it must be above 0 and at most 1")

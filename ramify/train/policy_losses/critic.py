@@ -1,0 +1,53 @@
+"""What a critic learns: to say, before each sampled token, what its call will come to."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+
+from ramify.errors import ConfigError
+from ramify.train.policy_losses.base import Formula, Tokens, nowhere
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Values(NamedTuple):
+    """What a critic's loss sees; each [E]."""
+
+    now: Tensor
+    """V, with gradient."""
+    old: Tensor
+    """At the step's start."""
+    returns: Tensor
+
+
+class ValueLoss(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """½ max((V - R)², (clip(V, V_old ± clip) - R)²), which is added to the policy's at each token that has a return."""
+
+    weight: float = 0.5
+    clip: float = 0.2
+    """0: no bound."""
+
+    def __post_init__(self) -> None:
+        if self.weight <= 0 or self.clip < 0:
+            raise ConfigError(f"loss.value: weight={self.weight} must be above 0, clip={self.clip} not negative")
+
+    def per_token(self, values: Values) -> Tensor:
+        """[E]"""
+        missed = (values.now - values.returns).square()
+        if not self.clip:
+            return missed / 2
+        near = values.old + (values.now - values.old).clamp(-self.clip, self.clip)
+        return missed.maximum((near - values.returns).square()) / 2
+
+
+class Critic(Formula, frozen=True, kw_only=True, tag="critic"):
+    """0: nothing of the policy is trained, only the critic beside it (``loss.value``)."""
+
+    def per_token(self, tokens: Tokens) -> Tensor:
+        return tokens.now * 0.0
+
+    def clipped(self, tokens: Tokens) -> Tensor:
+        return nowhere(tokens)

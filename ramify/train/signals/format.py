@@ -1,0 +1,55 @@
+r"""The form of replies: 0 for a turn whose reply has it, -1 for one that has not.
+
+    pattern=r"```repl\n.*?```"     a reply with a block of code
+    last=r"\\boxed\{.+\}"          the last reply has another form
+
+Being well-formed earns nothing, since a policy that is paid for its form answers in form alone.
+"""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+
+from ramify.errors import ConfigError
+from ramify.train.signals.base import Context, Reading
+from ramify.train.signals.view import steps_of
+from ramify.types.trajectory import Group, Trajectory
+
+MAX_CHARS = 50_000
+"""Of a reply that is looked at, its end."""
+
+
+class Format(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="format"):
+    """Implements ``Signal``: a number per turn."""
+
+    pattern: str
+    """Regular expression that a reply must contain; a dot matches line ends, too."""
+    last: str = ""
+    """The same for the last reply of a call; empty: as ``pattern``."""
+    good: float = 0.0
+    bad: float = -1.0
+
+    def __post_init__(self) -> None:
+        for pattern in (self.pattern, self.last):
+            try:
+                re.compile(pattern, re.DOTALL)
+            except re.error as error:
+                raise ConfigError(f"format: {pattern!r} is no regular expression: {error}") from error
+
+    async def read(self, group: Group, context: Context) -> list[Reading]:
+        return [self._one(trajectory) for trajectory in group.trajectories]
+
+    def _one(self, trajectory: Trajectory) -> Reading:
+        reading = Reading()
+        if not trajectory.calls or not trajectory.root.turns:
+            reading.abstained = "empty"
+            return reading
+        steps = steps_of(trajectory.root)
+        for step in steps:
+            pattern = self.last if self.last and step is steps[-1] else self.pattern
+            is_good = re.search(pattern, step.said[-MAX_CHARS:], re.DOTALL) is not None
+            reading.turns[step.place] = self.good if is_good else self.bad
+        reading.counts["malformed"] = float(sum(value == self.bad for value in reading.turns.values()))
+        return reading

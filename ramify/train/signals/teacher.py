@@ -1,0 +1,312 @@
+"""A teacher reads the policy's own tokens again, shown a hint that the policy had not: ℓ_T − ℓ_o, token by token.
+
+    path     P P P u u u </u> <a> r r r </a> o o o <a> r r       r sampled, o observed, u the last user message
+    row      P P P u u u h h </u> <a> r r r </a> o o o <a> r r   the hint at the end of the message, the rest unchanged
+                                      x x x            x x       scored
+
+Positive where the hint makes the token likelier: minus a one-sample estimate of the reverse KL from policy to teacher.
+Everything is ids: the hint's are put into the prompt's, and those of the response are asserted to be the same. Without
+hints (``hints=None``) it is on-policy distillation from whoever the source is. What cannot be scored has no reading, never
+zeros. Decides rows, the choice among hints and what becomes of the scores; leaves out who computes them (``scorer.py``).
+
+Legend: N tokens sampled in a turn, k candidates per position.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from ramify.errors import ConfigError, RamifyError, TrainError
+from ramify.train.signals.base import Candidates, Context, Place, Reading, Row, Scorer, Scores, Writing
+from ramify.train.signals.hindsight import Hints, hints_of
+from ramify.train.signals.trees import was_cut_off
+from ramify.types.message import Message
+from ramify.types.tokens import TokenPath, TokenSpan
+from ramify.types.trajectory import Call, Group, Trajectory
+
+TEMPLATE = "\n\n[A hint for this task]\n{hint}"
+ALL = -1
+"""As ``top``: the whole vocabulary."""
+
+
+class Teacher(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="teacher"):
+    """Implements ``Signal``: ``tokens`` is ℓ_T − ℓ_o, ``logprobs`` ℓ_T, ``top`` candidates where asked for."""
+
+    hints: Any = None
+    """Of ``hindsight.HINTS``; None: the teacher sees what the policy saw, and every trajectory is scored."""
+    source: str = "reference"
+    """Who it is: ``reference`` (the policy that rollouts began with, frozen), ``ema`` (an average of the policy's weights),
+    ``live`` (the policy as it is), ``random`` (untrained weights: a control), ``client:NAME`` (an engine that gives
+    log-probabilities of a prompt), or a checkpoint's folder."""
+    template: str = TEMPLATE
+    """What is put at the end of the last message before the reply, ``{hint}`` in it."""
+    student: Literal["sampler", "recomputed"] = "sampler"
+    """Where ℓ_o comes from: what the sampler said, or one more pass over the plain path by the code that scores the
+    teacher: exact where sampler and trainer round differently (bf16), for another half of a forward pass."""
+    top: int = 0
+    """Candidates per position for losses over more than the sampled token; -1: the whole vocabulary; 0: none."""
+    support: Literal["teacher", "student"] = "teacher"
+    """Whose likeliest tokens the candidates are."""
+    choose: Literal["first", "overlap"] = "first"
+    """Among several accepted hints: as their source ordered them, or the one whose teacher shares the most of its likeliest
+    tokens with the policy."""
+    overlap: int = 4
+    """Likeliest tokens per position that are compared."""
+    evidence: float = 0.0
+    """Only tokens whose log-probability the hint itself moves by more than this count, so that un-hinted tokens are not
+    pulled back to an old teacher; takes another pass of the teacher. 0: all tokens count."""
+    cut_off: bool = False
+    """Score trajectories that a limit cut off, too."""
+    ema_decay: float = 0.05
+    """Of the policy in each step's average."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.hints, str | Mapping):
+            msgspec.structs.force_setattr(self, "hints", hints_of(self.hints))
+        if "{hint}" not in self.template:
+            raise ConfigError(f"teacher.template={self.template!r} has no {{hint}} in it")
+        if self.top < ALL or self.overlap < 1 or self.evidence < 0 or not 0 < self.ema_decay <= 1:
+            raise ConfigError(
+                f"teacher: top={self.top} is -1 (all), 0 (none) or more, overlap={self.overlap} at least 1, "
+                f"evidence={self.evidence} not negative, ema_decay={self.ema_decay} in (0, 1]"
+            )
+        if self.source == "live" and self.hints is not None:
+            warnings.warn(
+                "a live teacher (the policy itself, with a hint) eroded or collapsed in two of five seeds: source=reference "
+                "or source=ema is safer",
+                stacklevel=2,
+            )
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Scorers that it needs."""
+        needs_student = (
+            self.student == "recomputed" or self.choose == "overlap" or (self.top and self.support == "student")
+        )
+        return tuple(dict.fromkeys((self.source, *(["live"] if needs_student else []))))
+
+    async def read(self, group: Group, context: Context) -> list[Reading]:
+        source = hints_of(self.hints)
+        if source is None:
+            found = [self._unhinted(each) for each in group.trajectories]
+        else:
+            found = await source.hints(group, context)
+        scorer = context.scorers.get(self.source)
+        if scorer is None:
+            raise ConfigError(
+                f"there is no teacher '{self.source}' here: {', '.join(context.scorers) or 'none was made'}"
+            )
+        rows = [
+            row
+            for index, (trajectory, hints) in enumerate(zip(group.trajectories, found, strict=True))
+            for row in self._rows(index, trajectory, hints, context.writing)
+        ]
+        try:
+            await self._score(rows, scorer, group, found, context)
+        except RamifyError as error:  # no zeros in place of what could not be scored
+            for hints in found:
+                _abstain(hints.reading, type(error).__name__)
+                hints.reading.tokens.clear()
+        return [hints.reading for hints in found]
+
+    def _unhinted(self, trajectory: Trajectory) -> Hints:
+        found = Hints(Reading())
+        if not trajectory.calls or not trajectory.root.turns or not trajectory.rewards:
+            found.reading.abstained = "not scored"
+        elif not self.cut_off and was_cut_off(trajectory.root):
+            found.reading.abstained = "cut off"
+        else:
+            found.at[trajectory.root.id, 0] = [""]
+        return found
+
+    def _rows(self, index: int, trajectory: Trajectory, hints: Hints, writing: Writing | None) -> list[_Hinted]:
+        """One per place and candidate. What cannot be written is counted, and the reading abstains."""
+        rows = []
+        for place, candidates in hints.at.items():
+            call = trajectory.call(place[0])
+            paths = trajectory.paths(call)
+            if len(paths) != 1 or paths[0].logprobs is None:
+                _abstain(hints.reading, "no whole path of ids")
+                continue
+            single = len(hints.at) > 1
+            for hint in candidates:
+                try:
+                    rows.append(
+                        _Hinted(
+                            index, place, hint, *self._row(trajectory, call, paths[0], place, hint, single, writing)
+                        )
+                    )
+                except _CannotWrite as error:
+                    _abstain(hints.reading, str(error))
+        return rows
+
+    def _row(
+        self, trajectory: Trajectory, call: Call, path: TokenPath, place: Place, hint: str, single: bool,
+        writing: Writing | None,
+    ) -> tuple[Row, Row, list[TokenSpan]]:  # fmt: skip
+        """(the teacher's row, the plain one, the spans that are scored)."""
+        spans = [span for span in path.spans if span.call == call.id and span.turn >= place[1]]
+        spans = spans[:1] if single else spans  # with hints at several turns each is for its own
+        begin, end = spans[0].start, spans[-1].end
+        plain = list(path.ids[:end])
+        prompt = plain[:begin]
+        given = self._hinted(trajectory, call, place[1], prompt, hint, writing) if hint else prompt
+        row = Row([*given, *plain[begin:]], [(s.start + len(given) - begin, s.end + len(given) - begin) for s in spans])
+        for span, (start, stop) in zip(spans, row.spans, strict=True):
+            if list(row.ids[start:stop]) != plain[span.start : span.end]:
+                raise TrainError(
+                    f"{trajectory.id}/call={call.id}/turn={span.turn}: the teacher's row has other response ids"
+                )
+        return row, Row(plain, [(s.start, s.end) for s in spans]), spans
+
+    def _hinted(
+        self, trajectory: Trajectory, call: Call, turn: int, prompt: list[int], hint: str, writing: Writing | None
+    ) -> list[int]:
+        """The ids of ``prompt`` with the hint at the end of its last message. The messages are written with and without
+        it; where they differ, and there alone, the ids are exchanged."""
+        if writing is None:
+            raise _CannotWrite("no renderer")
+        messages = trajectory.conversation(call, turn)[:-1]
+        if not messages or messages[-1].role not in ("user", "tool"):
+            raise _CannotWrite("the prompt ends with no message to it")
+        last = messages[-1]
+        more = Message(
+            last.role, last.content + self.template.format(hint=hint), tool_call_id=last.tool_call_id
+        )  # fmt: skip
+        without, with_hint = writing.prompt(messages), writing.prompt([*messages[:-1], more])
+        same = next(
+            (index for index, (a, b) in enumerate(zip(without, with_hint, strict=False)) if a != b), len(without)
+        )
+        tail = without[same:]
+        if not tail or prompt[-len(tail) :] != tail:
+            raise _CannotWrite("the prompt cannot be written again")
+        return [*prompt[: len(prompt) - len(tail)], *with_hint[same:]]
+
+    async def _score(
+        self, rows: Sequence[_Hinted], scorer: Scorer, group: Group, found: Sequence[Hints], context: Context
+    ) -> None:
+        if not rows:
+            return
+        temperature = context.temperature
+        chosen = await self._chosen(rows, scorer, context)
+        support = await self._support(chosen, context)
+        chosen = [each._replace(support=scores) for each, scores in zip(chosen, support, strict=True)]
+        teacher = await scorer.score(
+            [_at(each.row, temperature, each.support) for each in chosen],
+            top=self.top if self.support == "teacher" else 0,
+        )
+        plain = await self._plain(chosen, scorer, context)
+        old = await self._old(chosen, group, context)
+        for index, (each, scores) in enumerate(zip(chosen, teacher, strict=True)):
+            reading = found[each.number].reading
+            if self.choose == "overlap" and each.hint and reading.notes:
+                reading.notes = dict.fromkeys(reading.notes, each.hint) if len(reading.notes) == 1 else reading.notes
+            evidence = None if plain is None else plain[index].logprobs
+            self._write(reading, each, scores, old[index], evidence)
+
+    async def _chosen(self, rows: Sequence[_Hinted], scorer: Scorer, context: Context) -> list[_Hinted]:
+        """One row per trajectory and place."""
+        by_place: dict[tuple[int, Place], list[_Hinted]] = {}
+        for row in rows:
+            by_place.setdefault((row.number, row.place), []).append(row)
+        if self.choose == "first":
+            return [candidates[0] for candidates in by_place.values()]
+        several = [row for candidates in by_place.values() if len(candidates) > 1 for row in candidates]
+        num = self.overlap
+        theirs = await scorer.score([_at(row.row, context.temperature) for row in several], top=num) if several else []
+        plain = [_at(row.plain, context.temperature) for row in several]
+        ours = await context.scorers["live"].score(plain, top=num) if several else []
+        shared = {
+            id(row): sum(len({*a} & {*b}) for a, b in zip(teacher.top_ids, student.top_ids, strict=True))
+            for row, teacher, student in zip(several, theirs, ours, strict=True)
+        }
+        return [max(candidates, key=lambda row: shared.get(id(row), 0)) for candidates in by_place.values()]
+
+    async def _support(self, chosen: Sequence[_Hinted], context: Context) -> list[Scores | None]:
+        """The policy's own distributions, where the candidates are its likeliest tokens."""
+        if not self.top or self.support == "teacher":
+            return [None] * len(chosen)
+        plain = [_at(each.plain, context.temperature) for each in chosen]
+        return list(await context.scorers["live"].score(plain, top=self.top))
+
+    async def _plain(self, chosen: Sequence[_Hinted], scorer: Scorer, context: Context) -> list[Scores] | None:
+        """What the teacher thinks without the hint."""
+        if not self.evidence:
+            return None
+        return await scorer.score([_at(each.plain, context.temperature) for each in chosen])
+
+    async def _old(self, chosen: Sequence[_Hinted], group: Group, context: Context) -> list[list[float]]:
+        """ℓ_o of each row's scored tokens."""
+        if self.student == "recomputed":
+            plain = [_at(each.plain, context.temperature) for each in chosen]
+            return [scores.logprobs for scores in await context.scorers["live"].score(plain)]
+        found = []
+        for each in chosen:
+            turns = {(c.id, i): t for c in group.trajectories[each.number].calls for i, t in enumerate(c.turns)}
+            found.append([value for span in each.spans for value in turns[span.call, span.turn].reply.logprobs or ()])
+        return found
+
+    def _write(
+        self, reading: Reading, row: _Hinted, scores: Scores, old: Sequence[float], plain: Sequence[float] | None
+    ) -> None:
+        num = sum(span.end - span.start for span in row.spans)
+        if not len(scores.logprobs) == len(old) == num:
+            raise TrainError(
+                f"the teacher '{self.source}' gave {len(scores.logprobs)} log-probabilities and the policy {len(old)} for "
+                f"{num} tokens"
+            )
+        begin = 0
+        for span in row.spans:
+            at = slice(begin, begin := begin + span.end - span.start)
+            place = (span.call, span.turn)
+            gaps = [t - o for t, o in zip(scores.logprobs[at], old[at], strict=True)]
+            if plain is not None:
+                moved = [abs(t - p) > self.evidence for t, p in zip(scores.logprobs[at], plain[at], strict=True)]
+                gaps = [gap if counts else 0.0 for gap, counts in zip(gaps, moved, strict=True)]
+            reading.tokens[place], reading.logprobs[place] = gaps, scores.logprobs[at]
+            if scores.top:
+                reading.top[place] = Candidates(scores.top_ids[at], scores.top[at])
+            elif row.support is not None:
+                reading.top[place] = Candidates(row.support.top_ids[at], scores.candidates[at], row.support.top[at])
+
+
+class _CannotWrite(Exception):
+    """Why a hint cannot be put before a reply, in a few words."""
+
+
+class _Hinted(NamedTuple):
+    """One row to be scored."""
+
+    number: int
+    """Of the trajectory in its group."""
+    place: Place
+    hint: str
+    row: Row
+    plain: Row
+    """The same without the hint."""
+    spans: list[TokenSpan]
+    support: Scores | None = None
+
+
+def _at(row: Row, temperature: float, support: Scores | None = None) -> Row:
+    """``row`` with what scoring it needs to know besides."""
+    return Row(row.ids, row.spans, support.top_ids if support is not None else (), temperature)
+
+
+def _abstain(reading: Reading, reason: str) -> None:
+    reading.abstained = reading.abstained or reason
+    name = f"unscored/{reason}"
+    reading.counts[name] = reading.counts.get(name, 0.0) + 1
+
+
+def needed(signals: Mapping[str, Any]) -> dict[str, float]:
+    """Scorers that these signals need -> the decay of its average, for ``ema``."""
+    found: dict[str, float] = {}
+    for signal in signals.values():
+        if isinstance(signal, Teacher):
+            found |= dict.fromkeys(signal.sources, signal.ema_decay)
+    return found

@@ -1,0 +1,35 @@
+"""Weights & Biases: ``WANDB_MODE=offline`` keeps it on this machine until ``wandb sync``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from ramify.train.trackers.base import About
+
+
+class WandB:
+    """Options are those of ``wandb.init``: ``project``, ``entity``, ``group``, ``tags``, ``mode``, …"""
+
+    modules: ClassVar[tuple[str, ...]] = ("wandb",)
+    extra: ClassVar[str] = "wandb"
+
+    def __init__(self, about: About, project: str = "ramify", **options: Any) -> None:
+        import wandb
+
+        settings = wandb.Settings(silent=True, console="off")  # the terminal is the command's
+        self._run: Any = wandb.init(
+            project=project, name=about.name, id=about.id or None, resume="allow" if about.id else None,
+            config=None if about.id else about.config, dir=str(about.folder), settings=settings, **options,
+        )  # fmt: skip
+        self._run.define_metric("*", step_metric="step")  # its own counter cannot go back to a checkpoint
+
+    @property
+    def id(self) -> str:
+        return str(self._run.id)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log({**values, "step": step})
+
+    def close(self, failed: bool) -> None:
+        self._run.finish(exit_code=int(failed))

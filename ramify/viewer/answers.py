@@ -1,0 +1,89 @@
+"""What the server sends: data as JSON, changes as server-sent events, the page's own files from memory."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import mimetypes
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+STATIC = Path(__file__).parent / "static"
+_KEEP_ALIVE_S = 15.0
+"""Between signs of life on a stream that has no news."""
+
+
+class Assets:
+    """The page's modules and styles: small, so they are kept, and a browser that has them is told so."""
+
+    def __init__(self) -> None:
+        self._files: dict[str, tuple[bytes, str, str]] = {}
+
+    def answer(self, request: web.Request, name: str) -> web.Response:
+        """Raises HTTPNotFound for what is no file of the page."""
+        body, kind, tag = self._file(name)
+        headers = {"ETag": f'"{tag}"', "Cache-Control": "no-cache"}
+        if any(each.value == tag for each in request.if_none_match or ()):
+            return web.Response(status=304, headers=headers)
+        return web.Response(body=body, headers={**headers, "Content-Type": kind})
+
+    def _file(self, name: str) -> tuple[bytes, str, str]:
+        known = self._files.get(name)
+        if known is None:
+            path = (STATIC / name).resolve()
+            if not path.is_relative_to(STATIC) or not path.is_file():
+                raise web.HTTPNotFound
+            body = path.read_bytes()
+            kind = {".js": "text/javascript"}.get(path.suffix) or mimetypes.guess_type(name)[0] or "text/plain"
+            charset = "; charset=utf-8" if kind.startswith("text/") else ""
+            known = self._files[name] = (body, kind + charset, hashlib.sha256(body).hexdigest()[:20])
+        return known
+
+
+def data(value: Any) -> web.Response:
+    return web.Response(body=encoded(value), content_type="application/json")
+
+
+def encoded(value: Any) -> bytes:
+    try:
+        return msgspec.json.encode(value)
+    except UnicodeEncodeError:  # half a surrogate pair, as a file that is not ours may hold
+        return json.dumps(msgspec.to_builtins(value)).encode()
+
+
+async def stream(request: web.Request, messages: AsyncGenerator[dict[str, Any], None]) -> web.StreamResponse:
+    """``messages`` as server-sent events, then one named ``end``, after which a page need not come back."""
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"})
+    await response.prepare(request)
+    with contextlib.suppress(ConnectionResetError):
+        async with contextlib.aclosing(_with_signs_of_life(messages)) as lines:
+            async for line in lines:
+                await response.write(line)
+        await response.write(b"event: end\ndata: {}\n\n")
+    return response
+
+
+async def _with_signs_of_life(messages: AsyncGenerator[dict[str, Any], None]) -> AsyncGenerator[bytes, None]:
+    yield b": open\n\n"
+    coming = asyncio.ensure_future(anext(messages))
+    try:
+        while True:
+            done, _ = await asyncio.wait([coming], timeout=_KEEP_ALIVE_S)
+            if not done:
+                yield b": still here\n\n"
+                continue
+            try:
+                yield b"data: " + encoded(coming.result()) + b"\n\n"
+            except StopAsyncIteration:
+                return
+            coming = asyncio.ensure_future(anext(messages))
+    finally:
+        coming.cancel()
+        await asyncio.wait([coming])
+        await messages.aclose()

@@ -1,0 +1,123 @@
+"""Where a word is said in a run.
+
+A journal is read from its beginning, line by line, and only a line that has the word's bytes is decoded: so that a run of
+many megabytes is searched without being kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from ramify.errors import StoreError
+from ramify.store.reading import decode_line, lines
+from ramify.types.event import (
+    AnyEvent,
+    Attempted,
+    CallEnded,
+    CallStarted,
+    CellRan,
+    Noted,
+    Replied,
+    Requested,
+    Scored,
+    ToolAnswered,
+)
+from ramify.types.message import Message
+from ramify.types.trajectory import Cell, Trajectory
+from ramify.viewer.tree import as_text
+from ramify.viewer.watch import Watched
+
+MAX_FOUND = 200
+_MARGIN = 60
+"""Characters around what was searched for."""
+Said = tuple[str, int, str, str]
+"""(call, turn, part, text); turn -1 for the call itself."""
+
+
+def search(run: Watched, wanted: str) -> dict[str, Any]:
+    """Where ``wanted`` is said, in any case, in order of the calls; of more than ``MAX_FOUND`` places the first said."""
+    found: list[dict[str, Any]] = []
+    needle = wanted.lower()
+    more = False
+    for call, turn, where, text in _texts(run, needle) if needle else ():
+        at = text.lower().find(needle)
+        if at < 0 or call not in run.tree.nodes:
+            continue
+        if more := len(found) == MAX_FOUND:
+            break
+        start = max(0, at - _MARGIN)
+        snippet = text[start : at + len(wanted) + _MARGIN]
+        found.append({"call": call, "turn": turn, "where": where, "text": snippet, "at": at - start})
+    found.sort(key=lambda each: run.tree.nodes[each["call"]].index)
+    return {"found": found, "more": more}
+
+
+def _texts(run: Watched, needle: str) -> Iterator[Said]:
+    if run.line is not None:
+        yield from _of_trajectory(run.tree.run)
+        return
+    raw = needle.encode() if needle.isascii() and needle.isprintable() and not set(needle) & set('"\\') else b""
+    read = 0
+    try:
+        for number, line in enumerate(lines(run.path), start=1):
+            read += len(line) + 1
+            if read > run.offset:
+                return
+            if not raw or raw in line.lower():
+                yield from _of_event(decode_line(line, run.path, number))
+    except StoreError:
+        return  # the page says so already
+
+
+def _of_event(event: AnyEvent) -> Iterator[Said]:
+    match event:
+        case CallStarted():
+            yield event.id, -1, "question", event.question
+        case Requested():
+            for message in event.prompt:
+                yield event.call, event.turn, message.role, message.content
+        case Replied():
+            yield from _of_reply(event.call, event.turn, event.reply.message)
+        case CellRan():
+            yield from _of_cell(event.call, event.turn, event.result)
+        case ToolAnswered():
+            yield event.call, event.turn, f"tool {event.name}", event.error or as_text(event.result)
+        case Attempted():
+            yield event.call, event.turn, "attempt", event.error
+        case Noted():
+            yield event.call, -1, "note", event.text
+        case Scored():
+            yield event.call, event.turn, f"score by {event.by}", event.text
+        case CallEnded():
+            yield event.id, -1, "answer", as_text(event.answer)
+            yield event.id, -1, "error", event.error or ""
+        case _:
+            pass
+
+
+def _of_trajectory(trajectory: Trajectory) -> Iterator[Said]:
+    for call in trajectory.calls:
+        yield call.id, -1, "question", call.question
+        for index, turn in enumerate(call.turns):
+            for message in turn.prompt:
+                yield call.id, index, message.role, message.content
+            yield from _of_reply(call.id, index, turn.reply.message)
+            for cell in turn.cells:
+                yield from _of_cell(call.id, index, cell)
+        yield call.id, -1, "answer", as_text(call.answer)
+        yield call.id, -1, "error", call.error or ""
+    for mark in trajectory.marks:
+        yield mark.call, mark.turn, f"score by {mark.by}", mark.text
+
+
+def _of_reply(call: str, turn: int, message: Message) -> Iterable[Said]:
+    yield call, turn, "reply", message.content
+    yield call, turn, "reasoning", message.reasoning or ""
+    for tool in message.tool_calls:
+        yield call, turn, "tool call", tool.arguments
+
+
+def _of_cell(call: str, turn: int, cell: Cell) -> Iterable[Said]:
+    for where, text in (("output", cell.stdout), ("value", cell.value), ("error", cell.error)):
+        yield call, turn, where, text or ""

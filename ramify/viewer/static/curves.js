@@ -1,0 +1,57 @@
+// Which measured names make one chart, in what order the charts stand, and the lines of one as the plot wants them.
+
+// What belongs together, in this order; what is in no group comes last.
+const GROUPS = [
+  ["reward", /^(reward|child_reward|groups_with_signal|.*\/reward)$/],
+  ["pass@k and other evaluations", /pass[@_]|^(validation|test|train)\//],
+  ["loss", /(^|_)loss$|^grad_norm$|^lr$/],
+  ["policy: KL, entropy, clip share", /kl$|entropy|clip/],
+  ["off-policy: sampler mismatch, effective sample size, staleness", /mismatch|^ess$|stale/],
+  ["per depth and role", /by depth$|role|^calls_per_rollout$|^turns_per_call$|child_/],
+  ["signals", /^signal|hint|judge|process|hindsight|teacher/],
+  ["speed", /tokens_per_s|_s$|cpu/],
+  ["rollouts and sizes", /./],
+];
+const LAYER = /^depth(\d+)\.(\w+)\/(\w+)$/;  // as in depth1.rlm/reward
+const COLOURS = ["--rlm", "--lm", "--leaf", "--judge", "--live", "--bad"];
+
+// Chart -> [{ name, label }]: one line each, but what is measured at each depth is one chart of several.
+export function chartsOf(names) {
+  const charts = new Map();
+  for (const name of names) {
+    const layer = LAYER.exec(name), chart = layer ? `${layer[3]} by depth` : name;
+    if (!charts.has(chart)) charts.set(chart, []);
+    charts.get(chart).push({ name, label: layer ? `${layer[1]} ${layer[2]}` : "" });
+  }
+  for (const lines of charts.values()) lines.sort((a, b) => (a.name < b.name ? -1 : 1)).forEach((line, index) => (line.colour = COLOURS[index % COLOURS.length]));
+  return charts;
+}
+
+// [[title, [chart, …]], …]
+export function inGroups(charts) {
+  const left = new Set(charts), order = [];
+  // What is by depth stands with the depths, whatever else it is.
+  for (const [title, pattern] of GROUPS) {
+    const members = [...left].filter((chart) => pattern.test(chart) && (title === "per depth and role" || !chart.endsWith(" by depth")));
+    members.forEach((chart) => left.delete(chart));
+    if (members.length) order.push([title, members.sort(byImportance)]);
+  }
+  return order;
+}
+
+// Several [steps, values] over all steps that any has: [steps, values, values, …].
+export function aligned(lines) {
+  const known = lines.filter(Boolean), steps = known[0] ? known[0][0] : [];
+  const same = lines.every((line) => line && line[0].length === steps.length && line[0].every((step, index) => step === steps[index]));
+  if (same) return [steps, ...lines.map((line) => line[1])];
+  const all = [...new Set(known.flatMap((line) => line[0]))].sort((a, b) => a - b);
+  return [all, ...lines.map((line) => {
+    const at = new Map(line ? line[0].map((step, index) => [step, line[1][index]]) : []);
+    return all.map((step) => at.get(step) ?? null);
+  })];
+}
+
+function byImportance(a, b) {
+  const first = ["reward", "validation/reward", "child_reward", "reward by depth", "loss"], rank = (name) => first.indexOf(name) + 1 || 99;
+  return rank(a) - rank(b) || (a < b ? -1 : 1);
+}

@@ -1,0 +1,11 @@
+// Asks for the run that the address names while the page's modules are still on their way; api.js takes the answer.
+// Not a module, so that it runs at once.
+
+{
+  const key = /^#\/run\/([^/]+)/.exec(location.hash);
+  if (key) {
+    const address = `/api/run?${new URLSearchParams({ key: decodeURIComponent(key[1]) })}`;
+    window.ramifyEarly = { address, answer: fetch(address) };
+    window.ramifyEarly.answer.catch(() => {});
+  }
+}

@@ -1,0 +1,32 @@
+// The sub-calls of a cell, where they happened: sessions each, of many plain ones the first few and those that failed.
+
+import { h, fill } from "./dom.js";
+import { grouped, many, oneLine, seconds, stopWords } from "./format.js";
+
+const FEW = 4;  // plain sub-calls of a cell that are shown one by one
+
+export function fillSubcalls(view, place, turn, cell) {
+  const indices = view.run.made(view.row, turn, cell);
+  if (!indices.length) return;
+  const calls = indices.map((index) => [index, view.run.calls[index]]);
+  const plain = calls.filter(([, call]) => call.kind !== "rlm"), deep = calls.filter(([, call]) => call.kind === "rlm");
+  const failed = plain.filter(([, call]) => call.stop === "error");
+  const shown = plain.length <= FEW + 2 ? plain : [...new Set([...plain.slice(0, FEW - 1), ...failed.slice(0, 2)])];
+  const rows = [...shown, ...deep.slice(0, 40)].map(([index, call]) => subcall(view, index, call));
+  if (shown.length < plain.length || deep.length > 40) {
+    const done = plain.filter(([, call]) => call.stop !== null).length;
+    const words = [`${many(calls.length, "sub-call")}: ${grouped(done + deep.filter(([, call]) => call.stop !== null).length)} done`, failed.length ? `${failed.length} failed` : ""].filter(Boolean).join(", ");
+    rows.push(h("button.sub.all", { type: "button", onclick: () => view.actions.showOnly(indices, `sub-calls of turn ${turn + 1}`) }, `${words} — list them all`));
+  }
+  fill(place, rows);
+}
+
+function subcall(view, index, call) {
+  const [words, tone] = stopWords(call.stop, view.run.alive);
+  const came = call.stop === "error" ? call.error : call.stop ? call.answer : call.state === "asking" ? "asking …" : "…";
+  return h("a.sub", { href: view.actions.address(call.id, null), "data-call": call.id },
+    h("i", { class: `dot k-${call.kind}` }), h("span.id", null, call.id),
+    h("span.asked", null, oneLine(call.question, 160)), h("span.came", { class: call.stop === "error" ? "bad" : "" }, oneLine(came || words, 160)),
+    h("span.took", null, call.ended_s === null ? words : seconds(call.ended_s - call.started_s)),
+    call.stop && call.stop !== "final" && call.stop !== "error" ? h("span", { class: `mark ${tone}` }, words) : null);
+}

@@ -1,0 +1,56 @@
+"""The math agent in small: from nothing to a policy that writes programs, calls its tool, and mends what an error names.
+
+    ramify train recipes/programs.py --out runs/programs                          demonstrations, then outcome reward alone
+    ramify train recipes/programs.py rl=null --out runs/programs-sft              demonstrations alone
+    ramify train recipes/programs.py policy.path=runs/programs-sft/policy sft=null --out runs/programs-outcome
+
+A transformer of 170,000 parameters imitates a demonstrator that half knows what 24 words mean, and then finds out by
+itself. See ``docs/hybrid.md`` for what other signals add, and ``benchmarks/hybrid.py``, which compares them.
+"""
+
+from __future__ import annotations
+
+from ramify.engine.limits import Limits
+from ramify.sandbox.base import SandboxSpec
+from ramify.tasks.programs.vocabulary import WORDS
+from ramify.train.algorithms.grpo import GRPO
+from ramify.train.backends.base import Compute, Optim
+from ramify.train.config import EvaluateSpec, PolicySpec, RlSpec, Run, SftSpec, TaskSpec
+from ramify.train.loop import Cadence
+from ramify.train.loss import Loss
+from ramify.train.policy_losses import PpoClip
+from ramify.train.rollout import RolloutOptions
+from ramify.train.stages import Sample
+
+SHAPE = {
+    "model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "head_dim": 16, "intermediate_size": 192, "max_position_embeddings": 256,
+    "rope_theta": 10_000.0, "tie_word_embeddings": True, "rms_norm_eps": 1e-6,
+}  # fmt: skip
+
+
+def run() -> Run:
+    return Run(
+        name="programs",
+        policy=PolicySpec(shape=SHAPE, words=WORDS, slots=256),
+        task=TaskSpec(name="programs"),
+        sft=SftSpec(
+            demos="programs", num=60_000, batch_tokens=6_000, options={"knows": 0.45},
+            optim=Optim(kind="muon", lr=6e-3, weight_decay=0.01, warmup_steps=30, schedule="linear"),
+        ),
+        rl=RlSpec(
+            steps=30,
+            sample=Sample(items=8, first_item=1_000_000, minibatches=2),
+            rollout=RolloutOptions(group=8, concurrency=256),
+            algorithm=GRPO(),
+            loss=Loss(policy=PpoClip(), kl_beta=0.01, kl="k3"),
+            optim=Optim(lr=2e-4),
+        ),
+        scaffold="bare",
+        limits=Limits(max_turns=3, max_depth=0, max_reply_tokens=32, max_seconds=120, max_concurrency=512),
+        sandbox=SandboxSpec(provider="ramify.tasks.programs.evaluator"),
+        evaluate=EvaluateSpec(num=256, validation=32, attempts=8, final=("test",)),
+        cadence=Cadence(evaluate=10),
+        compute=Compute(precision="fp32"),
+        threads=1,
+    )  # fmt: skip

@@ -1,0 +1,43 @@
+"""The math agent in small, taught by hindsight: outcome reward says whether, a teacher shown a short hint says how.
+
+    ramify train recipes/programs_hybrid.py policy.path=runs/programs-sft/policy --out runs/programs-hybrid
+    … rl.signals.teacher.hints.judge=ramify.train.signals.programs:OracleJudge      hints from facts: an upper bound
+    … rl.signals.teacher.source=ema                                                 a teacher that follows the policy
+
+After each rollout a rule reads the errors that the policy was shown and says in one sentence what would have helped. The
+frozen policy that rollouts began with reads the same tokens again, with that sentence in the prompt; where it finds a token
+likelier than the policy did, the token's advantage rises. Its weight goes to zero: what it can teach is limited by what it
+was itself. ``benchmarks/hybrid.py`` compares this with its variants and controls.
+"""
+
+from __future__ import annotations
+
+import msgspec
+from programs import run as programs
+
+from ramify.tasks.programs.vocabulary import HINT
+from ramify.train.algorithms.grpo import GRPO
+from ramify.train.config import Run
+from ramify.train.signals.compose import Anneal, Hybrid, Term
+from ramify.train.signals.hindsight import Filter, Hindsight
+from ramify.train.signals.programs import RuleJudge
+from ramify.train.signals.teacher import Teacher
+
+
+def run() -> Run:
+    outcome = programs()
+    assert outcome.rl is not None
+    hints = Hindsight(judge=RuleJudge(), filter=Filter(min_chars=5))
+    steps = max(1, round(0.8 * outcome.rl.steps))
+    return msgspec.structs.replace(
+        outcome,
+        name="programs-hybrid",
+        rl=msgspec.structs.replace(
+            outcome.rl,
+            signals={"teacher": Teacher(hints=hints, template=HINT + "{hint}")},
+            algorithm=Hybrid(
+                outcome=GRPO(),
+                terms=(Term(signal="teacher", weight=Anneal(1.0, 0.0, steps=steps), clip=2.0, route="hinted"),),
+            ),
+        ),
+    )

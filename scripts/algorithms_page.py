@@ -1,0 +1,225 @@
+"""Writes the tables of `docs/algorithms.md` from what is registered: `scripts/algorithms_page.py [--check]`.
+
+Each row says what one estimator, loss, correction, KL or reduction does to the same small batch, by running it. With `--check`
+nothing is written, and a page that is not current is an error. Decides the batch and what a row shows; the text around the
+tables is the page's own.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from ramify.train.algorithms import ALGORITHMS
+from ramify.train.algorithms.base import finish, needs_of
+from ramify.train.compile import sequences
+from ramify.train.corrections import CORRECTIONS
+from ramify.train.loss import kl_estimate
+from ramify.train.override import load_class
+from ramify.train.policy_losses import POLICY_LOSSES, Tokens
+from ramify.train.policy_losses.base import Chooses, Step, Whole
+from ramify.train.policy_losses.critic import ValueLoss, Values
+from ramify.train.signals.weight import ALSO, weights
+from ramify.types.message import Message, Reply
+from ramify.types.trajectory import Call, Group, Stop, Trajectory, Turn
+
+PAGE = Path(__file__).parents[1] / "docs/algorithms.md"
+
+# --- the batch: two items, four and two rollouts of one call each ----------------------------------------------------
+
+REWARDS, LENGTHS = ((1.0, 0.5, 0.0, 0.0), (1.0, 1.0)), ((2, 1, 3, 2), (1, 1))
+GREEDY, VALUE, MEMORY = 0.25, 0.25, 0.4
+"""The greedy rollouts' reward, what the critic says of every token, RAE's running mean."""
+
+P_NOW = (0.9, 0.3, 0.5, 0.1, 0.4)
+P_OLD = (0.5, 0.5, 0.45, 0.02, 0.4)
+P_SAMPLER = (0.6, 0.55, 0.5, 0.02, 0.45)
+ADVANTAGES = (1.0, -2.0, 0.5, -1.0, 3.0)
+OWNERS = (0, 0, 0, 1, 1)
+LAGS = (0.0, 1.0, 3.0, 0.0, 1.0)
+OTHERS = ("sft", "hybrid")
+"""What imitates has no advantages; what wraps another has its."""
+OPTIONS: dict[str, dict[str, Any]] = {
+    "gspo": {"clip_low": 0.2, "clip_high": 0.3},
+    "clip_cov": {"share": 0.4, "cov_low": 0.0},
+    "kl_cov": {"share": 0.4},
+    "worst_token_mask": {"low": 0.85},
+    "geometric_mask": {"low": 0.9, "high": 1.1},
+    "sequence_tis": {"cap": 0.8},
+    "opsm": {"delta": -0.5},
+    "icepop": {"low": 0.85},
+}
+"""Bounds that these few tokens meet; defaults are made for thousands."""
+
+
+def groups() -> list[Group]:
+    return [
+        Group(
+            f"item {item}",
+            [_trajectory(f"{item}{n}", r, k) for n, (r, k) in enumerate(zip(rewards, lengths, strict=True))],
+            _trajectory(f"{item}greedy", GREEDY, 1),
+        )
+        for item, rewards, lengths in zip("ab", REWARDS, LENGTHS, strict=True)
+    ]
+
+
+def _trajectory(id: str, reward: float, num: int) -> Trajectory:
+    reply = Reply(Message("assistant", "…"), prompt_ids=(1, 2), token_ids=tuple(range(num)), logprobs=(-0.5,) * num)
+    turn = Turn(0, (Message("user", "…"),), reply)
+    call = Call("0", "rlm", "test:m", 0, "?", turns=[turn], stop=Stop.FINAL)
+    return Trajectory(id, "?", calls=[call], rewards={"correct": reward})
+
+
+def advantages_of(name: str) -> list[float]:
+    """One number per rollout: its tokens' advantages are equal here."""
+    algorithm = ALGORITHMS.of(name)()
+    if name == "rae":
+        algorithm = msgspec.structs.replace(algorithm, memory={"rlm@0": MEMORY})
+    rows = sequences(algorithm.stamp(groups(), {}).rollouts)
+    if needs_of(algorithm).values:
+        for row in rows:
+            row.streams["values"] = np.full(len(row), VALUE, np.float32)
+    finish(algorithm, rows)
+    found = {row.name.partition("/")[0]: float(row.advantages[row.rl != 0][0]) for row in rows}
+    return [found.get(f"{item}{n}", 0.0) for item, each in zip("ab", REWARDS, strict=True) for n in range(len(each))]
+
+
+def tokens(chosen: Any = None) -> Tokens:
+    now, old, sampler = (torch.tensor(p, dtype=torch.float64).log() for p in (P_NOW, P_OLD, P_SAMPLER))
+    advantages, lag = (torch.tensor(each, dtype=torch.float64) for each in (ADVANTAGES, LAGS))
+    whole = Whole(torch.tensor(OWNERS), 2, torch.ones(5) > 0)
+    return Tokens(now.requires_grad_(), old, sampler, advantages, whole, chosen, lag)
+
+
+def loss_of(name: str) -> tuple[list[float], list[float]]:
+    """(value, derivative by l) of each token."""
+    loss, given = POLICY_LOSSES.of(name)(**OPTIONS.get(name, {})), tokens()
+    if isinstance(loss, Chooses):
+        now, old, advantages = (each.detach().numpy() for each in (given.now, given.old, given.advantages))
+        chosen = loss.choose(Step(now, old, advantages, np.arange(5, dtype=np.uint64)))
+        given = given._replace(chosen=torch.from_numpy(chosen))
+    value = loss.per_token(given)
+    (slope,) = torch.autograd.grad(value.sum(), given.now)
+    return value.tolist(), slope.tolist()
+
+
+def factors_of(name: str) -> list[float]:
+    found: list[float] = CORRECTIONS.of(name)(**OPTIONS.get(name, {})).factor(tokens()).tolist()
+    return found
+
+
+# --- tables ----------------------------------------------------------------------------------------------------------
+
+
+def estimators() -> Iterator[Sequence[str]]:
+    yield "name", "advantages: 1, ½, 0, 0 · 1, 1", "what it is"
+    for name in ALGORITHMS:
+        if name not in OTHERS:
+            yield f"`{name}`", _numbers(advantages_of(name), 4), _first_sentence(_module_doc(ALGORITHMS[name]))
+
+
+def losses() -> Iterator[Sequence[str]]:
+    yield "name", "loss of each token", "its derivative by l", "formula", "options"
+    for name in POLICY_LOSSES:
+        kind, (value, slope) = POLICY_LOSSES.of(name), loss_of(name)
+        yield f"`{name}`", _numbers(value), _numbers(slope), _first_sentence(kind.__doc__), _options(kind)
+
+
+def corrections() -> Iterator[Sequence[str]]:
+    yield "name", "factor of each token", "what it does", "options"
+    for name in CORRECTIONS:
+        kind = CORRECTIONS.of(name)
+        yield f"`{name}`", _numbers(factors_of(name)), _first_sentence(kind.__doc__), _options(kind)
+
+
+def kls() -> Iterator[Sequence[str]]:
+    yield "name", "estimate of each token", "its derivative by l"
+    for name in ("k1", "k2", "k3", "k3+"):
+        given = tokens()
+        value = kl_estimate(name, given.now, given.old)  # type: ignore[arg-type]
+        (slope,) = torch.autograd.grad(value.sum(), given.now)
+        yield f"`{name}`", _numbers(value.tolist()), _numbers(slope.tolist())
+
+
+def values() -> Iterator[Sequence[str]]:
+    yield "V", "V at the step's start", "return", "½ max((V - R)², (clip(V, V_old ± 0.2) - R)²)"
+    for now, old, returns in ((0.5, 0.0, 1.0), (0.5, 0.0, 0.0), (0.1, 0.0, 1.0)):
+        given = Values(*(torch.tensor([each], dtype=torch.float64) for each in (now, old, returns)))
+        yield str(now), str(old), str(returns), _numbers(ValueLoss().per_token(given).tolist(), 4)
+
+
+def reductions() -> Iterator[Sequence[str]]:
+    yield "name", "as others call it", "weight of a token of each rollout", "divided by"
+    counts = [[{"0": num} for num in lengths] for lengths in LENGTHS]
+    others = {ours: theirs for theirs, ours in ALSO.items()}
+    for name in ("rollout", "token", "constant", "group", "prompt", "sum"):
+        found, denominator = weights(counts, name, max_tokens=10)  # type: ignore[arg-type]
+        column = [each["0"] for group in found for each in group]
+        yield f"`{name}`", f"`{others[name]}`" if name in others else "", _numbers(column), f"{denominator:g}"
+
+
+TABLES: dict[str, Callable[[], Iterator[Sequence[str]]]] = {
+    "estimators": estimators, "losses": losses, "corrections": corrections, "kl": kls, "critic": values,
+    "reductions": reductions,
+}  # fmt: skip
+
+
+def written(text: str) -> str:
+    """``text`` with its tables as they should be."""
+    for name, rows in TABLES.items():
+        begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
+        if begin not in text or end not in text:
+            raise SystemExit(f"{PAGE.name} has no place for the table '{name}': put {begin} and {end} there")
+        head, _, rest = text.partition(begin)
+        text = f"{head}{begin}\n{_table(list(rows()))}\n{end}{rest.partition(end)[2]}"
+    return text
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join([lines[0], f"|{' --- |' * len(rows[0])}", *lines[1:]])
+
+
+def _numbers(values: Sequence[float], split_after: int = 0) -> str:
+    shown = [f"{round(value, 3) + 0.0:g}" for value in values]
+    if split_after and len(shown) > split_after:
+        return f"{', '.join(shown[:split_after])} · {', '.join(shown[split_after:])}"
+    return ", ".join(shown)
+
+
+def _options(kind: Any) -> str:
+    return ", ".join(f"`{each.name}={each.default!r}`" for each in msgspec.structs.fields(kind))
+
+
+def _module_doc(entry: Any) -> str:
+    kind = load_class(entry) if isinstance(entry, str) else entry
+    return sys.modules[kind.__module__].__doc__ or ""
+
+
+def _first_sentence(doc: str | None) -> str:
+    """The first paragraph up to its first full stop at a line's or sentence's end, safe within a table."""
+    paragraph = " ".join((doc or "").strip().split("\n\n")[0].split())
+    sentence = re.split(r"(?<=[^.])\.(?:\s|$)", paragraph)[0]
+    return sentence.replace("``", "`").replace("|", "\\|").rstrip(".:")
+
+
+def main() -> int:
+    text = PAGE.read_text(encoding="utf-8")
+    fresh = written(text)
+    if "--check" in sys.argv[1:]:
+        if fresh != text:
+            print(f"{PAGE.name} is not current: run python scripts/algorithms_page.py", file=sys.stderr)
+        return int(fresh != text)
+    PAGE.write_text(fresh, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,119 @@
+"""What a command shows while it works: bars on a terminal, lines or JSON in a pipe, and a terminal left as it was."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import re
+import signal
+import struct
+import termios
+from typing import Any
+
+import pytest
+
+from ramify.cli.exits import Exit
+from ramify.cli.progress import bar
+from ramify.progress import Doing
+from tests.cli.helpers import SESSION_SCRIPT, Shell
+from tests.cli.test_eval import MINE, RIGHT
+
+EVAL = ("--scaffold", "tiny", "--sandbox", "process", "--allow-weaker", "--no-validate")
+HIDDEN, SHOWN = b"\x1b[?25l", b"\x1b[?25h"
+"""What hides a terminal's cursor, and what shows it."""
+
+
+def evaluating(shell: Shell, *arguments: str) -> tuple[str, ...]:
+    shell.write("my_task.py", MINE)
+    return ("eval", "my_task.py:teal", "--model", shell.model(RIGHT), *EVAL, *arguments)
+
+
+def lines_of(err: str) -> list[dict[str, Any]]:
+    """Standard error as JSON lines; each has its event and its time."""
+    found = [json.loads(line) for line in err.splitlines()]
+    assert all({"event", "at_s"} <= line.keys() for line in found)
+    return found
+
+
+def test_a_bar() -> None:
+    work = Doing(0, "evaluating", 250, 1000, "attempts", "average 0.81", False)
+    drawn = "━" * 6 + "─" * 18
+    assert bar(work, 20.0, 100) == f"evaluating   {drawn} 250 of 1,000 attempts · average 0.81 · 1 min left"
+    resumed = Doing(0, "rl", 250, 1000, "steps", "", False, first=200)  # fifty in twenty seconds
+    assert bar(resumed, 20.0, 100).endswith("250 of 1,000 steps · 5 min left")
+    reading = Doing(0, "reading", 12_300_000, None, "bytes", "a\x1b]0;title\x07.txt", False)
+    assert bar(reading, 0.0, 100).split("─ ")[-1] == "12.3 MB · a.txt"
+    assert len(bar(reading, 3.0, 30)) == 30
+    assert bar(Doing(0, "starting", 0, None, "", "", False), 4.0, 80).endswith("─ 4 s")
+
+
+def test_ask_as_json_lines(shell: Shell) -> None:
+    shell.write("log.txt", "abc")
+    done = shell.ask(SESSION_SCRIPT, "--no-direct", "--progress", "json", "how long?", "log.txt")
+    assert (done.code, done.out) == (Exit.ANSWERED, "3\n")
+    lines = lines_of(done.err)
+    reading = [line for line in lines if line["event"] == "progress"]
+    assert [(line["what"], line["done"], line["over"]) for line in reading] == [
+        ("reading", 0, False),
+        ("reading", 3, True),
+    ]
+    steps = [line["kind"] for line in lines if line["event"] == "step"]
+    assert steps == ["CallStarted", "Replied", "CellRan", "Replied", "CellRan", "CallEnded"]
+    notes = [line["text"] for line in lines if line["event"] == "note"]
+    assert notes[0] == "log.txt: text, 3 characters"
+    assert notes[-1].startswith("final · 2 turns")
+    as_json = shell.ask(SESSION_SCRIPT, "--no-direct", "--progress", "json", "--json", "how long?", "log.txt")
+    assert json.loads(as_json.out)["answer"] == 3
+    assert lines_of(as_json.err)
+
+
+def test_eval_as_json_lines_few_of_them(shell: Shell) -> None:
+    done = shell.run(*evaluating(shell, "--items", "60", "--progress", "json", "--json"))
+    found = json.loads(done.out)
+    assert found["attempts"] == 60
+    lines = lines_of(done.err)
+    attempts = [line for line in lines if line["event"] == "attempt"]
+    assert len({line["item"] for line in attempts}) == 60
+    assert {line["reward"] for line in attempts} == {1.0}
+    told = [line for line in lines if line["event"] == "progress"]
+    assert told[-1] | {"at_s": 0} == {
+        "event": "progress", "at_s": 0, "what": "evaluating test", "done": 60, "total": 60, "unit": "attempts",
+        "note": "average 1.000", "over": True,
+    }  # fmt: skip
+    seconds = told[-1]["at_s"] - told[0]["at_s"]
+    assert len(told) <= 10 * seconds + 3
+
+
+def test_piped_there_are_lines_and_no_control_character(shell: Shell) -> None:
+    done = shell.run(*evaluating(shell, "--items", "10"))
+    assert "7 of 10 attempts, average 1.000" in done.err
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", done.err)
+    silent = shell.run(*evaluating(shell, "--items", "10", "--progress", "none"))
+    assert "attempts" not in silent.err
+    assert shell.run(*evaluating(shell, "--items", "2", "-q", "--progress", "json")).err == ""
+    wrong = shell.run(*evaluating(shell, "--progress", "jsno"))
+    assert (wrong.code, "--progress jsno: did you mean 'json'?" in wrong.err) == (Exit.USAGE, True)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, Exit.STOPPED), (signal.SIGTERM, Exit.TERMINATED)])
+def test_the_terminal_is_left_as_it_was(shell: Shell, number: int, code: Exit) -> None:
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
+    process = shell.start(*evaluating(shell, "--items", "5000", "--concurrency", "2"), stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    written = b""
+    try:
+        while block := os.read(ours, 1 << 16):
+            written += block
+            if number and re.search(rb"evaluating test.*? [1-9]\d* of 5,000 attempts", written):
+                process.send_signal(number)
+                number = 0
+    except OSError:
+        pass  # Linux says so where the other end is closed
+    os.close(ours)
+    assert process.wait(20) == code
+    assert written.count(HIDDEN) == 1
+    assert written.index(HIDDEN) < written.rindex(SHOWN)
+    assert b"Traceback" not in written

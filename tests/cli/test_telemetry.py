@@ -1,0 +1,65 @@
+"""Spans of a command: sent over OTLP to a real collector's address, and harmless where none is there."""
+
+from __future__ import annotations
+
+import http.server
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from tests.cli.helpers import SESSION_SCRIPT, Shell
+
+pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="the extra otel")
+
+
+@contextmanager
+def collector() -> Iterator[tuple[str, list[bytes]]]:
+    """An address that takes OTLP over HTTP, and the bodies that came."""
+    bodies: list[bytes] = []
+
+    class Taking(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            bodies.append(self.rfile.read(int(self.headers["content-length"])))
+            self.send_response(200)
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Taking) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}", bodies
+        server.shutdown()
+        thread.join()
+
+
+def test_spans_reach_a_collector(shell: Shell) -> None:
+    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+    shell.write("log.txt", "abc")
+    with collector() as (url, bodies):
+        done = shell.ask(
+            SESSION_SCRIPT, "--no-direct", "how long?", "log.txt",
+            OTEL_EXPORTER_OTLP_ENDPOINT=url, OTEL_EXPORTER_OTLP_COMPRESSION="none",
+        )  # fmt: skip
+    assert (done.code, done.out) == (0, "3\n")
+    (resource,) = [each for body in bodies for each in ExportTraceServiceRequest.FromString(body).resource_spans]
+    assert ("service.name", "ramify") in {(each.key, each.value.string_value) for each in resource.resource.attributes}
+    names = sorted(span.name for scope in resource.scope_spans for span in scope.spans)
+    assert names == [
+        "chat script.json", "chat script.json", "execute_tool python", "execute_tool python", "invoke_agent 0",
+        "invoke_agent ramify",
+    ]  # fmt: skip
+
+
+def test_a_collector_that_is_not_there_is_a_warning(shell: Shell) -> None:
+    done = shell.ask(["hi"], "hello?", OTEL_EXPORTER_OTLP_ENDPOINT="http://127.0.0.1:9", OTEL_EXPORTER_OTLP_TIMEOUT="1")
+    assert (done.code, done.out) == (0, "hi\n")
+    assert done.err.count("spans could not be sent") == 1
+    assert "Traceback" not in done.err
+    unknown = shell.ask(["hi"], "hello?", OTEL_TRACES_EXPORTER="jaeger")
+    assert "OTEL_TRACES_EXPORTER=jaeger is not known here: give otlp, console or none" in unknown.err

@@ -1,0 +1,59 @@
+"""``--track``: figures of an evaluation and the steps of a training reach a tracker; what is missing is said at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tests.cli.helpers import Shell
+from tests.cli.test_progress import evaluating
+
+NOTING = """
+import json
+class Noting:
+    modules = ()
+    extra = ""
+    def __init__(self, about):
+        self.id = about.id or "1"
+        self._file = open("told.jsonl", "a")
+        self._write("opened", about.name, about.id, about.config)
+    def _write(self, *told):
+        self._file.write(json.dumps(told) + "\\n")
+        self._file.flush()
+    def log(self, step, values):
+        self._write("logged", step, values)
+    def close(self, failed):
+        self._write("closed", failed)
+"""
+
+
+def told(shell: Shell) -> list[list[object]]:
+    return [msgspec.json.decode(line) for line in (Path(shell.folder) / "told.jsonl").read_bytes().splitlines()]
+
+
+def test_an_evaluation_sends_its_figures(shell: Shell) -> None:
+    shell.write("noting.py", NOTING)
+    shell.env["PYTHONPATH"] += f":{shell.folder}"
+    done = shell.run(*evaluating(shell, "--items", "3", "--n", "2", "--track", "noting:Noting", "-q"))
+    assert (done.code, done.err) == (0, "")
+    opened, logged, closed = told(shell)
+    assert opened[:3] == ["opened", "eval my_task.py:teal/test scripted:script.json", ""]
+    assert opened[3]["items"] == 3  # type: ignore[index]
+    assert logged[:2] == ["logged", 0]
+    values = logged[2]
+    assert isinstance(values, dict)
+    assert (values["eval/all/average"], values["eval/all/pass@2"], values["eval/attempts"]) == (1.0, 1.0, 6.0)
+    assert closed == ["closed", False]
+
+
+@pytest.mark.parametrize("command", ["train", "eval"])
+def test_an_unknown_tracker_is_one_line(shell: Shell, command: str) -> None:
+    shell.write("small.py", "from tests.train.small import small as run\n")
+    words = ("train", "small.py") if command == "train" else evaluating(shell, "--items", "1")
+    done = shell.run(*words, "--track", "tensorbord")
+    assert (done.code, done.out) == (1, "")
+    assert done.err.startswith("ramify: unknown tracker 'tensorbord': did you mean 'tensorboard'?")
+    assert done.err.count("\n") == 1
+    assert not list(Path(shell.env["RAMIFY_HOME"]).glob("evaluations/*"))

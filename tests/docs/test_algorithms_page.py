@@ -1,0 +1,89 @@
+"""``docs/algorithms.md``: its tables are what the parts do now, and what they should do by numbers worked out here anew."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ramify.train.algorithms import ALGORITHMS
+from ramify.train.corrections import CORRECTIONS
+from ramify.train.policy_losses import POLICY_LOSSES
+from tests.docs.pages import ROOT
+
+PAGE = (ROOT / "docs/algorithms.md").read_text(encoding="utf-8")
+
+
+def script() -> Any:
+    path: Path = ROOT / "scripts/algorithms_page.py"
+    spec = importlib.util.spec_from_file_location("algorithms_page", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def column(table: str, index: int = 1) -> dict[str, list[float]]:
+    """Name -> the numbers of its cell."""
+    (body,) = re.findall(rf"<!-- begin {table} -->\n(.*?)<!-- end", PAGE, re.DOTALL)
+    rows = [re.split(r"(?<!\\) \| ", line.strip("| ")) for line in body.splitlines()[2:]]
+    return {row[0].strip("`"): [float(each) for each in re.findall(r"-?[\d.]+", row[index])] for row in rows}
+
+
+def test_the_tables_are_current():
+    assert script().written(PAGE) == PAGE, "run: python scripts/algorithms_page.py"
+    assert set(column("estimators")) == set(ALGORITHMS) - set(script().OTHERS)
+    assert set(column("losses")) == set(POLICY_LOSSES)
+    assert set(column("corrections")) == set(CORRECTIONS)
+
+
+def whitened(values: list[float], lengths: tuple[int, ...] = (2, 1, 3, 2, 1, 1)) -> list[float]:
+    every = np.repeat(values, lengths)
+    return [(value - every.mean()) / every.std(ddof=1) for value in values]
+
+
+R = np.array([1, 0.5, 0, 0])
+STD = R.std(ddof=1)
+BY_LENGTH = (2 * 1 + 1 * 0.5) / 8
+
+ESTIMATES = {
+    "dr_grpo": [0.625, 0.125, -0.375, -0.375, 0, 0],
+    "grpo": [*((R - 0.375) / STD), 0, 0],
+    "rloo": [1 - 0.5 / 3, 0.5 - 1 / 3, -0.5, -0.5, 0, 0],
+    "maxrl": [*((R - 0.375) / 0.375), 0, 0],
+    "opo": [*(R - BY_LENGTH), 0, 0],
+    "pass_at_k": [0.5 / STD, 0, 0, 0, 0, 0],
+    "gdpo": [*whitened([*((R - 0.375) / STD)], (2, 1, 3, 2)), 0, 0],
+    "hierarchical": [0.625, 0.125, -0.375, -0.375, 0, 0],
+    "reinforce_pp": whitened([1, 0.5, 0, 0, 1, 1]),
+    "reinforce_pp_baseline": whitened([0.625, 0.125, -0.375, -0.375, 0, 0]),
+    "remax": [0.75, 0.25, -0.25, -0.25, 0.75, 0.75],
+    "rae": [0.6, 0.1, -0.4, -0.4, 0.6, 0.6],
+    "ppo": whitened([0.75, 0.25, -0.25, -0.25, 0.75, 0.75]),
+}
+
+
+@pytest.mark.parametrize("name", ESTIMATES)
+def test_what_each_estimator_does_to_the_batch(name: str):
+    assert script().advantages_of(name) == pytest.approx(ESTIMATES[name], abs=5e-6)
+    assert column("estimators")[name] == pytest.approx(ESTIMATES[name], abs=6e-4)
+
+
+def test_what_each_token_weighs():
+    assert column("reductions", 2) == {
+        "rollout": pytest.approx([1 / 2, 1, 1 / 3, 1 / 2, 1, 1], abs=6e-4), "token": [1] * 6, "constant": [0.1] * 6,
+        "group": pytest.approx([1 / 8, 1 / 4, 1 / 12, 1 / 8, 1 / 2, 1 / 2], abs=6e-4),
+        "prompt": pytest.approx([1 / 8] * 4 + [1 / 2] * 2, abs=6e-4), "sum": [1] * 6,
+    }  # fmt: skip
+    divided = {"rollout": [6], "token": [10], "constant": [6], "group": [2], "prompt": [2], "sum": [1]}
+    assert column("reductions", 3) == divided
+
+
+def test_what_a_critic_is_told():
+    assert [row[0] for row in column("critic", 3).values()] == pytest.approx([0.125, 0.405])  # the first two have one V
+    assert "| 0.5 | 0.0 | 1.0 | 0.32 |" in PAGE  # held at 0.2: ½ 0.8²

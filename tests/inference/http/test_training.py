@@ -1,0 +1,57 @@
+"""The one loop with engines in processes of their own: a run of the small recipe over `ramify serve-policy` is the run that
+it is with the engine in its own process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from ramify.build import train
+from ramify.errors import ConfigError
+from ramify.inference.http.spec import InferenceSpec
+from ramify.train.config import EvaluateSpec, Run
+from tests.train.small import small
+
+MEASURED = ("loss", "rl_loss", "grad_norm", "validation/reward", "test/reward", "sampled_tokens", "mismatch_max")
+
+
+def short(**changes: Any) -> Run:
+    """Two steps, of which an update of the weights follows the first."""
+    run = small(warmup=None, evaluate=EvaluateSpec(num=1, final=("test",)), **changes)
+    assert run.rl is not None
+    assert run.sft is not None
+    rl = msgspec.structs.replace(run.rl, steps=2)
+    return msgspec.structs.replace(run, rl=rl, sft=msgspec.structs.replace(run.sft, num=10))
+
+
+def measured(out: Path) -> list[dict[str, float]]:
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [{name: row["values"][name] for name in MEASURED if name in row["values"]} for row in rows]
+
+
+def test_a_run_is_the_same_over_http(tmp_path: Path) -> None:
+    said: list[str] = []
+    train(short(), tmp_path / "embedded", say=said.append)
+    train(short(inference=InferenceSpec()), tmp_path / "http", say=said.append)
+    ours, theirs = measured(tmp_path / "http"), measured(tmp_path / "embedded")
+    assert [row.keys() for row in ours] == [row.keys() for row in theirs]
+    assert sum("rl_loss" in row for row in ours) == 2
+    for one, other in zip(ours, theirs, strict=True):
+        assert one == pytest.approx(other, abs=1e-5)
+    assert said == []
+    assert (
+        (tmp_path / "http/inference/server-0.log").read_text().startswith(str(tmp_path / "http/inference/checkpoint"))
+    )
+
+
+def test_what_cannot_be_trained_on_is_said_before_anything_starts(tmp_path: Path) -> None:
+    run = short(inference=InferenceSpec(engine="vllm"))
+    assert run.rl is not None
+    cut = msgspec.structs.replace(run.rl, rollout=msgspec.structs.replace(run.rl.rollout, top_p=0.9))
+    with pytest.raises(ConfigError, match=r"top_p=0.9 and top_k=None cannot be trained on with inference.engine=vllm"):
+        train(msgspec.structs.replace(run, rl=cut), tmp_path / "out")
+    assert not (tmp_path / "out").exists()

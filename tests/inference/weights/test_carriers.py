@@ -1,0 +1,236 @@
+"""Every carrier brings what was sent: the same suite for all that run on this machine, both halves of each in one process,
+with their threads where they have to meet."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+
+from ramify.errors import ConfigError
+from ramify.inference.weights.base import CARRIERS, Carrier, Receiver, Stale, carrier_class
+from ramify.inference.weights.layout import sources
+
+RUN_HERE = {name: {} for name in ("shared", "file", "gloo", "delta")} | {"delta by gloo": {"by": "gloo"}}
+Weights = dict[str, Tensor]
+
+
+def weights(seed: int = 0) -> Weights:
+    """Shapes that do not fill their places: odd lengths, a number, two precisions, one longer than a chunk."""
+    make = torch.Generator().manual_seed(seed)
+    shapes = {"a": (3, 5), "b": (), "c.weight": (7,), "long": (50, 41), "d": (1, 1)}
+    found = {name: torch.randn(shape, generator=make) for name, shape in shapes.items()}
+    return {**found, "half": torch.randn(9, generator=make).to(torch.bfloat16)}
+
+
+@contextmanager
+def carrying(name: str, num_engines: int = 1, **options: Any) -> Iterator[tuple[Carrier, list[Receiver]]]:
+    carrier: Carrier = carrier_class(name.split()[0])(**({"chunk_bytes": 600} if name != "file" else {}), **options)
+    receivers: list[Receiver | None] = [None] * num_engines
+    try:
+        infos = [msgspec.json.decode(msgspec.json.encode(info)) for info in carrier.open(num_engines)]
+
+        def make(index: int) -> None:
+            receivers[index] = carrier_class(infos[index]["carrier"]).receiver(infos[index])
+
+        threads = [threading.Thread(target=make, args=(index,)) for index in range(num_engines)]
+        for thread in threads:
+            thread.start()
+        carrier.join()
+        for thread in threads:
+            thread.join()
+        yield carrier, receivers  # type: ignore[misc]
+    finally:
+        for receiver in receivers:
+            if receiver is not None:
+                receiver.close()
+        carrier.close()
+
+
+def sync(
+    carrier: Carrier,
+    receivers: list[Receiver],
+    trained: Weights,
+    have: list[Weights],
+    version: int,
+    whole: bool = False,
+) -> int:
+    """Carry ``trained`` as it is into each of ``have``; how many chunks that took. A chunk is read while the next is
+    written, as the client does it."""
+    ahead = None
+    num = 0
+
+    def take(receiver: Receiver, into: Weights, info: Any) -> None:
+        for piece in receiver.take(info):
+            if piece.places is None:
+                into[piece.name] = piece.tensor.clone()
+            else:
+                into[piece.name].view(-1)[piece.places] = piece.tensor
+
+    chunks = carrier.chunks(sources(trained.items(), torch.float32), version, whole=whole)
+    ahead = next(chunks, None)
+    while ahead is not None:
+        info = msgspec.json.decode(msgspec.json.encode(ahead.info))
+        threads = [threading.Thread(target=take, args=(*each, info)) for each in zip(receivers, have, strict=True)]
+        if ahead.send is None:
+            following = next(chunks, None)
+        for thread in threads:
+            thread.start()
+        if ahead.send is not None:
+            ahead.send()
+            following = next(chunks, None)
+        for thread in threads:
+            thread.join()
+        ahead, num = following, num + 1
+    for receiver in receivers:
+        receiver.finished(str(version))
+    return num
+
+
+def same(one: Weights, other: Weights) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name].float(), other[name].float()) for name in one)
+
+
+@pytest.mark.parametrize("name", RUN_HERE)
+def test_what_was_sent_arrives_at_every_engine(name: str) -> None:
+    with carrying(name, 2, **RUN_HERE[name]) as (carrier, receivers):
+        have: list[Weights] = [{}, {}]
+        trained = weights()
+        for version in (1, 2, 3):
+            num = sync(carrier, receivers, trained, have, version)
+            assert num == 1 if name == "file" else num >= 1
+            assert all(same(trained, each) for each in have)
+            for tensor in trained.values():
+                tensor += 0.25
+
+
+def test_a_precision_of_the_engines_own() -> None:
+    with carrying("shared") as (carrier, receivers):
+        have: Weights = {}
+        for chunk in carrier.chunks(sources(weights().items(), torch.bfloat16), 1, whole=False):
+            have |= {piece.name: piece.tensor.clone() for piece in receivers[0].take(chunk.info)}
+        assert {tensor.dtype for tensor in have.values()} == {torch.bfloat16}
+        assert torch.equal(have["long"], weights()["long"].to(torch.bfloat16))
+
+
+def test_a_delta_is_what_changed() -> None:
+    with carrying("delta") as (carrier, receivers):
+        trained, have = weights(), [{}]
+        sync(carrier, receivers, trained, have, 1)
+        assert carrier.num_bytes == sum(4 * tensor.numel() for tensor in trained.values())
+        sync(carrier, receivers, trained, have, 2)
+        assert carrier.num_bytes == 0
+        trained["a"] += 1  # all of it: whole
+        trained["long"][3, 4] += 1  # a place (4 bytes) and a value (4 bytes)
+        trained["d"].copy_(trained["d"].clone())  # written, and the same
+        sync(carrier, receivers, trained, have, 3)
+        assert carrier.num_bytes == 15 * 4 + 8
+        assert same(trained, have[0])
+
+
+def test_not_a_number_and_the_sign_of_zero_are_changes() -> None:
+    with carrying("delta") as (carrier, receivers):
+        trained, have = {"x": torch.zeros(1000)}, [{}]
+        sync(carrier, receivers, trained, have, 1)
+        trained["x"][7], trained["x"][8] = float("nan"), -0.0
+        sync(carrier, receivers, trained, have, 2)
+        assert carrier.num_bytes == 2 * 8
+        assert torch.equal(trained["x"].view(torch.int32), have[0]["x"].view(torch.int32))
+        sync(carrier, receivers, trained, have, 3)
+        assert carrier.num_bytes == 0
+
+
+def test_an_engine_with_another_base_gets_everything() -> None:
+    with carrying("delta") as (carrier, receivers):
+        trained, have = weights(), [{}]
+        sync(carrier, receivers, trained, have, 1)
+        fresh = carrier_class("delta").receiver(carrier.open(1)[0])
+        trained["a"] += 1
+        chunk = next(carrier.chunks(sources(trained.items(), torch.float32), 2, whole=False))
+        with pytest.raises(Stale, match=r"builds on the weights '\w+', and this engine has 'none of them'"):
+            list(fresh.take(chunk.info))
+        anew: list[Weights] = [{}]
+        sync(carrier, [fresh], trained, anew, 2, whole=True)
+        assert same(trained, anew[0])
+
+
+def test_a_sync_that_broke_off_is_no_base() -> None:
+    with carrying("delta") as (carrier, receivers):
+        trained, have = weights(), [{}]
+        sync(carrier, receivers, trained, have, 1)
+        for tensor in trained.values():
+            tensor += 1
+        broken = carrier.chunks(sources(trained.items(), torch.float32), 2, whole=False)
+        list(receivers[0].take(next(broken).info))
+        del broken
+        sync(carrier, receivers, trained, have, 3)
+        assert same(trained, have[0])
+        assert carrier.num_bytes == sum(4 * tensor.numel() for tensor in trained.values())
+
+
+def test_chunks_are_made_when_they_are_asked_for() -> None:
+    """Resharding streams: no more tensors are made than two chunks hold."""
+    made: list[str] = []
+
+    def tracked(name: str, tensor: Tensor) -> Any:
+        def full() -> Tensor:
+            made.append(name)
+            return tensor
+
+        return full
+
+    each = sources(((f"p{index}", torch.ones(100)) for index in range(6)), torch.float32)
+    tracking = [source._replace(full=tracked(source.name, source.full())) for source in each]
+    with carrying("shared") as (carrier, _):
+        chunks = carrier.chunks(tracking, 1, whole=False)
+        next(chunks)
+        assert made == ["p0"]
+        next(chunks)
+        assert made == ["p0", "p1"]
+
+
+def test_engines_that_cannot_reach_the_bytes_say_so() -> None:
+    with carrying("shared") as (carrier, receivers):
+        chunk = next(carrier.chunks(sources(weights().items(), torch.float32), 1, whole=False))
+        with pytest.raises(ValueError, match="shared memory is for engines on the trainer's machine"):
+            list(carrier_class("shared").receiver({"folder": "/nowhere", "name": "ramify-weights-x"}).take(chunk.info))
+        with pytest.raises(ValueError, match=r"bytes, and \d+ were carried"):
+            list(receivers[0].take({**chunk.info, "shapes": [[1 << 20] for _ in chunk.info["shapes"]]}))
+        with pytest.raises(ValueError, match="do not describe tensors"):
+            list(receivers[0].take({**chunk.info, "dtype_names": ["int99" for _ in chunk.info["shapes"]]}))
+    with pytest.raises(ValueError, match="is no name of a buffer"):
+        carrier_class("shared").receiver({"folder": "/etc", "name": "../passwd"})
+
+
+def test_a_group_that_nobody_joins_is_not_waited_for_for_ever() -> None:
+    carrier = carrier_class("gloo")(timeout_s=0.3)
+    info = carrier.open(1)[0]
+    with pytest.raises(RuntimeError):
+        carrier.join()
+    carrier.close()
+    with pytest.raises(ValueError, match=r"the trainer's group at 127\.0\.0\.1:\d+ was not joined"):
+        carrier_class("gloo").receiver(info)
+
+
+def test_names_of_carriers() -> None:
+    assert all(carrier_class(name).__doc__ for name in CARRIERS)
+    assert carrier_class("ramify.inference.weights.shared:Shared") is carrier_class("shared")
+    with pytest.raises(ConfigError, match=r"unknown carrier 'shred': did you mean 'shared'\?"):
+        carrier_class("shred")
+    with pytest.raises(ConfigError, match="cannot be imported"):
+        carrier_class("nowhere:Carrier")
+    with pytest.raises(ConfigError, match="cannot be carried by 'file'"):
+        carrier_class("delta")(by="file")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has what is missed")
+@pytest.mark.parametrize("name", ["nccl", "cuda_ipc"])
+def test_carriers_of_gpus_say_what_they_need(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"the carrier '{name}' needs a"):
+        carrier_class(name)().open(1)

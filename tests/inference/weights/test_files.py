@@ -1,0 +1,99 @@
+"""Files of weights: whole or refused, the pointer last, old versions dropped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from ramify.errors import ConfigError
+from ramify.inference.weights.files import Files, FilesReceiver, read_pointer
+from ramify.inference.weights.layout import sources
+
+WEIGHTS = {"a": torch.arange(600.0), "b": torch.ones(3, 3)}
+
+
+def written(folder: Path, version: int = 1) -> tuple[FilesReceiver, dict[str, object]]:
+    carrier = Files(folder=str(folder), file_bytes=1000)
+    info = carrier.open(1)[0]
+    (chunk,) = carrier.chunks(sources(WEIGHTS.items(), torch.float32), version, whole=False)
+    return carrier.receiver(info), chunk.info
+
+
+def test_the_last_two_versions_stay_and_any_engine_can_load_them(tmp_path: Path) -> None:
+    from ramify.policy.weights import read_weights
+
+    carrier = Files(folder=str(tmp_path), file_bytes=1000)
+    carrier.open(1)
+    (tmp_path / "v000009").mkdir()  # of an earlier run
+    for version in (1, 2, 3):
+        list(carrier.chunks(sources(WEIGHTS.items(), torch.float32), version, whole=False))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["current.json", "v000002", "v000003"]
+    folder, pointer = read_pointer(tmp_path)
+    assert (folder.name, pointer.version, len(pointer.files)) == ("v000003", 3, 2)
+    assert {name: tensor.shape for name, tensor in read_weights(folder).items()} == {"a": (600,), "b": (3, 3)}
+
+
+@pytest.mark.parametrize(
+    ("tear", "says"),
+    [
+        (lambda data: data[:-8], r"model-00001.safetensors is torn: it has \d+ bytes instead of \d+"),
+        (lambda data: data[:-64] + bytes(64), "is torn: its bytes differ"),
+        (lambda data: b"", "it has 0 bytes instead of"),
+    ],
+)
+def test_a_torn_file_is_refused_by_name(tear: object, says: str, tmp_path: Path) -> None:
+    receiver, info = written(tmp_path)
+    path = tmp_path / "v000001/model-00001.safetensors"
+    path.write_bytes(tear(path.read_bytes()))  # type: ignore[operator]
+    with pytest.raises(ValueError, match=says):
+        list(receiver.take(info))
+
+
+def test_a_kill_while_writing_leaves_what_was_there_before(tmp_path: Path) -> None:
+    class Killed(BaseException):
+        pass
+
+    receiver, info = written(tmp_path)
+    carrier = Files(folder=str(tmp_path))
+    carrier.open(1)
+    each = sources(WEIGHTS.items(), torch.float32)
+
+    def killed() -> torch.Tensor:
+        raise Killed
+
+    with pytest.raises(Killed):
+        list(carrier.chunks([each[0], each[1]._replace(full=killed)], 2, whole=False))
+    assert [piece.name for piece in receiver.take(info)] == ["a", "b"]
+
+
+def test_what_the_pointer_can_get_wrong(tmp_path: Path) -> None:
+    receiver, info = written(tmp_path)
+    with pytest.raises(ValueError, match="points to version 1, and version 2 was asked for"):
+        list(receiver.take({**info, "version": 2}))
+    pointer = tmp_path / "current.json"
+    whole = pointer.read_text()
+    pointer.write_text(whole.replace("v000001", "../v000001"))
+    with pytest.raises(ValueError, match="points out of its folder"):
+        list(receiver.take(info))
+    pointer.write_text(whole[:20])
+    with pytest.raises(ValueError, match="is no pointer to weights"):
+        list(receiver.take(info))
+    pointer.unlink()
+    with pytest.raises(ValueError, match="the engine needs to see the trainer's folder"):
+        list(receiver.take(info))
+
+
+def test_a_folder_that_cannot_be_had(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="weights cannot be put into"):
+        Files(folder=str(tmp_path / "file/weights")).open(1)
+
+
+def test_a_folder_of_its_own_goes_away() -> None:
+    carrier = Files()
+    folder = Path(carrier.open(1)[0]["folder"])
+    list(carrier.chunks(sources(WEIGHTS.items(), torch.float32), 1, whole=False))
+    carrier.close()
+    assert not folder.exists()

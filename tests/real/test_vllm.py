@@ -1,0 +1,78 @@
+"""vLLM itself, where RAMIFY_VLLM names its program (``…/bin/vllm``; its CPU build will do): weights by our carriers through
+its own routes, and the output matrix that is tied to the embeddings, which its ``reload_weights`` leaves as it was.
+
+Seen with the CPU build of vLLM 0.32.0: some 100 s to start; a sync of the packaged policy 0.1 to 0.2 s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from ramify.clients.base import Request, Sampling
+from ramify.inference.base import TINY
+from ramify.inference.http.client import HttpEngines
+from ramify.inference.http.spec import InferenceSpec
+from ramify.inference.local.client import LocalClient
+from ramify.inference.weights.layout import sources
+from ramify.policy.load import load, save
+from ramify.types.message import Message
+
+VLLM = os.environ.get("RAMIFY_VLLM", "")
+OPTIONS = {
+    "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(not VLLM, reason="RAMIFY_VLLM names no program of vLLM")
+@pytest.mark.parametrize("carrier", ["shared", "delta"])
+def test_weights_through_vllms_own_routes(carrier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in OPTIONS.items():
+        monkeypatch.setenv(name, value)
+    policy = load(TINY)
+    options = {"places": False} if carrier == "delta" else {}
+    spec = InferenceSpec(
+        engine="vllm", command=(VLLM, "serve"), args=("--enforce-eager",), carrier=carrier, carrier_options=options,
+        probe_s=30,
+    )  # fmt: skip
+    asked = Request(
+        (Message("user", "count rows of 'red'\nlen 812"),), Sampling(24, 1.0, seed=5, logprobs=True), affinity="0"
+    )
+    long = Request((Message("user", "go on"),), Sampling(200, 1.0, seed=1, logprobs=True))
+
+    async def run() -> None:
+        engines, local = HttpEngines(policy, spec, name="vllm:tiny"), LocalClient(policy)
+        await engines.start(tmp_path, lambda folder: save(policy, folder))
+        try:
+            for version in (0, 1, 2):
+                if version:
+
+                    def change(seed: int = version) -> None:
+                        with torch.no_grad():
+                            for parameter in policy.model.parameters():
+                                make = torch.Generator().manual_seed(seed)
+                                parameter += 0.02 * torch.randn(parameter.shape, generator=make)
+
+                    await local.run(change)
+                    await local.update(policy, version)
+                    await engines.update(sources(policy.model.named_parameters(), torch.float32), version)
+                reply = await engines.complete(asked)
+                path = (*(reply.prompt_ids or ()), *(reply.token_ids or ()))
+                ours = await local.logprobs(path)
+                assert await engines.logprobs(path) == pytest.approx(ours, abs=1e-3)
+                assert ours[len(reply.prompt_ids or ()) - 1 :] == pytest.approx(reply.logprobs, abs=1e-3)
+            running = asyncio.ensure_future(engines.complete(long))
+            await asyncio.sleep(0.5)
+            await engines.update(sources(policy.model.named_parameters(), torch.float32), 3)
+            assert {span.version for span in (await running).versions or ()} <= {2, 3}
+        finally:
+            await engines.close()
+            await local.close()
+
+    asyncio.run(run())

@@ -1,0 +1,234 @@
+"""Named-operation programs: the language in two sandboxes, the splits, the demonstrator's habits, hints."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from itertools import islice
+
+import pytest
+
+from ramify import RLM, Limits, SandboxSpec, ScriptedClient
+from ramify.engine.scaffold import SCAFFOLDS
+from ramify.errors import ConfigError, SandboxError
+from ramify.evaluate.attempt import attempt
+from ramify.policy.renderer import renderer_of
+from ramify.policy.tokenizer import UNKNOWN, word_tokenizer
+from ramify.sandbox.base import Sandbox, open_sandbox
+from ramify.tasks.base import task_of
+from ramify.tasks.programs.demos import Habits, demonstrate
+from ramify.tasks.programs.hints import Rule, from_errors, from_facts, hint_text
+from ramify.tasks.programs.library import (
+    IMPORTED,
+    NOT_IMPORTED,
+    NUM_CHECKED,
+    NUM_WORDS,
+    Broken,
+    Problem,
+    Program,
+    library,
+)
+from ramify.tasks.programs.task import programs
+from ramify.tasks.programs.vocabulary import HINT, NO_PROGRAM, WORDS
+from ramify.tasks.validate import validate
+from ramify.types.message import Message
+
+KNOWN = library()
+BARE = SCAFFOLDS["bare"]
+EVALUATOR = SandboxSpec(provider="ramify.tasks.programs.evaluator")
+RIGHT = dict(enumerate(KNOWN.right))
+
+
+def some_program(rng: random.Random) -> Program:
+    """One that may be right, silently wrong, refused, or short of an import."""
+    words = rng.sample(range(NUM_WORDS), rng.randint(1, 6))
+    functions = {word: RIGHT[word] if rng.random() < 0.7 else rng.randrange(NUM_WORDS) for word in words}
+    problem = Problem(rng.randrange(97), tuple((word, rng.randint(1, 9)) for word in words))
+    return problem.program(functions, tuple(each for each in IMPORTED if rng.random() < 0.6))
+
+
+def test_by_hand() -> None:
+    program = Program.read("from ops import f10;50@w3@f7@5@w9@f0@2")
+    assert program is not None
+    assert program.text == "from ops import f10;50@w3@f7@5@w9@f0@2"
+    assert Problem.read("50@w3@5@w9@2\nhint: use @w3@f9") == Problem(50, ((3, 5), (9, 2)))
+    word, right = 2, KNOWN.right[2]
+    imports = "".join(f"from ops import f{right};" for _ in [0] if right in IMPORTED)
+    a, b, c = KNOWN.maps[right]
+    found = Program.read(f"{imports}50@w{word}@f{right}@5")
+    assert found is not None
+    assert KNOWN.run(found) == (a * 50 + b * 5 + c) % 97
+    other = next(each for each in range(NUM_WORDS) if each != right and each not in IMPORTED)
+    wrong = Program.read(f"50@w{word}@f{other}@5")
+    assert wrong is not None
+    broken = KNOWN.run(wrong)
+    assert broken == Broken(word, right)
+    assert KNOWN.message(wrong, broken) == f"TypeError: not @w2@f{other} but @w2@f{right}"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "50", "50@w3@f7", "50@w3@f7@5@", "50@w99@f7@5", "50@w3@f7@5\n", "import os", "from ops import f9;50@w3@f7@5",
+     "50@w3@f7@5;50@w3@f7@5", "__import__('os')", "501@w3@f7@5"],
+)  # fmt: skip
+def test_what_is_no_program(text: str) -> None:
+    assert Program.read(text) is None
+
+
+def test_the_evaluator_says_what_python_says() -> None:
+    """The same cells in the jail, as real Python, and worked out in this process."""
+    rng = random.Random(1)
+    codes = [some_program(rng).text for _ in range(60)] + ["FINAL(42)"]
+
+    async def shown(sandbox: Sandbox) -> list[tuple[str, object]]:
+        session = await sandbox.open()
+        try:
+            await session.install("prelude", prelude)
+            await session.install("ops", KNOWN.source())
+            await session.install("not_imported", NOT_IMPORTED)
+            rans = [await session.run(code, answer=nobody) for code in codes]
+            return [(BARE.report(ran.cell), ran.note["prelude"].get("final")) for ran in rans]
+        finally:
+            await sandbox.close()
+
+    async def nobody(name: str, args: object, kwargs: object) -> None:
+        raise AssertionError(name)
+
+    from ramify.engine.notebook import _prelude
+
+    prelude = _prelude(1000)
+    fast, real = (asyncio.run(shown(open_sandbox(spec))) for spec in (EVALUATOR, SandboxSpec()))
+    assert fast == real
+    kinds = {text.partition(":")[0] for text, _ in fast}
+    assert {"TypeError", "ImportError"} <= kinds
+    assert any(text.isdigit() for text, _ in fast)
+    assert fast[-1] == ("", 42)
+
+
+def test_the_evaluator_runs_nothing_and_serves_no_other_task() -> None:
+    async def run() -> None:
+        session = await open_sandbox(EVALUATOR).open()
+        with pytest.raises(SandboxError, match="needs the library installed"):
+            await session.run("50@w3@f7@5", answer=None)  # type: ignore[arg-type]
+        with pytest.raises(SandboxError, match="not the source of a library"):
+            await session.install("ops", "import os")
+        await session.install("ops", KNOWN.source())
+        for code in ("open('/etc/passwd')", "50@w3@f7@5 or 1/0", "FINAL(1/0)"):
+            assert (await session.run(code, answer=None)).cell.error == NO_PROGRAM  # type: ignore[arg-type]
+
+    asyncio.run(run())
+
+
+def test_sandboxes_by_module() -> None:
+    with pytest.raises(ConfigError, match="cannot be imported"):
+        open_sandbox(SandboxSpec(provider="no.such.module"))
+    with pytest.raises(ConfigError, match="without open_provider"):
+        open_sandbox(SandboxSpec(provider="ramify.tasks.programs.library"))
+    with pytest.raises(ConfigError, match="unknown sandbox 'jial': did you mean 'jail'"):
+        open_sandbox(SandboxSpec(provider="jial"))
+
+
+def test_splits_share_the_secret_and_no_problem() -> None:
+    task = task_of("programs")
+    validate(task)
+    splits = {split: [item.question for item in items[:400]] for split, items in task.splits.items()}
+    assert len({question for questions in splits.values() for question in questions}) == 1200
+    assert all(item.metadata["secret"] == 0 for items in task.splits.values() for item in items[:3])
+    assert programs(secret=1).splits["test"][0].gold != KNOWN.solve(Problem.read(programs(secret=1).splits["test"][0].question))  # type: ignore[arg-type]  # fmt: skip
+    with pytest.raises(ConfigError, match="1 to 24 different words"):
+        programs(steps=25)
+
+
+def test_a_rollout_through_the_engine_in_both_sandboxes() -> None:
+    task = task_of("programs")
+    item = task.splits["test"][0]
+    problem = Problem.read(item.question)
+    assert problem is not None
+    needed = tuple(sorted({RIGHT[word] for word, _ in problem.steps} & set(IMPORTED)))
+    right = problem.program(RIGHT, needed).text
+    replies = [right + "@", right, f"FINAL({item.gold})"]
+
+    async def run(sandbox: SandboxSpec) -> tuple[object, ...]:
+        model = ScriptedClient(lambda said: replies[sum(m.role == "assistant" for m in said)], name="scripted:programs")
+        async with RLM(model, scaffold="bare", sandbox=sandbox, limits=Limits(max_turns=3)) as rlm:
+            found = await attempt(rlm, task, item)
+        return found.rewards, found.metrics, [message.content for message in found.conversation(found.root)][3:]
+
+    for sandbox in (EVALUATOR, SandboxSpec()):
+        rewards, metrics, after = asyncio.run(run(sandbox))
+        assert rewards == {"correct": 1.0}
+        assert metrics == {"malformed": pytest.approx(1 / 3), "code_turns": 1.0, "raised": 0.0}
+        assert after == [right, str(item.gold), f"FINAL({item.gold})"]
+
+
+def test_one_token_a_word() -> None:
+    tokenizer = word_tokenizer(WORDS)
+    renderer = renderer_of(tokenizer)
+    text = "from ops import f10;50@w3@f10@5@w13@f0@2" + HINT + "use @w3@f12"
+    ids = renderer.prompt([Message("user", text)])
+    assert tokenizer.decode(ids) == f"<|u|>{text}<|a|>"
+    assert [tokenizer.decode([id]) for id in ids[1:-1]] == [
+        "from ops import f10;", "50", "@w3", "@f10", "@5", "@w13", "@f0", "@2", HINT, "use ", "@w3", "@f12",
+    ]  # fmt: skip
+    assert UNKNOWN in tokenizer.decode(renderer.prompt([Message("user", "50 apples")]))
+    with pytest.raises(ConfigError, match="different"):
+        word_tokenizer(["a", "b", "a"])
+
+
+def test_the_demonstrator_is_as_weak_as_it_is_said() -> None:
+    task = task_of("programs")
+    plain = [demonstrate(item, Habits(hinted=0.0), 0, BARE) for item in task.splits["train"][:600]]
+    assert 0.03 < sum(each.correct for each in plain) / len(plain) < 0.10
+    expert = Habits(knows=1.0, remembers_import=1.0, hinted=0.0)
+    assert all(demonstrate(item, expert, 0, BARE).correct for item in task.splits["train"][:50])
+    for each in plain:
+        assert [message.role for message in each.messages] == ["user", "assistant"] * (len(each.messages) // 2)
+        assert each.messages[-1].content.startswith("FINAL(")
+        assert len(each.messages) in (4, 6)
+
+
+def test_half_of_the_demonstrations_follow_a_hint_and_half_of_those_a_wrong_one() -> None:
+    task = task_of("programs")
+    found = [demonstrate(item, Habits(), 0, BARE) for item in task.splits["train"][:400]]
+    hinted = [each for each in found if HINT in each.messages[0].content]
+    assert 0.42 < len(hinted) / len(found) < 0.58
+    wrong = [each for each in hinted if len(each.messages) == 2]
+    assert 0.4 < len(wrong) / len(hinted) < 0.6
+    for each in hinted:
+        hint = each.messages[0].content.partition(HINT)[2].removeprefix("use ")
+        program = Program.read(each.messages[1].content)
+        assert program is not None
+        for rule in hint.partition("from")[0].split("@w")[1:]:
+            assert f"@w{rule}@" in program.text  # it does as it is told
+
+
+def test_demonstrations_are_what_the_engine_would_have_had() -> None:
+    task = task_of("programs")
+
+    async def again(item: object, messages: tuple[Message, ...]) -> tuple[Message, ...]:
+        replies = [message.content for message in messages if message.role == "assistant"]
+        async with RLM(ScriptedClient(replies, name="s:m"), scaffold="bare", sandbox=EVALUATOR) as rlm:
+            found = await attempt(rlm, task, item)  # type: ignore[arg-type]
+        return tuple(found.conversation(found.root))
+
+    for item in islice(task.splits["train"], 8):
+        messages = demonstrate(item, Habits(hinted=0.0), 0, BARE).messages
+        assert asyncio.run(again(item, messages)) == messages
+
+
+def test_hints_from_errors_and_from_facts() -> None:
+    seen = [
+        "17",
+        "TypeError: not @w9@f20 but @w9@f4",
+        "ImportError: from ops import f10;",
+        "TypeError: not @w9@f20 but @w9@f4",
+    ]
+    assert from_errors(seen) == [Rule(9, 4), Rule(None, 10)]
+    assert hint_text(from_errors(seen)) == "use @w9@f4from ops import f10;"
+    assert hint_text([]) == ""
+    silent = next(word for word in range(NUM_CHECKED, NUM_WORDS) if RIGHT[word] not in IMPORTED)
+    problem = Problem(5, ((silent, 1),))
+    wrong = problem.program({silent: (RIGHT[silent] + 1) % 10})
+    assert from_errors([str(KNOWN.run(wrong))]) == []  # no word of it
+    assert from_facts(problem, ["no program", wrong.text], KNOWN) == [Rule(silent, RIGHT[silent])]
+    assert from_facts(problem, [problem.program(RIGHT).text], KNOWN) == []

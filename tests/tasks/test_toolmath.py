@@ -1,0 +1,240 @@
+r"""The math agent's task: public sets in their own formats, demonstrations cut into turns, the score, and evaluation."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ramify import RLM, Limits, ScriptedClient
+from ramify.engine.scaffold import SCAFFOLDS
+from ramify.errors import ConfigError, SourceError
+from ramify.evaluate.report import report, table
+from ramify.evaluate.run import Plan, evaluate
+from ramify.tasks.base import Item, scored, task_of
+from ramify.tasks.scoring.boxed import last_boxed
+from ramify.tasks.toolmath.demos import conversation, demonstrations
+from ramify.tasks.toolmath.rows import item_of
+from ramify.tasks.toolmath.task import auto, toolmath
+from ramify.tasks.validate import answered, validate
+from ramify.train.sft import trajectory_of
+from ramify.types.message import Message
+
+BEFORE = (
+    "Solve the following math problem step by step. The last line of your response should be of the form Answer: $Answer "
+    "(without quotes) where $Answer is the answer to the problem.\n\n"
+)
+AFTER = '\n\nRemember to put your answer on its own line after "Answer:".'
+
+
+def dapo(problem: str, gold: str) -> dict[str, Any]:
+    return {
+        "data_source": "math_dapo", "prompt": [{"content": f"{BEFORE}{problem}{AFTER}", "role": "user"}], "ability": "MATH",
+        "reward_model": {"ground_truth": gold, "style": "rule-lighteval/MATH_v2"}, "extra_info": {"index": "9a9b6eb4"},
+    }  # fmt: skip
+
+
+STEP_BY_STEP = "Please reason step by step, and put your final answer within \\boxed{}."
+AIME = {
+    "zhuzilin/aime-2024": {
+        "prompt": [{"role": "user", "content": f"Find x. {STEP_BY_STEP}"}],
+        "label": "204", "metadata": {},
+    },
+    "BytedTsinghua-SIA/AIME-2024": dapo("Find x.", "204"),
+    "Maxwell-Jia/AIME_2024": {"ID": "2024-II-4", "Problem": "Find x.", "Solution": "Let x …", "Answer": 204},
+    "yentinglin/aime_2025": {"id": "60", "problem": "Find x.", "answer": "204", "solution": "Let x …", "year": "2025"},
+    "HuggingFaceH4/aime_2024": {"id": 60, "problem": "Find x.", "solution": "Let x …", "answer": "204", "year": "2024"},
+}  # fmt: skip
+
+
+def write(path: Path, rows: Sequence[Mapping[str, Any]]) -> str:
+    """The rows as a file of the kind that its name says."""
+    if path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        import pyarrow
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), path)
+    return str(path)
+
+
+@pytest.mark.parametrize("name", AIME)
+def test_each_set_in_its_own_form(name: str) -> None:
+    item = item_of(AIME[name])
+    assert (item.question, item.gold, item.wrong) == ("Find x.", "204", "205")
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"text": "x", "target": 1}, "no problem was found among its columns text, target"),
+        ({"problem": "x", "gold": 1}, "no answer was found among its columns problem, gold"),
+        ({"prompt": [{"role": "system", "content": "x"}], "answer": 1}, "no problem was found"),
+        ({"problem": " ", "answer": 1}, "no problem was found"),
+        ({"problem": "x", "reward_model": {"style": "rule"}}, "no answer was found"),
+    ],
+)
+def test_rows_of_no_known_form_name_their_columns(row: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        toolmath(test=[row])
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_a_task_from_files(tmp_path: Path, suffix: str) -> None:
+    rows = [dapo(f"What is {n}+1?", str(n + 1)) for n in range(40)]
+    train = write(tmp_path / f"train{suffix}", [*rows, *rows[:10]])
+    test = write(tmp_path / f"aime{suffix}", [AIME["Maxwell-Jia/AIME_2024"]])
+    task = task_of("toolmath", train=train, test=test)
+    validate(task)
+    questions = {split: [item.question for item in task.splits[split]] for split in task.splits}
+    assert len(questions["train"]) + len(questions["validation"]) == 40  # each problem once
+    assert not set(questions["train"]) & set(questions["validation"])
+    assert questions["validation"]
+    assert task.splits["test"][0] == Item("Find x.", gold="204", wrong="205", id="toolmath/test/0")
+    assert task.splits["train"][0].kind == "math_dapo"
+
+
+def test_what_is_missing_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="toolmath needs problems"):
+        toolmath()
+    with pytest.raises(SourceError, match="there is no file"):
+        toolmath(test=str(tmp_path / "none.jsonl"))
+    with pytest.raises(ConfigError, match="unknown verifier 'exakt': did you mean 'exact'"):
+        toolmath(test=[AIME["Maxwell-Jia/AIME_2024"]], verifier="exakt")
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold", "worth"),
+    [
+        ("34", "34", 1), (" 034 ", "34", 1), ("$1,024$", "1024", 1), ("34.0", "34", 1), (34, "34", 1), ("35", "34", 0),
+        (r"\sqrt{34}", "35", 0), ("34 or 35", "34", 0), (None, "34", 0), ("x+1", "x+1", 1), ("", "34", 0), ("9" * 5000, "9", 0),
+    ],
+)  # fmt: skip
+def test_answers_are_compared_as_whole_numbers(answer: Any, gold: str, worth: float) -> None:
+    assert auto(answer, Item("?", gold=gold)) == worth
+
+
+def test_nested_boxes_are_whole() -> None:
+    assert last_boxed(r"\boxed{\frac{a}{b}} and \boxed{\sqrt{\frac{1}{2}}}") == r"\sqrt{\frac{1}{2}}"
+
+
+# --- demonstrations ------------------------------------------------------------------------------------------------------
+
+ASKED = (
+    "Solve the following problem step by step. You now have the ability to selectively write executable Python code …\n"
+    "*user question:*\nWhat is 7!?\n\nRemember to place the final answer in the last part using the format: \n<answer>\n"
+    "\\boxed{'The final answer goes here.'}\n</answer>"
+)
+SOLVED = (
+    "I compute it.\n<code>\n```python\nimport math\nprint(math.factorial(7))\n```\n</code>\n"
+    "<interpreter>\n5040\n</interpreter>\n"
+    "And check:\n<code>\n```python\nprint(1*2*3*4*5*6*7)\n```\n</code>\n<interpreter>\n5040\n</interpreter>\n"
+    "Both agree.\n\n<answer>\n\\boxed{5040}\n</answer>"
+)
+
+
+def row(solution: str, asked: str = ASKED) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": solution}]}
+
+
+def test_a_demonstration_is_cut_into_turns() -> None:
+    system, *messages = conversation(row(SOLVED), SCAFFOLDS["retool"])
+    assert system.content == SCAFFOLDS["retool"].system_prompt(depth=0, children=False, tools="", limits="")
+    assert messages == [
+        Message("user", "What is 7!?\n\nPut the final answer into \\boxed{}."),
+        Message("assistant", "I compute it.\n<code>\nimport math\nprint(math.factorial(7))\n</code>"),
+        Message("user", "<interpreter>\n5040\n</interpreter>"),
+        Message("assistant", "And check:\n<code>\nprint(1*2*3*4*5*6*7)\n</code>"),
+        Message("user", "<interpreter>\n5040\n</interpreter>"),
+        Message("assistant", "Both agree.\n\n\\boxed{5040}"),
+    ]
+
+
+def test_the_same_by_native_calls() -> None:
+    messages = conversation(row(SOLVED), SCAFFOLDS["retool_native"])[2:]
+    assert [message.role for message in messages] == ["assistant", "tool", "assistant", "tool", "assistant"]
+    (call,) = messages[0].tool_calls
+    assert (messages[0].content, json.loads(call.arguments)) == (
+        "I compute it.", {"code": "import math\nprint(math.factorial(7))"}
+    )  # fmt: skip
+    assert messages[1] == Message("tool", "<interpreter>\n5040\n</interpreter>", tool_call_id=call.id)
+
+
+def test_demonstrations_are_what_the_engine_would_have_had() -> None:
+    """Each reply of a demonstration asks for what the engine reads in it, and its observations have the engine's form."""
+    scaffold = SCAFFOLDS["retool"]
+    messages = conversation(row(SOLVED), scaffold)
+    replies = [message for message in messages if message.role == "assistant"]
+    model = ScriptedClient([reply.content for reply in replies], name="scripted:retool")
+    with RLM(model, scaffold=scaffold) as rlm:
+        result = rlm.completion("What is 7!?")
+    assert result.answer == "5040"
+    assert tuple(result.trajectory.conversation(result.trajectory.root)) == messages
+
+
+def test_rows_of_another_form_are_left_out_aloud(tmp_path: Path) -> None:
+    broken = [
+        row("no answer"), row(SOLVED.replace("</interpreter>", "", 1)),
+        row("<code></code><interpreter></interpreter>\\boxed{1}"),
+        {"messages": [{"role": "user", "content": "x"}]}, {"text": "x"}, row("<answer>\\boxed{1</answer>"),
+    ]  # fmt: skip
+    said: list[str] = []
+    source = write(tmp_path / "sft.jsonl", [row(SOLVED), *broken])
+    found = list(demonstrations(source, SCAFFOLDS["retool"], say=said.append))
+    assert len(found) == 1
+    assert said == [
+        "6 of 7 demonstrations are left out, since they have another form; the first, row 1: it ends without a boxed answer"
+    ]
+    with pytest.raises(ConfigError, match="none of 6 rows is a demonstration"):
+        list(demonstrations(broken, SCAFFOLDS["retool"]))
+    trajectory = trajectory_of(found[0])
+    assert [len(turn.prompt) for turn in trajectory.root.turns] == [2, 1, 1]
+    assert trajectory.rewards == {"correct": 1.0}
+
+
+# --- evaluation ----------------------------------------------------------------------------------------------------------
+
+
+def test_evaluation_counts_what_is_right_and_how_the_tool_was_used() -> None:
+    """Two problems, four attempts each: one is right in two, the other in none."""
+    task = toolmath(test=[{"problem": f"What is {n}*6?", "answer": n * 6} for n in (7, 8)])
+    replies = {
+        0: ["<code>print(7*6)</code>", r"\boxed{42}"], 1: [r"\boxed{42}"],
+        2: ["<code>1/0</code>", r"\boxed{41}"], 3: [r"\boxed{41}"],
+    }  # fmt: skip
+    order = iter(range(100))
+    attempts: dict[str, int] = {}
+
+    def model(messages: tuple[Message, ...]) -> str:
+        turn = sum(message.role == "assistant" for message in messages)
+        question = messages[1].content
+        if turn == 0:
+            attempts[question] = next(order) % 4
+        return "no box here" if "8*6" in question else replies[attempts[question]][turn]
+
+    async def run() -> Any:
+        rlm = RLM(ScriptedClient(model, name="scripted:math"), scaffold="retool", limits=Limits(max_turns=3))
+        return await evaluate(rlm, task, Plan(model="m", task="toolmath", items=2, attempts=4), concurrency=1)
+
+    found = report(asyncio.run(run()), k=2)
+    (whole,) = found.rows[:1]
+    assert whole.average is not None
+    assert whole.passes is not None
+    assert whole.majority is not None
+    assert (whole.average.value, whole.passes.value) == (0.25, pytest.approx((1 - 1 / 6) / 2))
+    assert whole.majority.value == pytest.approx(0.25)  # two blocks of two: 42 42 and 41 41
+    assert found.metrics == {
+        "tool_calls": 0.25, "tool_errors": 0.125, "tool_silent": 0.0, "used_tool": 0.25, "malformed": 1.5, "truncated": 0.5,
+    }  # fmt: skip
+    assert "tool_errors 0.125" in table(found)
+
+
+def test_a_score_without_a_run() -> None:
+    task = toolmath(test=[{"problem": "?", "answer": "7"}])
+    item = task.splits["test"][0]
+    assert scored(task, item, answered(item, "7")).rewards == {"correct": 1.0}

@@ -1,0 +1,161 @@
+"""Every loss and correction on the real backend: the same loss and gradient however a step is cut, packed, split or ordered.
+
+A loss over whole sequences refuses rows that were split; all others are the same over them.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from ramify.errors import ConfigError, TrainError
+from ramify.train.backends.base import Optim
+from ramify.train.backends.own_critic import OwnCritic
+from ramify.train.backends.single import Single
+from ramify.train.corrections import CORRECTIONS, GeometricMask, IcePop, Opsm, SequenceTis, WorstTokenMask
+from ramify.train.loss import Loss
+from ramify.train.pack import Cost, Packing, pack
+from ramify.train.policy_losses import POLICY_LOSSES, ClipCov, Critic, ImportanceSampling, KlCov, PpoClip
+from ramify.types.sequence import Batch, Sequence
+from tests.train.backends.small import policy, tree
+
+FREE = Cost(pair=0.0, share=0.0, join=0.0)
+CLOSE: dict[str, Any] = {
+    "clip_cov": ClipCov(share=0.3, cov_low=0.01),
+    "kl_cov": KlCov(share=0.3),
+    "geometric_mask": GeometricMask(low=0.98, high=1.04),
+    "icepop": IcePop(low=0.9, high=1.3, weigh=True),
+    "sequence_tis": SequenceTis(cap=1.2),
+    "worst_token_mask": WorstTokenMask(low=0.65, high=1.5),
+    "opsm": Opsm(delta=-0.2),
+}
+"""With bounds that some of these tokens pass."""
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[Sequence]:
+    """With old log-probabilities near the policy's own, the sampler's near these, and all else that a loss may read."""
+    found, backend, rng = tree(), Single(policy()), np.random.default_rng(1)
+    batches = pack(found)
+    for batch, logprobs in zip(batches, backend.logprobs(batches), strict=True):
+        for index in batch.sequences:
+            mine = batch.owners[:, 0] == index
+            each, tokens = found[index], batch.owners[mine, 1]
+            for name, scale in (("old_logprobs", 0.2), ("ref_logprobs", 0.5), ("values", 0.3), ("returns", 1.0)):
+                column = np.zeros(len(each), np.float32)
+                column[tokens] = rng.normal(logprobs[mine] if name.endswith("logprobs") else 0.0, scale)
+                each.streams[name] = column
+            each.sampler_logprobs[tokens] = each.streams["old_logprobs"][tokens] + rng.normal(0, 0.2, mine.sum())
+            each.streams["lag"] = (np.arange(len(each)) % 3).astype(np.float32)
+    return found
+
+
+def learn(batches: list[Batch], loss: Loss, *, critic: bool = False) -> tuple[float, dict[str, torch.Tensor]]:
+    backend = Single(policy(), critic=critic)
+    measured = backend.forward_backward(batches, loss)
+    found = {name: each.grad for name, each in backend._trained.named_parameters() if each.grad is not None}
+    return measured["loss"], found
+
+
+def check_same(found: tuple[float, dict[str, torch.Tensor]], wanted: tuple[float, dict[str, torch.Tensor]]) -> None:
+    assert found[0] == pytest.approx(wanted[0], rel=2e-6, abs=1e-6)
+    assert found[1].keys() == wanted[1].keys()
+    for name, gradient in wanted[1].items():
+        scale = max(float(gradient.abs().max()), 1e-6)
+        assert float((found[1][name] - gradient).abs().max()) / scale < 2e-5, name
+
+
+def split(rows: list[Sequence]) -> list[Sequence]:
+    """Each row as two of the same name, cut after two thirds; the first part's tokens are context in the second."""
+    found = []
+    for row in rows:
+        end = 2 * len(row) // 3
+        for keeps in (np.arange(len(row)) < end, np.arange(len(row)) >= end):
+            weights = {name: getattr(row, name) * keeps for name in ("rl", "ce")}
+            found.append(msgspec.structs.replace(row, **weights))
+    return found
+
+
+LOSSES = [
+    *((name, Loss(policy=CLOSE.get(name, kind()), kl_beta=0.1, entropy=0.01)) for name, kind in POLICY_LOSSES.items()),
+    *(
+        (name, Loss(policy=PpoClip(), corrections=(CLOSE.get(name, kind()),)))
+        for name, kind in CORRECTIONS.items()
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("loss", [loss for _, loss in LOSSES], ids=[name for name, _ in LOSSES])
+def test_loss_and_gradient_do_not_depend_on_how_a_step_is_cut(loss: Loss, rows: list[Sequence]) -> None:
+    critic = isinstance(loss.policy, Critic)
+    wanted = learn(pack(rows, Packing(share=False)), loss, critic=critic)
+    assert any(float(each.abs().max()) > 0 for each in wanted[1].values())
+    shuffled = rows[:]
+    random.Random(0).shuffle(shuffled)
+    small = pack(shuffled, Packing(max_tokens=50, cost=FREE))
+    assert len(small) > 3
+    check_same(learn(small, loss, critic=critic), wanted)
+    parts = pack(split(rows), Packing(cost=FREE), pack(rows)[0].denominators)
+    if loss.is_over_sequences:
+        with pytest.raises(TrainError, match=r"the loss looks at whole sequences, and .* is split into 2"):
+            learn(parts, loss, critic=critic)
+    else:
+        check_same(learn(parts, loss, critic=critic), wanted)
+
+
+def test_corrections_and_choices_did_something(rows: list[Sequence]) -> None:
+    """Over these rows: else the test above would say little of them."""
+    batches = pack(rows)
+    plain = learn(batches, Loss(policy=PpoClip()))[0]
+    for name, kind in CORRECTIONS.items():
+        corrected = learn(batches, Loss(policy=PpoClip(), corrections=(CLOSE.get(name, kind()),)))[0]
+        assert corrected != pytest.approx(plain, rel=1e-3), name
+    assert learn(batches, Loss(policy=CLOSE["clip_cov"]))[0] != pytest.approx(plain, rel=1e-3)
+
+
+def test_a_critic_learns_what_calls_come_to() -> None:
+    """On the policy's trunk, and as a model of its own, which leaves the policy where it was."""
+    shared = Single(policy(), Optim(lr=0.01), critic=True)
+    own = OwnCritic(Single(policy(), Optim(lr=0.01)), Single(policy(), Optim(lr=0.01), critic=True))
+    for backend in (shared, own):
+        rows = tree()
+        for row in rows:
+            row.advantages[:] = 0
+            row.ce = None
+            row.streams["values"] = np.zeros(len(row), np.float32)
+            row.streams["returns"] = np.where(row.rl != 0, 0.7 if row.name.startswith("fork") else -0.3, 0).astype("f4")
+        batches = pack(rows)
+        first = [values for each in backend.values(batches) for values in each.tolist()]
+        assert set(first) == {0.0}
+        before = {name: each.clone() for name, each in backend.weights()}
+        loss = Loss(policy=ImportanceSampling(), value=msgspec.convert({"clip": 0.0}, type(Loss().value)))
+        missed = []
+        for _ in range(12):
+            missed.append(backend.forward_backward(batches, loss)["value_loss"])
+            backend.optim_step()
+        assert missed[-1] < 0.3 * missed[0]
+        moved = any(not torch.equal(each, before[name]) for name, each in backend.weights())
+        assert moved == (backend is shared)
+
+
+def test_a_critic_is_saved_and_asked_for(tmp_path: Any) -> None:
+    backend = OwnCritic(Single(policy()), Single(policy(), critic=True))
+    with torch.no_grad():
+        backend._critic._value_head.weight.fill_(0.5)  # type: ignore[attr-defined]
+    backend.save(tmp_path / "own")
+    again = OwnCritic(Single(policy(seed=1)), Single(policy(seed=1), critic=True))
+    again.load(tmp_path / "own")
+    batches = pack(tree())
+    assert [each.tolist() for each in again.values(batches)] == [each.tolist() for each in backend.values(batches)]
+    Single(policy(), critic=True).save(tmp_path / "shared")
+    with pytest.raises(ConfigError, match="is of a backend with a critic"):
+        Single(policy()).load(tmp_path / "shared")
+    with pytest.raises(ConfigError, match="this backend has no critic"):
+        Single(policy()).values(batches)
+    with pytest.raises(ConfigError, match="the batch has no stream 'returns'"):
+        Single(policy(), critic=True).forward_backward(batches, Loss())

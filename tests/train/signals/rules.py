@@ -1,0 +1,22 @@
+"""Judges of the small run that are rules, and what they are told by."""
+
+from __future__ import annotations
+
+from ramify.train.signals.base import Verdict, View
+
+
+class Steps:
+    """Every other turn was right."""
+
+    async def judge(self, view: View) -> Verdict:
+        return Verdict(votes=(1 if len(view.step.said) % 2 else -1,))
+
+
+class Hints:
+    """A hint for what scored least: who sampled more odd ids than even ones."""
+
+    async def judge(self, view: View) -> Verdict:
+        ids = [id for turn in view.trajectory.root.turns for id in turn.reply.token_ids or ()]
+        if 2 * sum(id % 2 for id in ids) <= len(ids):
+            return Verdict(reason="no hint is worth it")
+        return Verdict(accept=True, hint="say even things, and few of them")

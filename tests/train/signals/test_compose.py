@@ -1,0 +1,364 @@
+r"""Signals weighed into advantages: the worked examples E1 to E4, and what must hold whatever signals say."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from ramify.errors import ConfigError, TrainError
+from ramify.tasks.base import Item
+from ramify.train.algorithms.base import Stamping
+from ramify.train.algorithms.dr_grpo import DrGRPO
+from ramify.train.algorithms.grpo import GRPO
+from ramify.train.compile import sequences
+from ramify.train.distil_losses import forward_kl, reverse_kl, surrogate
+from ramify.train.loss import Entries, Loss, compute, kl_estimate, per_entry
+from ramify.train.policy_losses import PpoClip
+from ramify.train.signals.base import Candidates, Context, Reading
+from ramify.train.signals.compose import Anneal, Composed, Hybrid, Term
+from ramify.train.signals.norm import early_first, step_index
+from ramify.train.signals.outcome import Outcome, shaped
+from ramify.train.stamps import Stamp, Stamped
+from ramify.types.message import Message, Reply, ToolCall
+from ramify.types.trajectory import Call, Cell, Group, Parent, Stop, Trajectory, Turn
+
+
+def rollout(id: str, *sampled: int, reward: float | None = 0.0, given: int = 2) -> Trajectory:
+    """A root with a turn for each number: so many sampled tokens after ``given`` given ones."""
+    turns, before = [], 0
+    for num in sampled:
+        ids = tuple(range(10, 10 + num))
+        reply = Reply(
+            Message("assistant", "x"), prompt_ids=tuple(range(1, given + 1)), token_ids=ids, logprobs=(-0.5,) * num
+        )
+        turns.append(Turn(0, (Message("user", "go on"),), reply, reused_ids=before))
+        before += given + num
+    call = Call("0", "rlm", "test:m", 0, "?", turns=turns, stop=Stop.FINAL)
+    return Trajectory(id, "?", task="t/0", calls=[call], rewards={} if reward is None else {"correct": reward})
+
+
+def group(*rewards: float | None, sampled: tuple[int, ...] = (2, 1)) -> Group:
+    return Group("t/0", [rollout(f"r{index}", *sampled, reward=reward) for index, reward in enumerate(rewards)])
+
+
+def advantages(stamping: Stamping) -> dict[str, list[float]]:
+    """Of each rollout, all its tokens in order."""
+    return {
+        each.trajectory.id: [value for place in sorted(each.stamps) for value in each.stamps[place].advantages]
+        for each in stamping.rollouts
+    }
+
+
+def read(outcome: Outcome, one: Group) -> list[Reading]:
+    context = Context(step=0, items={"t/0": Item("?", gold="7", id="t/0")})
+    return asyncio.run(outcome.read(one, context))
+
+
+# --- E1 to E4 --------------------------------------------------------------------------------------------------------
+
+
+def tool_rollout(id: str, right: bool, num_tools: int) -> Trajectory:
+    found = rollout(id, *[1] * (num_tools + 1), reward=float(right))
+    turns = found.calls[0].turns
+    for index in range(num_tools):
+        calls = (ToolCall("c", "python", "{}"),)
+        message = Message("assistant", "x", tool_calls=calls)
+        turns[index] = msgspec.structs.replace(
+            turns[index], reply=msgspec.structs.replace(turns[index].reply, message=message)
+        )
+    return found
+
+
+def test_e1_outcome_shaping_and_group_baselines() -> None:
+    assert [shaped(True, 9), *(shaped(False, k) for k in (0, 2, 4, 12))] == pytest.approx([1, -1.1, -1, -0.9, -0.6])
+    one = Group("t/0", [tool_rollout("a", True, 3), *(tool_rollout(f"{k}", False, k) for k in (0, 4, 12))])
+    found = read(Outcome(), one)
+    assert [each.outcome for each in found] == pytest.approx([1, -1.1, -0.9, -0.6])
+    readings = {"outcome": {t.id: r for t, r in zip(one.trajectories, found, strict=True)}}
+    for algorithm, expected in (
+        (GRPO(), [1.464917, -0.732458, -0.523185, -0.209274]),
+        (DrGRPO(), [1.4, -0.7, -0.5, -0.2]),
+    ):
+        stamping = Hybrid(outcome=algorithm).given(readings, 0).stamp([one], {})
+        assert [row[0] for row in advantages(stamping).values()] == pytest.approx(expected, abs=1e-5)
+        assert abs(sum(row[0] for row in advantages(stamping).values())) < 1e-12
+    equal = Hybrid(outcome=GRPO()).stamp([group(1, 1)], {})
+    assert (equal.rollouts, equal.silence != "") == ([], True)
+
+
+def test_e2_step_buckets() -> None:
+    process = {"r0": [1, 1], "r1": [-1, 1, -1], "r2": [1, -1]}
+    outcomes = {"r0": 1.0, "r1": -1.0, "r2": -1.0}
+    rows = [{s: o + p for s, p in enumerate(process[id])} for id, o in outcomes.items()]
+    expected = [[1.224744, 1.224744], [-1.224744, 0, 0], [0, -1.224744]]
+    assert [list(row.values()) for row in step_index(rows)] == [pytest.approx(row, abs=1e-6) for row in expected]
+    one = Group("t/0", [rollout(id, *[2] * len(process[id]), reward=outcomes[id]) for id in process])
+    readings = {
+        "process": {id: Reading(turns={("0", s): float(p) for s, p in enumerate(row)}) for id, row in process.items()}
+    }
+    hybrid = Hybrid(w_rl=0.0, terms=(Term(signal="process", norm="step_index", plus_outcome=1.0),))
+    found = hybrid.given(readings, 0).stamp([one], {}, every_token=True)
+    assert advantages(found)["r0"] == pytest.approx([1.224744] * 4, abs=1e-6)
+    assert advantages(found)["r1"] == pytest.approx([-1.224744] * 2 + [0.0] * 4, abs=1e-6)
+    # Spans [0,3) and [5,7) of a path of 7, observation at 3 and 4.
+    spans = rollout("r0", 3, 2, given=2)
+    spans.calls[0].turns[0] = msgspec.structs.replace(
+        spans.calls[0].turns[0], reply=msgspec.structs.replace(spans.calls[0].turns[0].reply, prompt_ids=(9,)),
+    )  # fmt: skip
+    spans.calls[0].turns[1] = msgspec.structs.replace(spans.calls[0].turns[1], reused_ids=4)
+    one.trajectories[0] = spans
+    spans.rewards = {"correct": 1.0}
+    row = sequences(hybrid.given(readings, 0).stamp([one], {}).rollouts[:1])[0]
+    assert row.advantages[1:].tolist() == pytest.approx([1.224744] * 3 + [0, 0] + [1.224744] * 2, abs=1e-6)
+
+
+P_OLD, P_T = np.array([0.5, 0.2, 0.9]), np.array([0.5, 0.8, 0.01])
+
+
+def test_e3_teacher_hybrid_surrogate_and_kl() -> None:
+    gaps = (np.log(P_T) - np.log(P_OLD)).tolist()
+    assert gaps == pytest.approx([0, 1.386294, -4.499810], abs=1e-6)
+    pair = [rollout("a", 3, reward=0.0), rollout("b", 3, reward=1.0)]
+    readings = {"teacher": {"a": Reading(tokens={("0", 0): gaps}, notes={("0", 0): "w3 needs f7"})}}
+    hybrid = Hybrid(outcome=DrGRPO(), terms=(Term(signal="teacher", clip=2.0, route="hinted"),))
+    found = hybrid.given(readings, 0).stamp([Group("t/0", pair)], {})
+    assert advantages(found)["a"] == pytest.approx([-0.5, 0.886294, -2.5], abs=1e-6)
+    assert advantages(found)["b"] == pytest.approx([0.5] * 3)
+    a = torch.tensor(advantages(found)["a"], dtype=torch.float64)
+    old, now = np.log(P_OLD), np.log([0.5, 0.3, 0.45])
+    entries = Entries(
+        torch.tensor(now), {"sampler_logprobs": torch.tensor(old), "advantages": a, "rl": torch.ones(3).double(),
+        "ref_logprobs": torch.tensor(np.log([0.4, 0.2, 0.9]))}, {"rl": 3.0},
+    )  # fmt: skip
+    loss = Loss(policy=PpoClip())
+    assert (per_entry(loss, entries) * 3).tolist() == pytest.approx([0.5, -1.134457, 2.0], abs=1e-6)
+    k3 = kl_estimate("k3", entries.logprobs, entries.streams["ref_logprobs"])
+    assert k3.tolist() == pytest.approx([0.023144, 0.072132, 0.306853], abs=1e-6)
+    assert float(k3.mean()) == pytest.approx(0.134043, abs=1e-6)
+    assert float(compute(loss, entries)[0]) == pytest.approx(0.455181, abs=1e-6)
+    assert float(compute(Loss(policy=PpoClip(), kl_beta=0.01, kl="k3"), entries)[0]) == pytest.approx(
+        0.456521, abs=1e-6
+    )
+
+
+def test_e4_whole_distributions() -> None:
+    s, t = (torch.tensor(np.log([p])) for p in ([0.6, 0.3, 0.1], [0.2, 0.7, 0.1]))
+    assert float(reverse_kl(t, s)) == pytest.approx(0.404978, abs=1e-6)
+    assert float(forward_kl(t, s)) == pytest.approx(0.373386, abs=1e-6)
+    assert float(surrogate(t[:, :2], s[:, :2], s[:, :2])) == pytest.approx(0.384234, abs=1e-6)
+    # The first two and a bin for the third: the same here, and more than on the two alone.
+    assert float(reverse_kl(t[:, :2], s[:, :2])) == pytest.approx(0.404978, abs=1e-6)
+    assert 1 - math.comb(13, 8) / math.comb(16, 8) == pytest.approx(0.9)
+
+
+def test_reverse_kl_has_the_gradient_of_the_whole_vocabulary() -> None:
+    """d KL / d z_v = p_v (log p_v - log p_T,v - KL), with all tokens among the candidates."""
+    z = torch.tensor([[0.3, -0.2, 0.9, 0.0]], dtype=torch.float64, requires_grad=True)
+    t = torch.tensor([[0.1, 0.5, -1.0, 0.2]], dtype=torch.float64).log_softmax(-1)
+    s = z.log_softmax(-1)
+    value = reverse_kl(t, s)
+    value.sum().backward()
+    expected = s.exp() * (s - t - value[:, None])
+    assert torch.allclose(z.grad, expected.detach(), atol=1e-7)
+
+
+def test_the_surrogate_is_clipped_on_both_sides_and_only_now_has_a_gradient() -> None:
+    old = torch.log(torch.tensor([[0.5, 0.5]], dtype=torch.float64)).requires_grad_()
+    now = torch.log(torch.tensor([[0.9, 0.2]], dtype=torch.float64)).requires_grad_()
+    t = torch.log(torch.tensor([[0.9, 0.001]], dtype=torch.float64))
+    value = surrogate(t, old, now, clip=2.0)
+    up, down = math.log(0.9 / 0.5) / 2, -2.0 / 2
+    assert float(value.detach()) == pytest.approx(-up * 1.28 + -down * 0.8)
+    value.sum().backward()
+    assert old.grad is None
+    assert now.grad is not None and float(now.grad.abs().sum()) == 0  # noqa: PT018
+
+
+# --- what must hold --------------------------------------------------------------------------------------------------
+
+TEACHES = Hybrid(terms=(Term(signal="teacher", clip=2.0),))
+
+
+def gap(*values: float, turn: int = 0, note: str = "a hint") -> Reading:
+    return Reading(tokens={("0", turn): list(values)}, notes={("0", turn): note} if note else {})
+
+
+def test_permuting_a_group_permutes_its_advantages() -> None:
+    one = group(1, 0, 0, 0.5)
+    readings = {"teacher": {"r1": gap(0.5, -3.0), "r3": gap(1.0, turn=1)}}
+    before = advantages(TEACHES.given(readings, 0).stamp([one], {}))
+    random.Random(1).shuffle(one.trajectories)
+    after = advantages(TEACHES.given(readings, 0).stamp([one], {}))
+    assert before == after
+    assert before["r1"] == pytest.approx([-0.375 + 0.5, -0.375 - 2, -0.375])
+
+
+def test_given_tokens_get_exactly_nothing_and_unread_rollouts_their_outcome() -> None:
+    readings = {"teacher": {"r0": gap(0.5, -3.0)}}
+    stamping = TEACHES.given(readings, 0).stamp([group(1, 0)], {})
+    rows = sequences(stamping.rollouts)
+    assert [row.advantages[~row.mask].tolist() for row in rows] == [[0.0] * 4] * 2
+    assert advantages(stamping)["r1"] == [-0.5] * 3
+    alone = advantages(DrGRPO().stamp([group(1, 0)], {}))
+    assert advantages(Hybrid().stamp([group(1, 0)], {})) == alone  # no term: the wrapped algorithm, exactly
+
+
+def test_a_group_that_only_a_signal_tells_apart_is_kept() -> None:
+    groups = [group(1, 1), Group("t/1", [rollout("s0", 2, reward=1), rollout("s1", 2, reward=0)])]
+    alone = DrGRPO().stamp(groups, {})
+    with_signal = TEACHES.given({"teacher": {"r0": gap(1.0, 0.0)}}, 0).stamp(groups, {})
+    assert (len(alone.rollouts), alone.denominators) == (2, {"rl": 2.0})
+    assert (len(with_signal.rollouts), with_signal.denominators) == (3, {"rl": 4.0})
+    assert advantages(with_signal)["r0"] == [1.0, 0.0]
+    weights = {each.trajectory.id: each.stamps["0", 0].rl for each in with_signal.rollouts}
+    assert weights["r0"] == [1 / 3] * 2  # what the outcome's algorithm gives each token, turn of one token included
+
+
+def test_weights_follow_their_schedule_and_at_zero_the_signal_is_not_wanted() -> None:
+    anneal = Anneal(1.0, 0.0, steps=4)
+    assert [anneal.at(step) for step in (0, 1, 4, 9)] == [1.0, 0.75, 0.0, 0.0]
+    assert [round(Anneal(2.0, 1.0, steps=4, after=2, shape="cosine").at(s), 6) for s in (0, 2, 4, 6)] == [2, 2, 1.5, 1]
+    hybrid = Hybrid(terms=(Term(signal="teacher", weight=anneal),))
+    readings = {"teacher": {"r0": gap(1.0, 1.0)}}
+    found = [advantages(hybrid.given(readings, step).stamp([group(1, 0)], {}))["r0"][0] for step in (0, 2, 4)]
+    assert found == [1.5, 1.0, 0.5]
+    assert [hybrid.wants("teacher", step) for step in (3, 4)] == [True, False]
+    assert hybrid.wants("format", 9)  # one without a term is read for its metrics
+
+
+@pytest.mark.parametrize(
+    ("route", "acted"), [("all", ["r0", "r1", "r2"]), ("failed", ["r1", "r2"]), ("hinted", ["r0", "r1"])]
+)  # fmt: skip
+def test_routes(route: Any, acted: list[str]) -> None:
+    readings = {"teacher": {"r0": gap(1.0, 1.0), "r1": gap(1.0, 1.0), "r2": gap(1.0, 1.0, note="")}}
+    hybrid = Hybrid(w_rl=0.0, terms=(Term(signal="teacher", route=route),))
+    found = hybrid.given(readings, 0).stamp([group(1, 0, 0)], {})
+    assert sorted(advantages(found)) == acted
+    assert found.metrics["teacher/acts_on"] == pytest.approx(len(acted) / 3)
+
+
+def test_early_tokens_are_trusted_more() -> None:
+    assert early_first([1, 1, 2], 0.5) == [1.5, 1.375, 1.25 * 2]
+    assert early_first([0, 0], 0.5) == [0, 0]
+    hybrid = Hybrid(w_rl=0.0, terms=(Term(signal="teacher", early=0.5),))
+    found = hybrid.given({"teacher": {"r0": gap(1.0, -1.0)}}, 0).stamp([group(1, 1)], {})
+    assert advantages(found)["r0"] == [1.5, -1.25]
+
+
+def test_a_number_that_is_none_is_left_out_and_its_rollout_named() -> None:
+    one = group(1, 0, 0)
+    readings = {
+        "teacher": {"r0": gap(math.nan, 1.0), "r1": gap(1.0, 1.0)},
+        "process": {"r2": Reading(turns={("0", 1): math.inf})},
+    }
+    hybrid = Hybrid(terms=(Term(signal="teacher"), Term(signal="process", norm="step_index")))
+    found = hybrid.given(readings, 0).stamp([one], {})
+    assert (found.metrics["teacher/not_finite"], found.metrics["process/not_finite"]) == (1, 1)
+    assert one.trajectories[0].errors == [
+        "signal 'teacher' gave nan for a token of call 0, turn 0: the rollout goes on without it"
+    ]
+    assert "inf for call 0, turn 1" in one.trajectories[2].errors[0]
+    assert advantages(found)["r1"] == pytest.approx([2 / 3, 2 / 3, -1 / 3])
+
+
+def test_missing_and_impossible_rewards_are_left_out_of_their_group() -> None:
+    one = group(1, None, math.nan, 0)
+    found = advantages(DrGRPO().stamp([one], {}))
+    assert found == {"r0": [0.5] * 3, "r3": [-0.5] * 3}
+
+
+def test_a_stream_of_the_wrong_length_is_refused_with_both() -> None:
+    with pytest.raises(TrainError, match="signal 'teacher', trajectory r0, call 0, turn 0: 3 numbers for 2 sampled"):
+        TEACHES.given({"teacher": {"r0": gap(1.0, 1.0, 1.0)}}, 0).stamp([group(1, 0)], {})
+    with pytest.raises(ValueError, match="trajectory r0, call 0, turn 1: a stream of 4 numbers for 1 sampled tokens"):
+        sequences([Stamped(rollout("r0", 2, 1), {("0", 1): Stamp(advantages=[1.0] * 4, rl=[1.0] * 4)})])
+
+
+def test_a_teacher_that_is_silently_off_is_said() -> None:
+    with pytest.raises(TrainError, match="scored 2 hinted tokens and its term is 0 on all"):
+        TEACHES.given({"teacher": {"r0": gap(0.0, 0.0)}}, 0).stamp([group(1, 0)], {})
+
+
+def test_process_reward_that_does_not_go_with_the_outcome_shows() -> None:
+    readings = {"process": {f"r{i}": Reading(turns={("0", 0): p}) for i, p in enumerate((-1.0, 1.0, 1.0))}}
+    found = Hybrid(terms=(Term(signal="process", weight=0.3),)).given(readings, 0).stamp([group(1, 0, 0)], {})
+    assert found.metrics["process/outcome_correlation"] == pytest.approx(-1)
+    assert found.metrics["process/mean_abs"] == 1
+
+
+def test_a_reading_into_the_loss() -> None:
+    """Candidates become streams, with zeros for those that have none; weights are those of the policy gradient."""
+    top = Candidates([[5, 6], [6, 7]], [[-0.1, -3.0], [-0.2, -2.0]], [[-0.3, -2.0], [-0.4, -1.0]])
+    readings = {"teacher": {"r0": Reading(logprobs={("0", 0): [-0.1, -0.2]}, top={("0", 0): top})}}
+    hybrid = Hybrid(terms=(Term(signal="teacher", weight=0.5, into="loss"),))
+    stamping = hybrid.given(readings, 0).stamp([group(1, 0)], {})
+    assert stamping.denominators == {"rl": 2.0, "kd": 2.0}
+    rows = sequences(stamping.rollouts)
+    assert rows[0].kd is not None
+    assert rows[0].kd.tolist() == pytest.approx([0, 0, 1 / 6, 1 / 6, 0, 0, 0])
+    assert rows[0].streams["teacher_ids"].tolist() == [[0, 0]] * 2 + [[5, 6], [6, 7]] + [[0, 0]] * 3
+    assert rows[0].streams["student_logprobs"][3].tolist() == pytest.approx([-0.4, -1.0])
+    assert not rows[1].streams["teacher_ids"].any()
+    assert advantages(stamping)["r0"] == [0.5] * 3
+    sampled = {"teacher": {"r0": Reading(logprobs={("0", 0): [-0.1, -0.2]})}}
+    row = sequences(hybrid.given(sampled, 0).stamp([group(1, 0)], {}).rollouts)[0]
+    assert row.streams["teacher_logprobs"].tolist() == pytest.approx([0, 0, -0.1, -0.2, 0, 0, 0])
+
+
+def test_observed_tokens_are_imitated_and_the_question_is_not() -> None:
+    stamping = Hybrid(observe=0.1).stamp([group(1, 0)], {})
+    assert stamping.denominators == {"rl": 2.0, "ce": 4.0}
+    row = sequences(stamping.rollouts)[0]  # given 2, sampled 2, given 2, sampled 1
+    assert row.ce is not None
+    assert row.ce.tolist() == pytest.approx([0, 0, 0, 0, 0.1, 0.1, 0])
+
+
+def test_terms_and_wrapped_algorithms_that_there_are_not() -> None:
+    with pytest.raises(ConfigError, match="unknown signal 'proces' in a term: did you mean 'process'"):
+        Hybrid(terms=(Term(signal="proces"),)).check({"process": 1, "teacher": 2})
+    with pytest.raises(ConfigError, match="unknown algorithm 'gpro': did you mean 'grpo'"):
+        Hybrid(outcome="gpro")
+    with pytest.raises(ConfigError, match="clip=0 must be positive"):
+        Term(signal="teacher", clip=0)
+    assert isinstance(Hybrid(outcome={"name": "grpo", "credit": "root"}).outcome, GRPO)
+    assert isinstance(Hybrid().given({}, 0), Composed)
+
+
+def test_judges_calls_are_never_learnt_from() -> None:
+    from ramify.train.algorithms.sft import SFT
+    from ramify.train.signals.asking import put_on_tree
+
+    one = rollout("r0", 2, reward=1)
+    turn = one.calls[0].turns[0]
+    asked = Call("", "judge", "test:j", 1, "process of turn 0", parent=Parent("0", 0, 0), turns=[turn])
+    put_on_tree(one, {"process": Reading(turns={("0", 0): 1.0}, notes={("0", 0): "because"}, calls=[asked])})
+    assert [call.id for call in one.calls] == ["0", "0.0"]
+    assert one.metadata == {"scores": {"0/0": {"process": 1.0}}, "notes": {"0/0": {"process": "because"}}}
+    found = SFT(llm_calls=True).stamp([Group("t/0", [one])], {})
+    assert list(found.rollouts[0].stamps) == [("0", 0)]
+    loud = Group("t/0", [one, rollout("r1", 2, reward=0)])
+    assert {place for each in DrGRPO(llm_calls=True).stamp([loud], {}).rollouts for place in each.stamps} == {("0", 0)}
+
+
+def test_tool_use_and_format() -> None:
+    from ramify.train.signals.format import Format
+    from ramify.train.signals.tools import ToolUse
+
+    one = rollout("r0", 1, 1, 1)
+    turns = one.calls[0].turns
+    turns[0] = msgspec.structs.replace(turns[0], cells=(Cell("x", error="NameError: x"),))
+    turns[1] = msgspec.structs.replace(turns[1], cells=(Cell("1"),))
+    context = Context(step=0, items={})
+    found = asyncio.run(ToolUse().read(Group("t/0", [one]), context))[0]
+    assert found.turns == {("0", 0): -1.0, ("0", 1): 1.0}
+    formed = asyncio.run(Format(pattern="^x$", last="boxed").read(Group("t/0", [one]), context))[0]
+    assert formed.turns == {("0", 0): 0.0, ("0", 1): 0.0, ("0", 2): -1.0}
+    with pytest.raises(ConfigError, match="is no regular expression"):
+        Format(pattern="(")

@@ -1,0 +1,150 @@
+"""The whole way, through the real loop: rollouts, judges beside them, a teacher, and a policy that learns from all."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from ramify.build import Made, stored, train
+from ramify.errors import ConfigError
+from ramify.train.algorithms.dr_grpo import DrGRPO
+from ramify.train.config import SftSpec
+from ramify.train.loop import Cadence
+from ramify.train.loss import Loss
+from ramify.train.metrics import read
+from ramify.train.override import override
+from ramify.train.rollout import RolloutOptions
+from ramify.train.sft import read as trajectories
+from ramify.train.signals.compose import Anneal, Hybrid, Term
+from ramify.train.signals.hindsight import Hindsight
+from ramify.train.signals.judge import StepJudge
+from ramify.train.signals.process import Process
+from ramify.train.signals.teacher import Teacher
+from ramify.train.signals.tools import ToolUse
+from ramify.train.stages import Sample
+from tests.train.small import small
+
+TEACHER = Term(signal="teacher", weight=Anneal(1.0, 0.0, steps=50), clip=2.0, route="hinted")
+
+
+def hybrid(tmp_path: Path, **fields: Any) -> Any:
+    script = tmp_path / "judge.json"
+    script.write_text(
+        json.dumps([{"match": "Judge step 0", "reply": r"fine \boxed{1}"}, {"match": "Judge", "reply": "hm"}])
+    )
+    options: dict[str, Any] = {
+        "steps": 2,
+        "sample": Sample(items=2),
+        "rollout": RolloutOptions(group=3, concurrency=8),
+        "algorithm": Hybrid(
+            outcome=DrGRPO(), observe=0.1,
+            terms=(Term(signal="process", weight=0.3, norm="step_index"), Term(signal="rule", weight=0.1), TEACHER),
+        ),
+        "signals": {
+            "process": Process(judge=StepJudge(model=f"scripted:{script}", votes=2)),
+            "rule": Process(judge="tests.train.signals.rules:Steps"),
+            "teacher": Teacher(hints=Hindsight(judge="tests.train.signals.rules:Hints", cut_off=True), cut_off=True),
+            "tools": ToolUse(),
+        },
+        "judge_cache": str(tmp_path / "judges"),
+    }  # fmt: skip
+    rl = msgspec.structs.replace(small().rl, **(options | fields))
+    return small(rl=rl, warmup=None, cadence=Cadence(evaluate=0, rollouts=1))
+
+
+def test_two_steps_with_every_signal(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    run = hybrid(tmp_path)
+    train(run, out, say=lambda _: None)
+    rows = [row.values for row in read(out) if row.stage == "rl" and "learn_s" in row.values]
+    assert len(rows) == 2
+    for row in rows:
+        assert row["process/votes"] == row["process/invalid"]  # turn 0 has both votes, turn 1 none
+        assert row["process/acts_on"] == 1
+        assert 0 < row["teacher/hint_rate"] < 1
+        assert 0 < row["teacher/mean_abs"] <= 2
+        assert row["ce_loss"] > 0
+        assert row["teacher_s"] > 0
+        assert row["signals_wait_s"] >= 0
+        assert 0 < row["signal_share/teacher"] < 1
+        assert row["judge_calls"] <= row["process/votes"] * 2
+    assert rows[1]["teacher/weight"] == pytest.approx(0.98)
+    kept = list(trajectories(out / "rollouts"))
+    assert len(kept) == 12
+    judged = [each for each in kept if any(call.kind == "judge" for call in each.calls)]
+    assert len(judged) == 12
+    one = judged[0]
+    asked = [call for call in one.calls if call.kind == "judge"]
+    assert {call.parent.call for call in asked if call.parent} == {"0"}
+    assert asked[0].answer == r"fine \boxed{1}"
+    assert len({call.id for call in one.calls}) == len(one.calls)
+    assert one.metadata["scores"]["0/0"]["process"] == 1.0
+    hinted = [each for each in kept if each.metadata.get("notes")]
+    assert {text for each in hinted for note in each.metadata["notes"].values() for text in note.values()} == {
+        "say even things, and few of them"
+    }
+    assert (out / "reference/model.safetensors").is_file()
+    learn_from_what_was_kept(out, tmp_path)
+    again = stored(out)
+    assert again.rl is not None
+    assert again.rl.algorithm == run.rl.algorithm
+    assert again.rl.signals == run.rl.signals
+
+
+def learn_from_what_was_kept(out: Path, tmp_path: Path) -> None:
+    """Rejection sampling from the rollouts of a run: the better ones alone, no judge's word among them."""
+    rewards = sorted(each.rewards["correct"] for each in trajectories(out / "rollouts"))
+    spec = SftSpec(
+        trajectories=str(out / "rollouts"),
+        algorithm=msgspec.structs.replace(small().sft.algorithm, min_reward=rewards[-4], llm_calls=True),
+    )  # fmt: skip
+    made = Made(small(policy=msgspec.structs.replace(small().policy, path=str(out / "policy"), shape={}), sft=spec, rl=None,
+                      warmup=None), print)  # fmt: skip
+    names = {row.name.partition("/call")[0] for row in made.rows if row.name.startswith("step=")}
+    assert len(names) == sum(reward >= rewards[-4] for reward in rewards)
+    assert all(row.name.endswith("call=0") for row in made.rows if row.name.startswith("step="))
+
+
+@pytest.mark.parametrize(
+    ("top", "support", "loss"),
+    [
+        (5, "teacher", Loss(kd="reverse")),
+        (4, "student", Loss(kd="surrogate", kd_clip=2.0)),
+        (-1, "teacher", Loss(kd="forward")),
+        (0, "teacher", Loss()),
+    ],
+)
+def test_distillation_into_the_loss(tmp_path: Path, top: int, support: Any, loss: Loss) -> None:
+    """On-policy, from a checkpoint: nobody needs a hint, and the outcome may weigh nothing."""
+    run = hybrid(
+        tmp_path, steps=1, loss=loss,
+        algorithm=Hybrid(w_rl=0.0, terms=(Term(signal="teacher", into="loss"),)),
+        signals={"teacher": Teacher(source="random", top=top, support=support, cut_off=True)},
+    )  # fmt: skip
+    train(
+        msgspec.structs.replace(run, sft=msgspec.structs.replace(run.sft, num=4)), tmp_path / "out", say=lambda _: None
+    )
+    row = next(row.values for row in read(tmp_path / "out") if "kd_loss" in row.values)
+    assert row["kd_loss"] != 0
+    assert row["grad_norm"] > 0
+    assert row["rl_loss"] == pytest.approx(0, abs=1e-9)
+
+
+def test_what_is_wrong_with_signals_is_said_at_the_start(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="unknown signal 'teachr': did you mean 'teacher'"):
+        hybrid(tmp_path, signals={"t": "teachr"})
+    with pytest.raises(ConfigError, match="unknown signal 'process' in a term"):
+        hybrid(tmp_path, signals={"proces": Process(judge="tests.train.signals.rules:Steps")})
+    with pytest.raises(ConfigError, match="need an algorithm that weighs them"):
+        hybrid(tmp_path, algorithm=DrGRPO())
+    with pytest.raises(ConfigError, match="which has no `async read"):
+        hybrid(tmp_path, signals={"t": 3})
+    run = override(
+        small(), ["rl.algorithm=hybrid"], {"rl.algorithm": {"hybrid": "ramify.train.signals.compose:Hybrid"}}
+    )
+    assert run.rl is not None
+    assert run.rl.algorithm == Hybrid()

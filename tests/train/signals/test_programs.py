@@ -1,0 +1,89 @@
+"""Judges of programs that are rules: hints from what a rollout was shown, marks for its turns, the shuffled control."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from ramify.tasks.base import Item, task_of
+from ramify.tasks.programs.library import IMPORTED, NUM_CHECKED, NUM_WORDS, Problem, library
+from ramify.train.signals.base import Context, Verdict, View
+from ramify.train.signals.hindsight import Filter, Hindsight
+from ramify.train.signals.programs import OracleJudge, RuleJudge, Shuffled, StepRules
+from ramify.train.signals.view import view_of
+from ramify.types.message import Message, Reply
+from ramify.types.trajectory import Call, Cell, Group, Stop, Trajectory, Turn
+
+RIGHT = dict(enumerate(library().right))
+
+
+def trajectory(item: Item, *rounds: tuple[str, str, bool]) -> Trajectory:
+    """Of (reply, what came back, whether it raised), and a last reply."""
+    turns, prompt = [], item.question
+    for reply, shown, raised in [*rounds, ("FINAL(1)", "", False)]:
+        cell = Cell(reply, error=shown) if raised else Cell(reply, value=shown)
+        turns.append(Turn(2 * len(turns), (Message("user", prompt),), Reply(Message("assistant", reply)), (cell,)))
+        prompt = shown
+    call = Call("0", "rlm", "m", 0, item.question, turns=turns, stop=Stop.FINAL)
+    return Trajectory(
+        f"t/{item.id}", item.question, task=item.id, calls=[call], rewards={"correct": 0.0}, stop=Stop.FINAL
+    )
+
+
+def judged(judge: Any, found: Trajectory, item: Item, turn: int | None = None) -> Verdict:
+    view: View = view_of(found, found.root, turn, item)
+    return asyncio.run(judge.judge(view))  # type: ignore[no-any-return]
+
+
+def checked_problem(index: int = 0) -> tuple[Item, str, int]:
+    """An item, a program for it that takes one checked word for another's, and that word."""
+    for item in task_of("programs").splits["train"][index : index + 100]:
+        problem = Problem.read(item.question)
+        assert problem is not None
+        word = next((w for w, _ in problem.steps if w < NUM_CHECKED and RIGHT[w] not in IMPORTED), None)
+        if word is not None and not {RIGHT[w] for w, _ in problem.steps} & set(IMPORTED):
+            wrong = next(f for f in range(NUM_WORDS) if f != RIGHT[word] and f not in IMPORTED)
+            return item, problem.program({**RIGHT, word: wrong}).text, word
+    raise AssertionError
+
+
+def test_a_hint_is_what_the_error_named() -> None:
+    item, code, word = checked_problem()
+    error = f"TypeError: not @w{word}@f0 but @w{word}@f{RIGHT[word]}"
+    failed = trajectory(item, (code, error, True))
+    verdict = judged(RuleJudge(), failed, item)
+    assert (verdict.accept, verdict.hint) == (True, f"use @w{word}@f{RIGHT[word]}")
+    assert not Filter(min_chars=5).rejects(verdict.hint, item, item.question)
+    assert judged(OracleJudge(), failed, item).hint == verdict.hint
+    assert not judged(RuleJudge(), trajectory(item, (code, "17", False)), item).accept  # nothing was said
+
+
+def test_only_the_oracle_sees_what_went_wrong_in_silence() -> None:
+    item, code, word = checked_problem()
+    silent = trajectory(item, (code, "17", False))
+    assert judged(OracleJudge(), silent, item).hint == f"use @w{word}@f{RIGHT[word]}"
+
+
+def test_marks_for_turns() -> None:
+    item, code, _ = checked_problem()
+    found = trajectory(item, (code, "TypeError: not …", True), (code, "17", False))
+    assert [judged(StepRules(), found, item, turn).votes for turn in range(3)] == [(-1,), (1,), (1,)]
+    alone = trajectory(item)
+    assert judged(StepRules(), alone, item, 0).votes == (-1,)  # an answer that rests on nothing
+
+
+def test_shuffled_hints_are_of_another_problem() -> None:
+    (item, code, word), (other, _, _) = checked_problem(), checked_problem(200)
+    error = f"TypeError: not @w{word}@f0 but @w{word}@f{RIGHT[word]}"
+    group = Group(item.id, [trajectory(item, (code, error, True)), trajectory(item, (code, "17", False))])
+    source = Hindsight(judge=RuleJudge(), filter=Filter(min_chars=5))
+    context = Context(step=3, items={item.id: item, other.id: other})
+    first, second = asyncio.run(Shuffled(source).hints(group, context))
+    (hint,) = first.at["0", 0]
+    assert hint.startswith("use @w")
+    about = int(hint.removeprefix("use @w").partition("@")[0])
+    assert about in {w for w, _ in Problem.read(other.question).steps}  # type: ignore[union-attr]
+    assert first.reading.notes == {("0", 1): hint}
+    assert not second.at
+    again, _ = asyncio.run(Shuffled(source).hints(group, context))
+    assert again.at == first.at

@@ -1,0 +1,367 @@
+"""A teacher over the small policy: rows made of ids, scores from the right position, nothing in place of what is missing."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import shutil
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from ramify.clients.base import Known, Request, Sampling
+from ramify.errors import ConfigError, RamifyError
+from ramify.inference.local.client import LocalClient
+from ramify.policy.load import Policy, from_config, save
+from ramify.policy.tokenizer import train_tokenizer
+from ramify.tasks.base import Item
+from ramify.train.backends.base import Compute
+from ramify.train.backends.single import Single
+from ramify.train.signals.base import Context, Reading, Row, Scores, Verdict, View
+from ramify.train.signals.hindsight import Hindsight
+from ramify.train.signals.scorer import ClientScorer, PolicyScorer, Teachers, check_vocabulary
+from ramify.train.signals.teacher import ALL, TEMPLATE, Teacher
+from ramify.types.message import Message
+from ramify.types.trajectory import Call, Group, Stop, Trajectory, Turn
+from tests.train.small import SHAPE
+
+TEXTS = ["what is w3 of 5? call f7 where w3 stands [A hint for this task] it raised an error"] * 50
+ITEM = Item("what is w3 of 5?", gold="1742", id="t/0")
+
+
+@pytest.fixture(scope="module")
+def policy() -> Policy:
+    from transformers import AutoConfig
+
+    torch.set_num_threads(1)
+    tokenizer = train_tokenizer(TEXTS, 300)
+    made = {"vocab_size": len(tokenizer), "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
+    return from_config(AutoConfig.for_model(**{**made, "pad_token_id": tokenizer.pad_token_id, **SHAPE}), tokenizer, 3)
+
+
+@pytest.fixture(scope="module")
+def group(policy: Policy) -> Group:
+    """Three sampled conversations of two turns."""
+    return asyncio.run(sampled(policy, 3))
+
+
+async def sampled(policy: Policy, num: int, temperature: float = 1.0) -> Group:
+    client = LocalClient(policy)
+    try:
+        return Group("t/0", [await conversation(client, number, temperature) for number in range(num)])
+    finally:
+        await client.close()
+
+
+async def conversation(client: LocalClient, seed: int, temperature: float) -> Trajectory:
+    messages: tuple[Message, ...] = ()
+    turns: list[Turn] = []
+    path: tuple[int, ...] = ()
+    for text in ("what is w3 of 5?", "it raised an error"):
+        new = Message("user", text)
+        sampling = Sampling(6, temperature, seed=seed, logprobs=True)
+        known = Known(len(messages), path) if path else None
+        reply = await client.complete(Request((*messages, new), sampling, known=known, affinity=str(seed)))
+        assert reply.prompt_ids is not None
+        assert reply.token_ids is not None
+        kept = msgspec.structs.replace(reply, prompt_ids=reply.prompt_ids[len(path) :], finish="stop")
+        turns.append(Turn(len(messages), (new,), kept, reused_ids=len(path)))
+        path = (*reply.prompt_ids, *reply.token_ids)
+        messages = (*messages, new, reply.message)
+    call = Call("0", "rlm", "local:m", 0, ITEM.question, turns=turns, stop=Stop.FINAL)
+    return Trajectory(f"r{seed}", ITEM.question, task="t/0", calls=[call], rewards={"correct": 0.0})
+
+
+@asynccontextmanager
+async def scorer_of(policy: Policy) -> AsyncIterator[PolicyScorer]:
+    backend = Single(policy, None, Compute(precision="fp32"))
+    yield PolicyScorer(backend, policy.window, policy.config.vocab_size, asyncio.to_thread)
+
+
+def read(teacher: Teacher, group: Group, policy: Policy, *, temperature: float = 1.0, **scorers: Any) -> list[Reading]:
+    async def found() -> list[Reading]:
+        async with scorer_of(policy) as scorer:
+            context = Context(
+                step=0, items={"t/0": ITEM}, scorers={"live": scorer, "reference": scorer, **scorers},
+                writing=policy.renderer, temperature=temperature,
+            )  # fmt: skip
+            return await teacher.read(group, context)
+
+    return asyncio.run(found())
+
+
+class Says:
+    """A judge that gives these hints."""
+
+    def __init__(self, *hints: str) -> None:
+        self.hints = hints
+
+    async def judge(self, view: View) -> Verdict:
+        return Verdict(accept=bool(self.hints), hint=self.hints[0] if self.hints else "", hints=self.hints)
+
+
+def hinted(*hints: str, **options: Any) -> Teacher:
+    return Teacher(hints=Hindsight(judge=Says(*hints)), **options)
+
+
+HINT, OTHER = "call f7 where w3 stands", "it raised an error in w3 of 5"
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_policy_as_its_own_teacher_teaches_exactly_nothing(policy: Policy, temperature: float) -> None:
+    one = asyncio.run(sampled(policy, 2, temperature))
+    exact = read(Teacher(source="live", student="recomputed"), one, policy, temperature=temperature)
+    assert [value for each in exact for row in each.tokens.values() for value in row] == [0.0] * sum(
+        len(turn.reply.token_ids or ()) for each in one.trajectories for turn in each.root.turns
+    )
+    sampler = read(Teacher(source="live"), one, policy, temperature=temperature)
+    assert max(abs(value) for each in sampler for row in each.tokens.values() for value in row) < 1e-5
+
+
+def test_scores_are_those_of_the_hinted_path_from_its_first_token_on(policy: Policy, group: Group) -> None:
+    """Against the engine, which computes every position of one path, without packing."""
+    teacher = hinted(HINT)
+    found = read(teacher, group, policy)
+
+    async def expected(trajectory: Trajectory) -> dict[tuple[str, int], list[float]]:
+        client = LocalClient(policy)
+        try:
+            asked = [Message("user", ITEM.question + TEMPLATE.format(hint=HINT))]
+            prompt = policy.renderer.prompt(asked)
+            path = trajectory.paths(trajectory.root)[0]
+            old = len(trajectory.root.turns[0].reply.prompt_ids or ())
+            ids = [*prompt, *path.ids[old:]]
+            logprobs = [math.nan, *await client.logprobs(ids)]
+            shift = len(prompt) - old
+            return {(s.call, s.turn): logprobs[s.start + shift : s.end + shift] for s in path.spans}
+        finally:
+            await client.close()
+
+    for trajectory, reading in zip(group.trajectories, found, strict=True):
+        theirs = asyncio.run(expected(trajectory))
+        assert reading.logprobs.keys() == theirs.keys() == reading.tokens.keys()
+        for place, values in theirs.items():
+            assert reading.logprobs[place] == pytest.approx(values, abs=1e-5)
+            said = trajectory.root.turns[place[1]].reply.logprobs or ()
+            gaps = [a - b for a, b in zip(values, said, strict=True)]
+            assert reading.tokens[place] == pytest.approx(gaps, abs=1e-5)
+            assert any(abs(value) > 1e-3 for value in reading.tokens[place])
+        assert reading.notes == {("0", 1): HINT}
+
+
+def test_a_hint_for_each_turn_stands_right_before_it(policy: Policy, group: Group) -> None:
+    teacher = Teacher(hints=Hindsight(judge=Says(HINT), per_turn=True))
+    seen: list[Row] = []
+
+    class Watching:
+        async def score(self, rows: Sequence[Row], *, top: int = 0) -> list[Scores]:
+            seen.extend(rows)
+            return [Scores([-1.0] * sum(end - start for start, end in row.spans)) for row in rows]
+
+    found = read(teacher, group, policy, reference=Watching())[0]
+    assert sorted(found.tokens) == [("0", 0), ("0", 1)]
+    texts = [policy.tokenizer.decode(list(row.ids)) for row in seen[:2]]
+    assert "w3 of 5?\n\n[A hint for this task]\n" + HINT in texts[0]
+    assert "error\n\n[A hint for this task]\n" + HINT in texts[1]
+    assert texts[1].count(HINT) == 1
+    path = group.trajectories[0].paths(group.trajectories[0].root)[0]
+    for row, span in zip(seen[:2], path.spans, strict=True):
+        assert [list(row.ids[start:end]) for start, end in row.spans] == [list(path.ids[span.start : span.end])]
+
+
+def test_candidates_of_either_side(policy: Policy, group: Group) -> None:
+    size = policy.config.vocab_size
+    whole = read(hinted(HINT, top=ALL), group, policy)[0].top[("0", 0)]
+    assert len(whole.ids[0]) == size
+    assert [sum(map(math.exp, row)) for row in whole.teacher] == pytest.approx([1.0] * len(whole.teacher), abs=1e-5)
+    teachers = read(hinted(HINT, top=5), group, policy)[0]
+    assert teachers.top[("0", 0)].ids == [row[:5] for row in whole.ids]
+    assert teachers.top[("0", 0)].student == []
+    students = read(hinted(HINT, top=5, support="student"), group, policy)[0].top[("0", 0)]
+    plain = read(Teacher(source="live", top=5), group, policy)[0].top[("0", 0)]
+    assert (students.ids, students.student) == (plain.ids, plain.teacher)
+    for ids, row, all_ids, all_row in zip(students.ids, students.teacher, whole.ids, whole.teacher, strict=True):
+        lookup = dict(zip(all_ids, all_row, strict=True))
+        assert row == pytest.approx([lookup[id] for id in ids], abs=1e-5)
+
+
+def test_the_hint_whose_teacher_agrees_most_with_the_policy_is_chosen(policy: Policy, group: Group) -> None:
+    num = 8
+    plain = read(Teacher(source="live", top=num), group, policy)
+
+    def shared(hint: str, index: int) -> int:
+        theirs = read(hinted(hint, top=num), group, policy)[index].top
+        return sum(
+            len({*a} & {*b})
+            for place, top in theirs.items()
+            for a, b in zip(top.ids, plain[index].top[place].ids, strict=True)
+        )
+
+    chosen = read(hinted(HINT, OTHER, choose="overlap", overlap=num), group, policy)
+    for index, reading in enumerate(chosen):
+        counts = {hint: shared(hint, index) for hint in (HINT, OTHER)}
+        assert counts[reading.notes[("0", 1)]] == max(counts.values())
+
+
+def test_only_tokens_that_the_hint_moves_count_where_evidence_is_asked_for(policy: Policy, group: Group) -> None:
+    found = read(hinted(HINT), group, policy)[0].tokens
+    most = max(abs(value) for row in found.values() for value in row)
+    some = read(hinted(HINT, evidence=most / 2), group, policy)[0].tokens
+    none = read(hinted(HINT, evidence=99.0), group, policy)[0].tokens
+    flat = [value for row in some.values() for value in row]
+    assert 0 < sum(value != 0 for value in flat) < len(flat)
+    assert not any(value for row in none.values() for value in row)
+
+
+class Broken:
+    """An engine whose prompt log-probabilities are not what they should be."""
+
+    name = "broken:engine"
+
+    def __init__(self, *, drop: int = 0, value: Any = -1.0) -> None:
+        self.drop, self.value = drop, value
+
+    async def logprobs(self, ids: Sequence[int]) -> list[Any]:
+        return [self.value, *[-1.0] * (len(ids) - 2 - self.drop)]
+
+
+@pytest.mark.parametrize(
+    ("broken", "is_scored"),
+    [(Broken(), True), (Broken(drop=1), False), (Broken(value=None), True), (Broken(value=math.nan), True)],
+)
+def test_what_cannot_be_scored_has_no_reading_and_never_zeros(
+    policy: Policy, group: Group, broken: Broken, is_scored: bool
+) -> None:
+    """What an engine says of the first token, which nothing predicts, is not looked at."""
+    found = read(hinted(HINT), group, policy, reference=ClientScorer(broken))
+    assert [bool(each.tokens) for each in found] == [is_scored] * 3
+    if not is_scored:
+        assert {each.abstained for each in found} == {"RamifyError"}
+
+
+def test_an_engine_that_leaves_a_token_out_is_refused(policy: Policy) -> None:
+    row = Row([1, 2, 3], [(1, 3)])
+    for broken in (Broken(value=None), Broken(value=0.5)):
+        with pytest.raises(RamifyError, match="gave a log-probability that is none"):
+            asyncio.run(ClientScorer(broken).score([row]))
+    with pytest.raises(RamifyError, match="of the tokens themselves alone"):
+        asyncio.run(ClientScorer(Broken()).score([row], top=3))
+    with pytest.raises(ConfigError, match="gives no log-probabilities of prompts"):
+        ClientScorer(type("Client", (), {"name": "openai:x"})())
+
+
+def test_rows_that_do_not_fit_and_prompts_that_cannot_be_written(policy: Policy, group: Group) -> None:
+    long = Teacher(hints=Hindsight(judge=Says(HINT)), template="{hint}" + " call f7" * 600)
+    assert {each.abstained for each in read(long, group, policy)} == {"RamifyError"}
+    other = Trajectory(
+        "x", "?", task="t/0", calls=[msgspec.structs.replace(group.trajectories[0].root)], rewards={"c": 0.0}
+    )
+    turn = other.calls[0].turns[0]
+    strange = msgspec.structs.replace(turn.reply, prompt_ids=(7, 7, 7))
+    other.calls[0].turns = [msgspec.structs.replace(turn, reply=strange)]
+    found = read(hinted(HINT), Group("t/0", [other]), policy)[0]
+    assert (found.abstained, found.tokens) == ("the prompt cannot be written again", {})
+    assert found.counts["unscored/the prompt cannot be written again"] == 1
+
+
+def test_rows_of_a_group_share_what_they_begin_with(policy: Policy) -> None:
+    async def ratio() -> float:
+        async with scorer_of(policy) as scorer:
+            prompt = list(range(20, 220))
+            rows = [Row([*prompt, *range(30 + n, 60 + n)], [(200, 230)]) for n in range(8)]
+            together = await asyncio.gather(scorer.score(rows[:4]), scorer.score(rows[4:]))
+            alone = [(await scorer.score([row]))[0] for row in rows]
+            for a, b in zip([*together[0], *together[1]], alone, strict=True):
+                assert a.logprobs == pytest.approx(b.logprobs, abs=1e-5)
+            return (scorer.row_tokens - 8 * 230) / (scorer.packed_tokens - 8 * 230)
+
+    assert asyncio.run(ratio()) > 3  # eight rows of 230 tokens, 200 of them alike
+
+
+# --- who the teacher is ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(policy: Policy, tmp_path: Path) -> Iterator[Path]:
+    save(policy, tmp_path / "checkpoint")
+    yield tmp_path
+    shutil.rmtree(tmp_path, ignore_errors=True)
+
+
+def teachers(policy: Policy, out: Path, *names: str, decay: float = 0.25) -> Teachers:
+    def backend_of(each: Policy) -> Single:
+        return Single(each, None, Compute(precision="fp32"))
+
+    return Teachers(dict.fromkeys(names, decay), policy, backend_of, out, lambda to: save(policy, to))
+
+
+def test_frozen_averaged_live_and_other_teachers(policy: Policy, folder: Path) -> None:
+    """The policy's weights change between two steps: one teacher stays, one follows slowly, one is the policy."""
+    names = ("reference", "ema", "live", "random", str(folder / "checkpoint"))
+    found = teachers(policy, folder / "out", *names)
+    row = Row([5, 6, 7, 8], [(1, 4)])
+    weight = next(iter(policy.model.parameters()))
+    before = weight.detach().clone()
+
+    async def scores(step: int) -> dict[str, list[float]]:
+        scorers = await found.at(step)
+        return {name: (await scorers[name].score([row]))[0].logprobs for name in names}
+
+    async def both() -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+        first = await scores(0)
+        with torch.no_grad():
+            weight.add_(0.05 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)))
+        return first, await scores(1)
+
+    try:
+        first, second = asyncio.run(both())
+        assert (
+            first["reference"]
+            == first["ema"]
+            == first["live"]
+            == first[names[4]]
+            == second["reference"]
+            == second[names[4]]
+        )
+        assert first["random"] != first["live"]
+        assert second["live"] != first["live"]
+        assert second["ema"] not in (first["ema"], second["live"])
+        averaged = next(iter(found._models["ema"].model.parameters()))
+        assert torch.allclose(averaged, before * 0.75 + weight * 0.25, atol=1e-6)
+        found.close()
+        again = teachers(policy, folder / "out", "reference", "ema")
+        resumed = asyncio.run(again.at(1))  # a run that goes on: neither begins anew
+        assert asyncio.run(resumed["reference"].score([row]))[0].logprobs == second["reference"]
+        assert torch.allclose(next(iter(again._models["ema"].model.parameters())), averaged)
+        again.close()
+    finally:
+        with torch.no_grad():
+            weight.copy_(before)
+
+
+def test_a_teacher_with_another_vocabulary_is_refused_at_the_start(policy: Policy, folder: Path) -> None:
+    from transformers import AutoConfig
+
+    tokenizer = train_tokenizer(TEXTS[:1] + ["other words entirely, 0123 and more of them"] * 50, 270)
+    made = {"vocab_size": len(tokenizer), "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
+    other = from_config(AutoConfig.for_model(**{**made, "pad_token_id": tokenizer.pad_token_id, **SHAPE}), tokenizer, 3)
+    save(other, folder / "other")
+    with pytest.raises(ConfigError, match=r"has another vocabulary: .* is token .* of the policy"):
+        teachers(policy, folder, str(folder / "other"))
+    check_vocabulary(policy, policy, "itself")
+    with pytest.raises(ConfigError, match="nowhere"):
+        teachers(policy, folder, "nowhere")
+
+
+def test_options_that_mean_nothing() -> None:
+    with pytest.raises(ConfigError, match=r"has no \{hint\} in it"):
+        Teacher(template="x")
+    with pytest.raises(ConfigError, match="evidence=-1 not negative"):
+        Teacher(evidence=-1)
+    with pytest.warns(UserWarning, match="a live teacher .* eroded or collapsed"):
+        hinted(HINT, source="live")

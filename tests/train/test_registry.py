@@ -1,0 +1,139 @@
+"""What a recipe adds: estimators, losses and credits of its own, by a decorator or a dotted path."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from ramify.build import recipe, stored
+from ramify.errors import ConfigError
+from ramify.train.algorithms import ALGORITHMS
+from ramify.train.algorithms.dr_grpo import DrGRPO
+from ramify.train.algorithms.group import GroupOptions
+from ramify.train.checkpoint import Checkpoints, State
+from ramify.train.config import plain
+from ramify.train.loss import Loss
+from ramify.train.policy_losses import POLICY_LOSSES, Formula, PpoClip, Tokens
+from ramify.train.registry import Registry
+from ramify.train.signals.credit import CREDITS, Node, Numbers
+from tests.train.small import small
+
+RECIPE = '''
+import msgspec
+from tests.train.small import small
+from ramify.train.algorithms import ALGORITHMS
+from ramify.train.algorithms.dr_grpo import DrGRPO
+from ramify.train.policy_losses import POLICY_LOSSES, Formula
+from ramify.train.signals.credit import CREDITS
+
+@ALGORITHMS.register("twice")
+class Twice(DrGRPO, frozen=True, kw_only=True, tag="twice"):
+    """Dr.GRPO, doubled."""
+    times: float = 2.0
+
+@POLICY_LOSSES.register("plain")
+class Plain(Formula, frozen=True, kw_only=True, tag="plain"):
+    """-A l"""
+    scale: float = 1.0
+    def per_token(self, tokens):
+        return -self.scale * tokens.advantages * tokens.now
+    def clipped(self, tokens):
+        return tokens.now > 0
+
+@CREDITS.register("nothing")
+def nothing(trees, baseline, gamma):
+    return [dict.fromkeys(tree, 0.0) for tree in trees]
+
+def run():
+    return small()
+'''
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> Iterator[Path]:
+    path = tmp_path / "mine.py"
+    path.write_text(RECIPE)
+    yield path
+    for table, name in ((ALGORITHMS, "twice"), (POLICY_LOSSES, "plain"), (CREDITS, "nothing")):
+        table._table.pop(name, None)
+
+
+def test_a_recipe_adds_its_own_by_decorator(mine: Path, tmp_path: Path) -> None:
+    words = ["rl.algorithm=twice", "rl.algorithm.times=3", "rl.algorithm.credit=nothing", "rl.loss.policy=plain"]
+    run = recipe(mine, [*words, "rl.loss.policy.scale=0.5"])
+    run = recipe(mine, [*words, "rl.loss.policy.scale=0.5"])  # read twice, as by a resumed run
+    assert run.rl is not None
+    assert (run.rl.algorithm.times, run.rl.algorithm.credit, run.rl.loss.policy.scale) == (3, "nothing", 0.5)
+    Checkpoints(tmp_path).save(State(step=1, config=plain(run)), {})
+    assert stored(tmp_path) == run
+
+
+def flat(trees: Sequence[Mapping[str, Node]], baseline: Any, gamma: float) -> list[Numbers]:
+    return [dict.fromkeys(tree, 1.0) for tree in trees]
+
+
+class Own(Formula, frozen=True, kw_only=True, tag=f"{__name__}:Own"):
+    """-A l"""
+
+    def per_token(self, tokens: Tokens) -> Any:
+        return -tokens.advantages * tokens.now
+
+    def clipped(self, tokens: Tokens) -> Any:
+        return tokens.now > 0
+
+
+def test_a_dotted_path_needs_no_registration() -> None:
+    assert CREDITS.of(DrGRPO(credit=f"{__name__}:flat").credit) is flat
+    loss = msgspec.convert({"policy": f"{__name__}:Own"}, Loss)
+    assert loss.policy == Own()
+    assert msgspec.convert(msgspec.to_builtins(loss), Loss) == loss
+
+
+@pytest.mark.parametrize(
+    ("table", "name", "message"),
+    [
+        (ALGORITHMS, "gpro", r"unknown algorithm 'gpro': did you mean 'grpo'\?"),
+        (POLICY_LOSSES, "pop_clip", r"unknown policy loss 'pop_clip': did you mean 'ppo_clip'\?"),
+        (CREDITS, "rout", r"unknown credit 'rout': did you mean 'root'\?"),
+        (CREDITS, "no.such", r"'no\.such' cannot be imported"),
+    ],
+)
+def test_an_unknown_name_gets_the_nearest(table: Registry, name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        table.of(name)
+
+
+def test_in_a_run_as_well() -> None:
+    from ramify.train.config import CHOICES
+    from ramify.train.override import override
+
+    for word, message in [
+        ("rl.loss.policy=gsop", "did you mean 'gspo'"),
+        ("rl.loss.policy.name=x", "no field 'name'"),
+        ("rl.algorithm.credit=per_rule", "did you mean 'per_role'"),
+        ('rl.loss.corrections=["token_tsi"]', "did you mean 'token_tis'"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            override(small(), [word], CHOICES)
+    run = override(small(), ["rl.loss.policy=gspo", 'rl.loss.corrections=[{"name":"token_tis","cap":3}]'], CHOICES)
+    assert run.rl is not None
+    assert list(msgspec.to_builtins(run.rl.loss)["corrections"]) == [{"name": "token_tis", "cap": 3.0}]
+
+
+def test_what_cannot_be_stored_is_not_registered() -> None:
+    with pytest.raises(
+        ConfigError, match=r"'grpo' is taken by ramify\.train\.algorithms\.grpo:GRPO: choose another name"
+    ):
+
+        @ALGORITHMS.register("grpo")
+        class Mine(GroupOptions, frozen=True, kw_only=True, tag_field="name", tag="grpo"):
+            """Another."""
+
+    with pytest.raises(ConfigError, match=r"must be a msgspec\.Struct with tag_field='name', tag='other'"):
+        POLICY_LOSSES.register("other")(PpoClip)
+    with pytest.raises(ConfigError, match="has no name; known:"):
+        POLICY_LOSSES.made({"clip_low": 1})

@@ -1,0 +1,263 @@
+"""Trackers: what reaches each service, that a resumed run goes on there, and that none of them can hurt a run.
+
+``tensorboardX`` is always here; the others are heavy, so that their tests run where they are installed.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import msgspec
+import pytest
+
+from ramify.build import train
+from ramify.errors import ConfigError
+from ramify.train.metrics import Measured, read
+from ramify.train.trackers.base import FILE, About, Trackers, flat
+from tests.train.small import small
+
+CONFIG = {"name": "mini", "rl": {"steps": 3, "optim": {"lr": 1e-3}}, "rows": [4, 6], "nothing": None}
+
+
+class Noting:
+    """A tracker of one's own: what it is told is in ``Noting.told``."""
+
+    modules: ClassVar[tuple[str, ...]] = ()
+    extra: ClassVar[str] = ""
+    told: ClassVar[list[Any]] = []
+
+    def __init__(self, about: About, label: str = "") -> None:
+        self.id = about.id or f"there-{label}"
+        self.told.append(("opened", about.id, about.step, about.config.get("name")))
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self.told.append((step, dict(values)))
+
+    def close(self, failed: bool) -> None:
+        self.told.append(("closed", failed))
+
+
+class Failing(Noting):
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        raise OSError("the line is down")
+
+
+class Missing(Noting):
+    modules: ClassVar[tuple[str, ...]] = ("no_such_package_at_all",)
+
+
+class Shut(Noting):
+    def __init__(self, about: About) -> None:
+        raise PermissionError("log in first")
+
+
+NOTING, FAILING, MISSING, SHUT = (
+    f"tests.train.test_trackers:{name}" for name in ("Noting", "Failing", "Missing", "Shut")
+)
+
+
+@pytest.fixture(autouse=True)
+def told() -> list[Any]:
+    Noting.told.clear()
+    return Noting.told
+
+
+def send(trackers: Trackers, folder: Path, steps: range, resumed_at: int | None = None) -> None:
+    """A run of ``steps``, whose reward is a hundredth of the step, and more where it is resumed."""
+    more = 0.001 if resumed_at is not None else 0.0
+    with trackers.opened("mini", folder, CONFIG, resumed_at):
+        for step in steps:
+            trackers(Measured(step, "rl", float(step), {"reward": step / 100 + more, "loss": 0.5}))
+
+
+def twice(name: str, folder: Path, options: dict[str, Any] | None = None) -> dict[str, str]:
+    """Steps 1 to 3, then resumed from step 2: 3 to 5; the ids over there."""
+    said: list[str] = []
+    given = {name: options or {}}
+    send(Trackers((name,), given, said.append), folder, range(1, 4))
+    ids: dict[str, str] = msgspec.json.decode((folder / FILE).read_bytes())
+    send(Trackers((name,), given, said.append), folder, range(3, 6), resumed_at=2)
+    assert said == []
+    assert msgspec.json.decode((folder / FILE).read_bytes()) == ids
+    return ids
+
+
+# --- what holds for all ------------------------------------------------------------------------------------------
+
+
+def test_a_run_and_its_resumption_are_one_run_over_there(tmp_path: Path, told: list[Any]) -> None:
+    run = small(
+        sft=None, rl=None, trackers=(NOTING,), tracker_options={NOTING: {"label": "x"}}, policy=policy_of(tmp_path)
+    )
+    train(run, tmp_path / "out", say=lambda _: None)
+    assert told[0] == ("opened", "", 0, "small")
+    assert told[-1] == ("closed", False)
+    sent = [each for each in told[1:-1] if each[0] != "opened"]
+    rows = list(read(tmp_path / "out"))
+    assert sent == [(row.step, {f"{row.stage}/{name}": value for name, value in row.values.items()}) for row in rows]
+    told.clear()
+    train(run, tmp_path / "out", resume=tmp_path / "out", say=lambda _: None)
+    assert told[0] == ("opened", "there-x", 2, "small")
+
+
+def policy_of(folder: Path) -> Any:
+    """The small policy with a tokenizer, which otherwise would be trained on demonstrations."""
+    from ramify.inference.base import TINY
+
+    return msgspec.structs.replace(small().policy, tokenizer=str(TINY))
+
+
+def test_one_that_fails_is_told_of_once_and_the_others_go_on(tmp_path: Path, told: list[Any]) -> None:
+    said: list[str] = []
+    send(Trackers((FAILING, NOTING), {}, said.append), tmp_path, range(1, 4))
+    assert said == [
+        f"tracker '{FAILING}' failed and is told no more; the run goes on: OSError: the line is down",
+    ]
+    assert [each[0] for each in told] == ["opened", "opened", "closed", 1, 2, 3, "closed"]
+
+
+def test_a_run_that_fails_is_told_so(tmp_path: Path, told: list[Any]) -> None:
+    trackers = Trackers((NOTING,), {}, print)
+    with pytest.raises(KeyboardInterrupt), trackers.opened("mini", tmp_path, {}):
+        raise KeyboardInterrupt
+    assert told[-1] == ("closed", True)
+
+
+@pytest.mark.parametrize(
+    ("names", "options", "message"),
+    [
+        (("tensorbord",), {}, "unknown tracker 'tensorbord': did you mean 'tensorboard'"),
+        ((MISSING,), {}, "needs a package that is not installed: pip install no_such_package_at_all"),
+        ((NOTING,), {NOTING: {"lable": 1}}, "has no option 'lable': did you mean 'label'"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_is_trained(
+    names: tuple[str, ...], options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        train(small(trackers=names, tracker_options=options), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_one_that_cannot_be_opened_closes_the_others(tmp_path: Path, told: list[Any]) -> None:
+    with (
+        pytest.raises(
+            ConfigError, match="cannot be opened: PermissionError: log in first; leave it out to go on without"
+        ),
+        Trackers((NOTING, SHUT), {}, print).opened("mini", tmp_path, {}),
+    ):
+        pass
+    assert told[-1] == ("closed", True)
+
+
+def test_secrets_are_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_TOKEN", "tok-0123456789abc")
+    config = {
+        "a": {"api_key": "xyz", "key": "", "tokenizer": "t", "max_tokens": 5}, "note": "uses tok-0123456789abc",
+        "url": "https://me:pass@host/x", "tracker_options": {"wandb": {"key": "zzz"}},
+        "list": ["tok-0123456789abc"], "empty": {},
+    }  # fmt: skip
+    assert flat(config) == {
+        "a.api_key": "«redacted»", "a.key": "", "a.tokenizer": "t", "a.max_tokens": 5,
+        "note": "uses «redacted MY_TOKEN»", "url": "https://host/x", "list": '["«redacted MY_TOKEN»"]', "empty": "{}",
+    }  # fmt: skip
+
+
+# --- the services ------------------------------------------------------------------------------------------------
+
+
+OF_OTHERS = pytest.mark.filterwarnings("default")
+"""What these packages warn of among themselves is not ours to end a test for."""
+
+
+def tensorboard_events(folder: Path) -> Iterator[Any]:
+    """All events of the files in ``folder``, in order; see TensorFlow's record format."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    for path in sorted(folder.glob("events.*")):
+        data = path.read_bytes()
+        while data:
+            (size,) = struct.unpack("<Q", data[:8])
+            yield Event.FromString(data[12 : 12 + size])
+            data = data[12 + size + 4 :]
+
+
+def test_tensorboard(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboardX")
+    ids = twice("tensorboard", tmp_path)
+    assert ids == {"tensorboard": str(tmp_path / "tensorboard")}
+    found = list(tensorboard_events(tmp_path / "tensorboard"))
+    rewards = [(e.step, round(v.simple_value, 3)) for e in found for v in e.summary.value if v.tag == "rl/reward"]
+    assert sorted(rewards) == [(1, 0.01), (2, 0.02), (3, 0.03), (3, 0.031), (4, 0.041), (5, 0.051)]
+    started = [event.step for event in found if event.HasField("session_log") and event.session_log.status == 1]
+    assert started == [3]  # what stands at step 3 and later, and was written before this, is dropped by a reader
+    (text,) = [v.tensor.string_val[0] for e in found for v in e.summary.value if v.tag.startswith("run/")]
+    assert b'"rl.optim.lr": 0.001' in text
+
+
+def test_tensorboard_reads_it_so(tmp_path: Path) -> None:
+    accumulator = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator",
+        reason="80 MB: TensorBoard itself, which shows the files",
+    )
+    twice("tensorboard", tmp_path)
+    read_back = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
+    read_back.Reload()
+    assert [(each.step, round(each.value, 3)) for each in read_back.Scalars("rl/reward")] == [
+        (1, 0.01), (2, 0.02), (3, 0.031), (4, 0.041), (5, 0.051),
+    ]  # fmt: skip
+
+
+@OF_OTHERS
+def test_mlflow(tmp_path: Path) -> None:
+    pytest.importorskip("mlflow", reason="65 MB")
+    from mlflow.tracking import MlflowClient
+
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    ids = twice("mlflow", tmp_path, {"uri": uri, "experiment": "mine"})
+    found = MlflowClient(uri).get_run(ids["mlflow"])
+    assert (found.info.status, found.info.run_name) == ("FINISHED", "mini")
+    assert found.data.params == {
+        "name": "mini",
+        "rl.steps": "3",
+        "rl.optim.lr": "0.001",
+        "rows": "[4,6]",
+        "nothing": "null",
+    }
+    rewards = [
+        (each.step, round(each.value, 3)) for each in MlflowClient(uri).get_metric_history(ids["mlflow"], "rl/reward")
+    ]
+    assert rewards == [(1, 0.01), (2, 0.02), (3, 0.03), (3, 0.031), (4, 0.041), (5, 0.051)]
+
+
+@OF_OTHERS
+def test_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    trackio = pytest.importorskip("trackio", reason="35 MB")
+    ids = twice("trackio", tmp_path)
+    import sqlite3
+
+    (place,) = Path(trackio.utils.TRACKIO_DIR).glob("*.db")
+    rows = sqlite3.connect(place).execute("SELECT run_name, step, metrics FROM metrics ORDER BY rowid").fetchall()
+    sent = [(name, step, round(msgspec.json.decode(values)["rl/reward"], 3)) for name, step, values in rows]
+    assert sent == [
+        (ids["trackio"], step, reward)
+        for step, reward in [(1, 0.01), (2, 0.02), (3, 0.03), (3, 0.031), (4, 0.041), (5, 0.051)]
+    ]
+    assert capfd.readouterr().out == ""
+
+
+@OF_OTHERS
+def test_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("wandb", reason="65 MB")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    ids = twice("wandb", tmp_path)
+    files = sorted((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
+    assert [path.stem for path in files] == [f"run-{ids['wandb']}"] * 2
+    first, second = (path.read_bytes() for path in files)
+    assert all(text in first for text in (b"rl/reward", b"rl.optim.lr", b'"mini"', b"0.03"))
+    assert b"0.051" in second
+    assert capfd.readouterr().out == ""
