@@ -59,9 +59,7 @@ def prompt_of(said: Sequence[Said], field: str, max_bytes: int, long_chars: int 
     if last is None:
         raise Rejected("no message is the user's, so nothing is asked: add one", param=field)
     loading = Loading(max_bytes)
-    pieces = [
-        [_piece(part, each, index, loading, long_chars) for part in each.parts] for index, each in enumerate(said)
-    ]
+    pieces = [[_piece(part, each, index, loading, long_chars) for part in each.parts] for index, each in enumerate(said)]
     asked = _text(pieces[last], False)
     if not asked:
         raise Rejected("the last message of the user is empty: say what you want to know", param=f"{field}[{last}]")
