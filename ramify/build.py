@@ -21,7 +21,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -38,6 +38,8 @@ from ramify.tasks.base import Item, Task, items_of, task_of, total
 from ramify.tasks.validate import validate
 from ramify.train.algorithms import ALGORITHMS
 from ramify.train.algorithms.base import needs_of
+from ramify.train.backends import launch
+from ramify.train.backends.base import BACKENDS
 from ramify.train.checkpoint import State, check_config, find, read_state
 from ramify.train.compile import sequences
 from ramify.train.config import CHOICES, Run, SftSpec, plain
@@ -63,11 +65,11 @@ if TYPE_CHECKING:
     from ramify.inference.http.client import HttpEngines
     from ramify.inference.local.client import LocalClient
     from ramify.policy.load import Policy
-    from ramify.train.backends.base import Backend
+    from ramify.train.backends.base import Backend, Trained
 
 NUM_TOKENIZER_TEXTS = 3000
 """Demonstrations that a tokenizer is trained on; more change little."""
-FREE = ("cadence.", "evaluate.", "guard.", "inference", "name", "tracker")
+FREE = ("cadence.", "compute.shard.", "evaluate.", "guard.", "inference", "name", "tracker")
 """Fields of a run that a resumed one may have otherwise: they change no weight, but for how long it is trained."""
 _SWITCH_S = 5e-4
 """How long one thread may keep the interpreter from another: the loop's, which speaks to sessions, waits for the engine's
@@ -122,6 +124,7 @@ def train(
 
     ``resume`` is a run's folder or one of its checkpoints. Raises ConfigError for what is wrong with the run before
     anything is trained, TrainError where training cannot go on."""
+    launch.follow_if_told()
     out = Path(out)
     checkpoint = find(Path(resume)) if resume is not None else None
     if checkpoint is not None:
@@ -165,6 +168,8 @@ async def building(
         if made.teachers is not None:
             made.teachers.close()
         await made.client.close()
+        if made.trained is not None:
+            made.trained.close()
 
 
 class Made:
@@ -176,6 +181,14 @@ class Made:
         if run.threads:
             torch.set_num_threads(run.threads)
         self.run, self._say = run, say
+        self._kind: Any = of_name(run.compute.backend, BACKENDS, "backend")
+        if run.rl is not None and needs_of(run.rl.algorithm).values and not self._kind.is_here:
+            raise ConfigError(
+                f"an algorithm with a critic needs compute.backend=single, and not {run.compute.backend}: leave the critic "
+                "out (grpo, rloo, …), or train in one process"
+            )
+        self._kind.check(run.compute, _device_of(run))
+        self.trained: Trained | None = None
         self.teachers: Teachers | None = None
         self.task: Task = task_of(run.task.name, **run.task.options)
         self.scaffold = scaffold_of(run.scaffold)
@@ -284,6 +297,8 @@ class Made:
         from ramify.train.lora import attach
 
         lora, policy = self.run.policy.lora, self.policy
+        if not self._kind.is_here:
+            return policy
         waits = self.run.rl is None or not self.run.rl.sample.max_staleness
         if lora is None and str(policy.dtype) == "torch.float32" and waits:
             return policy
@@ -324,6 +339,21 @@ class Made:
         spec = self.run.policy
         return LocalClient(self.serving, name=f"local:{self.run.name}", slots=spec.slots, cache_bytes=spec.cache_bytes)
 
+    def _trained(self, out: Path) -> Trained:
+        """What is trained: the policy of this process, or a copy of it over ranks."""
+        run = self.run
+        if self._kind.is_here:
+            here: Trained = self._kind(self.policy, run.compute, out)
+            return here
+        from ramify.train.backends.adapters import Lora
+
+        spec, lora = run.policy, run.policy.lora
+        adapters = None if lora is None else Lora(rank=lora.rank, alpha=lora.alpha, targets=lora.targets, seed=run.seed)
+        is_folder = bool(spec.path) and type(self.policy.model).__name__ == "Dense" and Path(spec.path).is_dir()
+        source = Path(spec.path) if is_folder else self.policy.model.state_dict()
+        spread: Trained = self._kind(self.policy, run.compute, out, lora=adapters, source=source)
+        return spread
+
     async def start(self, out: Path) -> None:
         """Bring up the engines that are not in this process."""
         from ramify.inference.local.client import LocalClient
@@ -340,7 +370,7 @@ class Made:
         same = spec is None or spec.engine == "ramify"
         return (_TOLERANCE if same else _FOREIGN_TOLERANCE).get(dtype, _COARSE)
 
-    def _backend_of(self, out: Path) -> Callable[[Stage], Backend]:
+    def _backend_of(self, trained: Trained, out: Path) -> Callable[[Stage], Backend]:
         from ramify.train.backends.own_critic import OwnCritic
         from ramify.train.backends.single import Single
 
@@ -348,7 +378,7 @@ class Made:
 
         def backend(stage: Stage) -> Backend:
             if not stage.critic:
-                return Single(self.policy, stage.optim, compute, dumps=out)
+                return trained.backend(stage.optim)
             assert self.run.rl is not None
             spec = self.run.rl.critic
             if spec.model == "shared":
@@ -356,16 +386,9 @@ class Made:
             own = dataclasses.replace(self.policy, model=copy.deepcopy(self.policy.model))
             optim = scheduled(spec.optim, stage.optim.num_steps) if spec.optim is not None else stage.optim
             critic = Single(own, optim, compute, dumps=out, critic=True)
-            return OwnCritic(Single(self.policy, stage.optim, compute, dumps=out), critic)
+            return OwnCritic(trained.backend(stage.optim), critic)
 
         return backend
-
-    def _reference_of(self, out: Path) -> Callable[[Path], Backend]:
-        from ramify.policy.load import load
-        from ramify.train.backends.single import Single
-
-        policy, compute = self.policy, self.run.compute
-        return lambda folder: Single(load(folder, policy.dtype, policy.device), None, compute, dumps=out)
 
     def _signals(self, out: Path) -> Signals | None:
         """What is read off rollouts besides their reward; None for nothing."""
@@ -428,14 +451,17 @@ class Made:
 
         run = self.run
         prompt = first_prompt(self.scaffold, run, items_of(self.task, "validation")[0])
-        published = Published(self.policy, self.serving, self.client)
+        trained = self.trained = self._trained(out)
+        published = Published(self.policy, self.serving, self.client, trained)
+        starts_at_base = run.warmup is None and run.sft is None
         check = SelfCheck(
             self.seen, lambda: fingerprint_of(published.weights()), prompt, self._tolerance()
         )  # fmt: skip
         loop = Loop(
-            out, self._stages(out), self._backend_of(out), published, self.evaluate,
+            out, self._stages(out), self._backend_of(trained, out), published, self.evaluate,
             first=run.evaluate.first, final=run.evaluate.final, cadence=run.cadence, guard=run.guard,
-            config=plain(run), check=check, reference_of=self._reference_of(out), listener=listener, say=self._say,
+            config=plain(run), check=check, reference_of=lambda folder: trained.reference(folder, starts_at_base),
+            listener=listener, say=self._say,
         )  # fmt: skip
         first = run.rl.sample.first_item if run.rl is not None else 0
         loop.state.next_item = max(first, run.sft.num if run.sft is not None and run.sft.demos else 0)
@@ -458,8 +484,18 @@ class Made:
 class Published:
     """The policy as the loop sees it: to be given to the engine, saved, and gone back to."""
 
-    def __init__(self, trained: Policy, serving: Policy, client: LocalClient | HttpEngines) -> None:
+    def __init__(
+        self, trained: Policy, serving: Policy, client: LocalClient | HttpEngines, model: Trained | None = None
+    ) -> None:
+        """``model``: what is trained; None for ``trained`` itself."""
         self._trained, self._serving, self._client = trained, serving, client
+        self._model = model if model is not None and not model.is_here else None
+        self._is_loaded = False
+        """Whether the engine was set to a saved policy, which the trained one no longer is."""
+
+    @property
+    def _shares(self) -> bool:
+        return self._is_loaded or (self._model is None and self._trained is self._serving)
 
     @property
     def version(self) -> int:
@@ -470,27 +506,36 @@ class Published:
         from ramify.train.lora import merged
 
         dtype = self._serving.dtype
-        return ((name, weight.to(dtype)) for name, weight in merged(self._trained.model))
+        if self._is_loaded:
+            return ((name, weight.detach()) for name, weight in self._serving.model.named_parameters())
+        found = merged(self._trained.model) if self._model is None else self._model.weights()
+        return ((name, weight.to(dtype)) for name, weight in found)
 
     async def publish(self) -> None:
         from ramify.inference.local.client import LocalClient
         from ramify.inference.weights.layout import source
-        from ramify.train.lora import unmerged
 
         self._trained.version += 1
         if not isinstance(self._client, LocalClient):
-            tensors = [source(n, t, self._serving.dtype, make) for n, t, make in unmerged(self._trained.model)]
+            tensors = [source(n, t, self._serving.dtype, make) for n, t, make in self._unmerged()]
             return await self._client.update(tensors, self._trained.version)
-        shares = self._trained is self._serving
-        given = self._trained.model if shares else dict(self.weights())
+        given = self._serving.model if self._shares else await asyncio.to_thread(lambda: dict(self.weights()))
         return await self._client.update(given, self._trained.version)
+
+    def _unmerged(self) -> Iterator[tuple[str, Tensor, Callable[[], Tensor] | None]]:
+        """As ``lora.unmerged``, wherever the weights are."""
+        from ramify.train.lora import unmerged
+
+        if self._model is not None and not self._is_loaded:
+            return self._model.unmerged()
+        return unmerged(self._serving.model if self._is_loaded else self._trained.model)
 
     def save(self, folder: Path) -> None:
         """What the engine answers with, in its precision; the trainer's is in the checkpoint."""
         from ramify.policy.load import save
         from ramify.policy.weights import load_weights
 
-        if self._trained is not self._serving:
+        if not self._shares:
             load_weights(self._serving.model, dict(self.weights()))
         save(self._serving, folder)
 
@@ -498,6 +543,14 @@ class Published:
         from ramify.policy.load import load_into
 
         load_into(self._serving, folder)
+        self._is_loaded = True
+
+
+def _device_of(run: Run) -> str:
+    import torch
+
+    kind = run.policy.device.partition(":")[0]
+    return kind if kind != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def first_prompt(scaffold: Scaffold, run: Run, item: Item) -> list[Message]:

@@ -12,7 +12,8 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ import msgspec
 from ramify.errors import ConfigError, StoreError
 from ramify.train.guards import Memory
 
+Write = Callable[[Path], Callable[[], None] | None]
+"""Writes one part to a path; what it returns, if anything, waits for the end of that."""
 FOLDER = "checkpoints"
 _STATE = "state.json"
 SCHEMA_VERSION = 1
@@ -64,19 +67,40 @@ class Checkpoints:
             raise ConfigError(f"checkpoint keep_last={keep_last} must be at least 1, keep_best={keep_best} at least 0")
         self.folder = out / FOLDER
         self._keep_last, self._keep_best = keep_last, keep_best
+        self._rest: Rest | None = None
 
-    def save(self, state: State, parts: Mapping[str, Callable[[Path], None]]) -> Path:
-        """Write a checkpoint: each part writes itself to the path of its name. Returns where it stands.
+    def save(self, state: State, parts: Mapping[str, Write]) -> Path:
+        """Write a checkpoint: each part writes itself to the path of its name. Returns where it will stand: a part that
+        goes on by itself returns what waits for its end, and the checkpoint is there once that has come (``settle``).
 
-        Raises StoreError where the disk refuses; what was there before stays."""
+        Raises StoreError where the disk refuses, this time or the last; what was there before stays."""
+        self.settle()
         final = self.folder / f"step-{state.step:06d}"
         fresh = self.folder / f".{final.name}.tmp"
         try:
             self._sweep()
             fresh.mkdir(parents=True)
-            for name, write in parts.items():
-                write(fresh / name)
-            (fresh / _STATE).write_bytes(msgspec.json.format(msgspec.json.encode(state)))
+            waits = [wait for name, write in parts.items() if (wait := write(fresh / name)) is not None]
+        except OSError as error:
+            raise StoreError(f"checkpoint {final} cannot be written: {error}") from error
+        told = msgspec.json.format(msgspec.json.encode(state))
+        if waits:
+            self._rest = Rest(lambda: self._finish(fresh, final, told, waits))
+        else:
+            self._finish(fresh, final, told)
+        return final
+
+    def settle(self) -> None:
+        """Return once no checkpoint is being written. Raises StoreError where the last one could not be."""
+        rest, self._rest = self._rest, None
+        if rest is not None:
+            rest.wait()
+
+    def _finish(self, fresh: Path, final: Path, state: bytes, waits: Sequence[Callable[[], None]] = ()) -> None:
+        try:
+            for wait in waits:
+                wait()
+            (fresh / _STATE).write_bytes(state)
             _sync(fresh)
             if final.exists():  # the step was done before, by a run that was resumed from earlier
                 shutil.rmtree(final)
@@ -85,10 +109,13 @@ class Checkpoints:
         except OSError as error:
             raise StoreError(f"checkpoint {final} cannot be written: {error}") from error
         self._drop_old()
-        return final
 
     def all(self) -> list[Path]:
-        """Whole checkpoints, oldest first."""
+        """Whole checkpoints, oldest first; the one that is being written is waited for."""
+        self.settle()
+        return self._whole()
+
+    def _whole(self) -> list[Path]:
         return sorted(path for path in self.folder.glob("step-*") if (path / _STATE).is_file())
 
     def latest(self) -> Path | None:
@@ -96,16 +123,17 @@ class Checkpoints:
 
     def best(self) -> Path | None:
         """The one with the highest score, the earliest of equals; None where none was scored."""
+        self.settle()
         return next(iter(self._ranked()), None)
 
     def _ranked(self) -> list[Path]:
-        scores = {path: read_state(path).score for path in self.all()}
+        scores = {path: read_state(path).score for path in self._whole()}
         scored = {path: score for path, score in scores.items() if score is not None}
         return sorted(scored, key=lambda path: (-scored[path], path))
 
     def _drop_old(self) -> None:
-        kept = {*self.all()[-self._keep_last :], *self._ranked()[: self._keep_best]}
-        for path in self.all():
+        kept = {*self._whole()[-self._keep_last :], *self._ranked()[: self._keep_best]}
+        for path in self._whole():
             if path not in kept:
                 dying = path.with_name(f".{path.name}.tmp")  # so that a kill never leaves half a checkpoint
                 path.rename(dying)
@@ -114,6 +142,28 @@ class Checkpoints:
     def _sweep(self) -> None:
         for path in self.folder.glob(".step-*.tmp"):
             shutil.rmtree(path, ignore_errors=True)
+
+
+class Rest:
+    """Work that goes on in a thread of its own, which the process does not end without."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._work = work
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="ramify-checkpoint")
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Return when it is done; raise what it raised."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:  # noqa: BLE001 (raised again by who waits)
+            self._error = error
 
 
 def read_state(checkpoint: Path) -> State:

@@ -24,10 +24,10 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 import numpy as np
 
-from ramify.errors import TrainError
+from ramify.errors import StoreError, TrainError
 from ramify.progress import doing
 from ramify.train import metrics as metric_file
-from ramify.train.backends.base import Backend
+from ramify.train.backends.base import Backend, Reference
 from ramify.train.checkpoint import Checkpoints, State, read_state
 from ramify.train.guards import Guard, Memory, Told, after_evaluation, after_step
 from ramify.train.metrics import Measured, Metrics
@@ -98,7 +98,7 @@ class Loop:
         guard: Guard | None = None,
         config: Mapping[str, Any] | None = None,
         check: SelfCheck | None = None,
-        reference_of: Callable[[Path], Backend] | None = None,
+        reference_of: Callable[[Path], Reference] | None = None,
         listener: Callable[[Measured], None] | None = None,
         say: Callable[[str], None] = print,
     ) -> None:
@@ -110,7 +110,7 @@ class Loop:
         self._guard = guard or Guard()
         self._evaluate, self._first, self._final = evaluate, first, final
         self._check, self._reference_of = check, reference_of
-        self._reference: Backend | None = None
+        self._reference: Reference | None = None
         self._say = say
         self.checkpoints = Checkpoints(out, cadence.keep_last, cadence.keep_best)
         self.state = State(step=0, config=dict(config or {}))
@@ -128,6 +128,7 @@ class Loop:
         self.out.mkdir(parents=True, exist_ok=True)
         if resume is not None:
             await self._in_torch(self._go_back_to, resume)
+            await self._policy.publish()  # the engine may hold weights of its own
         else:
             metric_file.cut(self.out, -1)
         self._metrics = Metrics(self.out, self._listener)
@@ -141,6 +142,8 @@ class Loop:
         finally:
             self._metrics.close()
             self._torch.shutdown(wait=True, cancel_futures=True)
+            with contextlib.suppress(StoreError):  # a run that came to its end has waited before
+                self.checkpoints.settle()
 
     async def _run_stage(self, stage: Stage) -> None:
         if self._backend is None:
@@ -284,7 +287,7 @@ class Loop:
         self._is_published = False
         return {**measured, **describe(batches, part.rows)}
 
-    def _kept_reference(self) -> Backend:
+    def _kept_reference(self) -> Reference:
         """The policy that rollouts began with, which is kept beside the checkpoints."""
         folder = self.out / "reference"
         if not self.state.stage_step:
@@ -379,7 +382,7 @@ class Loop:
 
 
 def _attach(
-    rows: Sequence[Row], backend: Backend, name: str, ask: Callable[[Sequence[Batch]], Sequence[Floats]]
+    rows: Sequence[Row], backend: Reference, name: str, ask: Callable[[Sequence[Batch]], Sequence[Floats]]
 ) -> None:
     """Give ``rows`` the stream ``name``, by ``ask`` over batches made for ``backend``."""
     batches = pack(rows, backend.packing)

@@ -45,7 +45,7 @@ def attach(
     has such a name."""
     generator = torch.Generator().manual_seed(seed)
     model.requires_grad_(False)
-    chosen = [module for name, module in model.named_modules() if _is_chosen(name, module, targets)]
+    chosen = [module for name, module in model.named_modules() if is_chosen(name, module, targets)]
     if not chosen:
         linear = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
         raise ConfigError(
@@ -76,7 +76,7 @@ def unmerged(model: nn.Module) -> Iterator[tuple[str, Tensor, Callable[[], Tenso
             yield f"{owner}.weight", parameter, partial(getattr, model.get_submodule(owner), "weight")
 
 
-def _is_chosen(name: str, module: nn.Module, targets: Sequence[str] | str) -> bool:
+def is_chosen(name: str, module: nn.Module, targets: Sequence[str] | str) -> bool:
     if not isinstance(module, nn.Linear):
         return False
     last = name.rpartition(".")[2]

@@ -254,6 +254,13 @@ class Tally:
         for name, value in other._most.items():
             self._most[name] = max(self._most.get(name, -math.inf), value)
 
+    def plain(self) -> Tally:
+        """The same in numbers, to be sent elsewhere."""
+        found = Tally()
+        found._sums = {name: (float(total), float(count)) for name, (total, count) in self._sums.items()}
+        found._most = {name: float(value) for name, value in self._most.items()}
+        return found
+
     def metrics(self) -> dict[str, float]:
         """``loss`` and its components are sums over the step; ``ess`` is the effective sample size (sum rho)² / sum rho²
         as a share of the tokens; the others are means over the entries with policy-gradient weight:

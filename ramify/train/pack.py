@@ -53,6 +53,8 @@ class Packing(msgspec.Struct, frozen=True):
     fill_tokens: int = 0
     """Trees go into one batch up to so many tokens, and a larger tree has a batch to itself, uncut: a CPU is fastest with a
     few thousand tokens at once, but not by what cutting a tree costs. 0: ``max_tokens``."""
+    multiple: int = 1
+    """Batches are a multiple of this many, as far as there are trees for them: the ranks that work on them at once."""
 
 
 def pack(
@@ -72,7 +74,7 @@ def pack(
     trees = _shared(forest([sequences[index] for index in learning]), packing)
     pieces = [piece for tree in trees for piece in _cut(tree, packing)]
     fill_tokens = min(packing.fill_tokens or packing.max_tokens, packing.max_tokens)
-    return [writer.batch(bin) for bin in _balanced(pieces, fill_tokens)]
+    return [writer.batch(bin) for bin in _balanced(pieces, fill_tokens, packing.multiple)]
 
 
 def attach(sequences: Many[Sequence], batches: Many[Batch], name: str, values: Many[Floats]) -> None:
@@ -228,11 +230,12 @@ def _piece(tree: _Tree, present: set[int], leaves: list[tuple[int, int]], cost: 
     return Piece(stretches, [(sequence, rank[leaf]) for sequence, leaf in leaves], num_tokens, total)
 
 
-def _balanced(pieces: list[Piece], fill_tokens: int) -> list[list[Piece]]:
+def _balanced(pieces: list[Piece], fill_tokens: int, multiple: int) -> list[list[Piece]]:
     """Bins of at most ``fill_tokens``, as far as single pieces allow: the dearest piece first, each into the cheapest bin
     that has room for it."""
     order = sorted(range(len(pieces)), key=lambda index: (-pieces[index].cost, index))
     num_bins = -(-sum(piece.num_tokens for piece in pieces) // fill_tokens)
+    num_bins += -num_bins % multiple
     bins: list[list[Piece]] = [[] for _ in range(num_bins)]
     sizes = [0] * num_bins
     heap = [(0.0, bin) for bin in range(num_bins)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -45,6 +47,33 @@ def test_a_save_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
     assert checkpoints.latest() == tmp_path / "checkpoints/step-000001"
     save(checkpoints, 2)
     assert sorted(path.name for path in checkpoints.folder.iterdir()) == ["step-000001", "step-000002"]
+
+
+def test_a_save_that_goes_on_by_itself_is_there_once_it_is_waited_for(tmp_path: Path) -> None:
+    checkpoints, may_end = Checkpoints(tmp_path), threading.Event()
+
+    def begin(path: Path) -> Callable[[], None]:
+        path.write_text("begun")
+
+        def wait() -> None:
+            may_end.wait()
+            if path.parent.name.startswith(".step-000002"):
+                raise OSError(28, "No space left on device")
+            path.write_text("whole")
+
+        return wait
+
+    state = State(step=1, score=0.5)
+    final = checkpoints.save(state, {"weights": begin})
+    state.score = None  # what is written is the state as it was
+    assert not final.exists()
+    may_end.set()
+    assert checkpoints.best() == final
+    assert (final / "weights").read_text() == "whole"
+    checkpoints.save(State(step=2), {"weights": begin})
+    with pytest.raises(StoreError, match=r"step-000002 cannot be written: .*No space left"):
+        checkpoints.settle()
+    assert checkpoints.all() == [final]
 
 
 def test_a_step_that_is_done_again_replaces_its_checkpoint(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ the same however the step is cut into batches.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Many
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -26,6 +27,13 @@ from ramify.types.sequence import Batch, Floats
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+BACKENDS = {
+    "single": "ramify.train.backends.trained:Here",
+    "fsdp": "ramify.train.backends.fsdp:OnRanks",
+}
+"""Name -> class of a ``Trained``."""
 
 
 class Optim(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -77,9 +85,50 @@ class Optim(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         return self.lr * (self.final_fraction + (1 - self.final_fraction) * left)
 
 
+class Shard(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How the backend ``fsdp`` spreads a model over processes, its ranks; changes the loss only by rounding."""
+
+    ranks: int = 0
+    """0: as many as torchrun started; without it one for each GPU of this machine, on a CPU one."""
+    replicas: int = 1
+    """The model stands so many times, each time spread over ``ranks / replicas`` ranks (HSDP)."""
+    gather: Literal["layer", "step"] = "layer"
+    """layer: a layer's weights are put together for its forward and its backward pass, and gradients added up over ranks
+    after each batch. step: once per optimizer step, which sends less and holds all weights and a whole gradient."""
+    reduce: Literal["fp32", "bf16"] = "fp32"
+    """In which gradients are added up over ranks, where products are bf16."""
+    offload: bool = False
+    """Keep weights, gradients and the optimizer in main memory while the GPU does not need them."""
+    compile: bool = False
+    """Compile each layer, but for its attention."""
+    save_async: bool = True
+    """Write checkpoints while training goes on, from a copy."""
+    timeout_s: float = 600.0
+    """After which a rank that does not get on is an error."""
+    port: int = 0
+    """On which ranks of this machine find each other; 0: any that is free."""
+
+    def __post_init__(self) -> None:
+        if self.ranks < 0 or self.replicas < 1:
+            raise ConfigError(
+                f"compute.shard: ranks={self.ranks} cannot be negative, replicas={self.replicas} must be at least 1"
+            )
+        if self.ranks % self.replicas:
+            raise ConfigError(
+                f"compute.shard: {self.ranks} ranks do not fit a mesh of {self.replicas} replicas: {self.ranks} = "
+                f"{self.replicas} x {self.ranks // self.replicas} + {self.ranks % self.replicas}"
+            )
+        if not self.timeout_s > 0 or not 0 <= self.port < 65536:
+            raise ConfigError(f"compute.shard: timeout_s={self.timeout_s} must be positive, port={self.port} a port")
+
+
 class Compute(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How the numbers are computed; changes speed and memory, and the loss only by rounding."""
 
+    backend: str = "single"
+    """Of ``BACKENDS``, or ``module:attribute``."""
+    shard: Shard = Shard()
+    """Of the backend ``fsdp``."""
     max_tokens: int = 0
     """Of a batch; larger trees are cut. 0: as many as fit into 4 GiB of activations on a CPU, two fifths of a GPU's
     memory. On a CPU trees are put together up to 4096 tokens only: more at once leave the cache."""
@@ -92,6 +141,51 @@ class Compute(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """Logits that are held at once; 0: 4 million on a CPU, 64 million on a GPU."""
     share: bool = True
     """Compute what sequences begin with alike once."""
+
+    def __post_init__(self) -> None:
+        if self.backend == "fsdp2":
+            warnings.warn("compute.backend=fsdp2 is called fsdp here", DeprecationWarning, stacklevel=3)
+            msgspec.structs.force_setattr(self, "backend", "fsdp")
+
+
+class Reference(Protocol):
+    """A policy that is asked and not trained: of a ``Backend`` what that needs."""
+
+    @property
+    def packing(self) -> Packing:
+        """How sequences are to be packed for this model on this device."""
+        ...
+
+    def logprobs(self, batches: Many[Batch]) -> list[Floats]:
+        """As ``Backend.logprobs``."""
+        ...
+
+
+class Trained(Protocol):
+    """The model that a run trains, wherever its weights lie, through all stages of the run."""
+
+    is_here: bool
+    """Whether the weights that are trained are those of the policy in this process."""
+
+    def backend(self, optim: Optim) -> Backend:
+        """What the next stage is trained by, with a fresh optimizer."""
+        ...
+
+    def reference(self, folder: Path, is_base: bool) -> Reference:
+        """The policy that was saved in ``folder``; ``is_base`` says that nothing had been trained then."""
+        ...
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Name -> tensor, as a model without adapters has them."""
+        ...
+
+    def unmerged(self) -> Iterator[tuple[str, Tensor, Callable[[], Tensor] | None]]:
+        """As ``weights``, with nothing computed or gathered yet, as ``lora.unmerged`` does."""
+        ...
+
+    def close(self) -> None:
+        """Free what was started for it."""
+        ...
 
 
 class Backend(Protocol):
@@ -138,8 +232,9 @@ class Backend(Protocol):
         """Take these parameters over; the optimizer stays as it is."""
         ...
 
-    def save(self, folder: Path) -> None:
-        """Write weights, optimizer and random states into ``folder``, which is made."""
+    def save(self, folder: Path) -> Callable[[], None] | None:
+        """Write weights, optimizer and random states, as they are now, into ``folder``, which is made. Where that goes on
+        while the caller does, what is returned waits for its end."""
         ...
 
     def load(self, folder: Path) -> None:

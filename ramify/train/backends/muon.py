@@ -40,9 +40,12 @@ class Muon(torch.optim.Optimizer):
                 self._step(parameters, group, 0.2 * max(shape) ** 0.5)
 
     def _step(self, parameters: list[Tensor], group: dict[str, Any], scale: float) -> None:
-        updates = orthogonal(torch.stack([self._momentum(each, group["momentum"]) for each in parameters]))
+        updates = self._orthogonal([self._momentum(each, group["momentum"]) for each in parameters])
         torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
         torch._foreach_add_(parameters, list(updates.to(parameters[0].dtype)), alpha=-group["lr"] * scale)
+
+    def _orthogonal(self, matrices: list[Tensor]) -> Tensor:
+        return orthogonal(torch.stack(matrices))
 
     def _momentum(self, parameter: Tensor, beta: float) -> Tensor:
         """The gradient, with what came before it (Nesterov's way)."""

@@ -24,13 +24,13 @@ _OUTSIDE = ("embed", "lm_head", "wte", "wpe", "output_embedding", "value_head")
 class Optimizers:
     """One or two optimizers, as one."""
 
-    def __init__(self, model: nn.Module, optim: Optim) -> None:
+    def __init__(self, model: nn.Module, optim: Optim, muon: type[Muon] = Muon) -> None:
         self._optim = optim
         inside, others = _split(model)
         adamw: list[dict[str, Any]] = [{"params": others, "weight_decay": 0.0}]
         self._all: list[torch.optim.Optimizer] = []
         if optim.kind == "muon" and inside:
-            self._all.append(Muon(inside, optim.lr, optim.momentum, optim.weight_decay))
+            self._all.append(muon(inside, optim.lr, optim.momentum, optim.weight_decay))
         else:
             adamw.append({"params": inside, "weight_decay": optim.weight_decay})
         groups = [group for group in adamw if group["params"]]
@@ -42,6 +42,10 @@ class Optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = lr
             optimizer.step()
+
+    @property
+    def each(self) -> list[torch.optim.Optimizer]:
+        return self._all
 
     def state_dict(self) -> list[dict[str, Any]]:
         return [optimizer.state_dict() for optimizer in self._all]

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Many
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import msgspec
 import numpy as np
@@ -36,6 +36,8 @@ from ramify.train import whole_step
 from ramify.train.backends.base import Compute, Optim
 from ramify.train.backends.heap import keep_freed_memory
 from ramify.train.backends.optimizers import Optimizers
+from ramify.train.backends.spread import Alone, Spread
+from ramify.train.backends.team import Elsewhere
 from ramify.train.head import Asked, entry_logprobs
 from ramify.train.loss import Entries, Loss, Tally
 from ramify.train.pack import Cost, Packing
@@ -55,24 +57,27 @@ class Single:
 
     def __init__(
         self, policy: Policy, optim: Optim | None = None, compute: Compute | None = None, *, dumps: Path | None = None,
-        critic: bool = False,
+        critic: bool = False, spread: Spread | None = None,
     ) -> None:  # fmt: skip
         """``policy``'s weights are trained in place, in fp32: lower ones are converted. Batches whose loss is not finite
         are written into ``dumps``, by default the working directory. ``critic``: with a value head on the trunk, which
-        begins at 0 everywhere."""
+        begins at 0 everywhere. ``spread``: how the weights lie over ranks, of which this is one; None where they are all
+        here."""
         self._policy, self._optim, self._compute = policy, optim or Optim(), compute or Compute()
         self._dumps = dumps or Path()
         self._model: nn.Module = policy.model.float()
-        self._device = policy.device
+        self._spread = spread or Alone(policy.device)
+        self._device = self._spread.device
         if self._device.type == "cpu":
             keep_freed_memory()
-        self._trunk = trunk_of(self._model)
+        with torch.no_grad():
+            self._trunk = self._spread.run(lambda: trunk_of(self._model))
         self._cost = _cost(self._model, policy.config, self._device.type)
         self._uses_bf16 = self._wants_bf16()
         _recompute_layers(self._model, self._compute.recompute)
         self._value_head = _value_head(policy.config.hidden_size).to(self._device) if critic else None
         self._trained = _trained(self._model, self._value_head)
-        self._optimizers = Optimizers(self._trained, self._optim)
+        self._optimizers = Optimizers(self._trained, self._optim, self._spread.muon)
         self._num_steps = 0
 
     @property
@@ -92,19 +97,24 @@ class Single:
             batches = whole_step.choose(batches, loss, self.logprobs(batches))
         tally = Tally()
         for batch in batches:
-            with self._trunk.scope():
-                entries = self._entries(batch, _wanted(loss, batch))
-                value, measured = losses.compute(loss, entries)
-                if not bool(torch.isfinite(value)):
-                    self._fail(batch, entries, loss)
-                value.backward()  # type: ignore[no-untyped-call]
-            tally.merge(measured)
+            tally.merge(self.add(batch, loss))
         return tally.metrics()
+
+    def add(self, batch: Batch, loss: Loss) -> Tally:
+        """``forward_backward`` of one batch: what was measured of it."""
+        with self._trunk.scope():
+            entries = self._entries(batch, _wanted(loss, batch))
+            value, measured = losses.compute(loss, entries)
+            is_finite = bool(torch.isfinite(value))
+            if not self._spread.agree(is_finite):
+                self._fail(batch, entries, loss, is_finite)
+            value.backward()  # type: ignore[no-untyped-call]
+        return measured
 
     def optim_step(self) -> dict[str, float]:
         lr = self._optim.lr_at(self._num_steps)
         gradients = [p.grad for p in self._trained.parameters() if p.grad is not None]
-        norm = float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
+        norm = self._spread.norm(gradients)
         if not math.isfinite(norm):
             self._trained.zero_grad(set_to_none=True)
             raise TrainError(
@@ -188,17 +198,36 @@ class Single:
         if state["cuda_random"] and self._device.type == "cuda":
             torch.cuda.set_rng_state_all([each.cpu() for each in state["cuda_random"]])
 
+    @property
+    def trained(self) -> tuple[dict[str, nn.Parameter], Optimizers]:
+        """What changes: name -> parameter, and what steps them."""
+        return {name: each for name, each in self._model.named_parameters() if each.requires_grad}, self._optimizers
+
+    def go_on_from(self, num_steps: int) -> None:
+        """Weights and optimizer have been set to those of a backend that had made so many steps."""
+        self._num_steps = num_steps
+
     # --- one batch -----------------------------------------------------------------------------------------------
 
     def _entries(self, batch: Batch, entropy: Wanted) -> Entries:
-        window = self._policy.window
-        longest = int(batch.positions.max()) + 1
-        if longest > window:
-            names = ", ".join(sorted(batch.sequences.values())[:3])
-            raise ConfigError(
-                f"a path of {longest} tokens does not fit the policy's window of {window}; it is one of: {names}"
-            )
+        check_window(batch, self._policy.window)
         streams = {name: self._tensor(column) for name, column in batch.streams.items()}
+        logprobs, entropies, values = self._spread.run(lambda: self._computed(batch, streams, entropy))
+        _, sequences = np.unique(batch.owners[:, 0], return_inverse=True)
+        return Entries(
+            logprobs=logprobs[:, 0],
+            streams=streams,
+            denominators=batch.denominators,
+            entropy=entropies if entropy in ("value", "gradient") else None,
+            teacher_ids_logprobs=logprobs[:, 1:] if logprobs.shape[1] > 1 else None,
+            sequences=(self._tensor(sequences), len(batch.sequences)),
+            values=values,
+        )
+
+    def _computed(
+        self, batch: Batch, streams: Mapping[str, Tensor], entropy: Wanted
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(log-probabilities [E, j], entropies [E], values [E] where there is a critic), all that needs the weights."""
         with self._autocast():
             rows, places = (self._tensor(each) for each in np.unique(batch.sources, return_inverse=True))
             tokens = self._tensor(batch.token_ids), self._tensor(batch.positions)
@@ -210,16 +239,7 @@ class Single:
                 num_ids, max_logits = self._policy.config.vocab_size, self._compute.max_logits
                 max_logits = max_logits or (1 << 26 if self._device.type == "cuda" else 1 << 22)
                 logprobs, entropies = entry_logprobs(h_ED, self._trunk.logits, asked, num_ids, max_logits)
-        _, sequences = np.unique(batch.owners[:, 0], return_inverse=True)
-        return Entries(
-            logprobs=logprobs[:, 0],
-            streams=streams,
-            denominators=batch.denominators,
-            entropy=entropies if entropy in ("value", "gradient") else None,
-            teacher_ids_logprobs=logprobs[:, 1:] if logprobs.shape[1] > 1 else None,
-            sequences=(self._tensor(sequences), len(batch.sequences)),
-            values=None if self._value_head is None else self._value_head(h_ED.float())[:, 0],
-        )
+        return logprobs, entropies, None if self._value_head is None else self._value_head(h_ED.float())[:, 0]
 
     def _top(self, batch: Batch, num: int) -> dict[str, Tensor]:
         """Log-probabilities of each entry's token and of its ``num`` likeliest, at the entry's temperature."""
@@ -248,9 +268,11 @@ class Single:
             kept = (self._tensor(batch.kept.offsets), self._tensor(batch.kept.ids))
         return Asked(targets, temperature, kept, entropy)
 
-    def _fail(self, batch: Batch, entries: Entries, loss: Loss) -> None:
+    def _fail(self, batch: Batch, entries: Entries, loss: Loss, is_finite: bool) -> NoReturn:
         """Write the batch down, name the first sequence whose loss is not finite, and stop."""
         self._trained.zero_grad(set_to_none=True)
+        if is_finite:
+            raise Elsewhere(f"the loss of step {self._num_steps + 1} is not finite on another rank")
         bad = ~torch.isfinite(losses.per_entry(loss, entries).detach())
         index, token = batch.owners[int(bad.int().argmax())].tolist() if bool(bad.any()) else batch.owners[0].tolist()
         self._dumps.mkdir(parents=True, exist_ok=True)
@@ -309,6 +331,23 @@ class Single:
             raise ConfigError(
                 f"{folder} is of another optimizer: optim.kind is {there['kind']} there and {here['kind']} here"
             )
+
+
+def check_window(batch: Batch, window: int) -> None:
+    """Raises ConfigError where a path of ``batch`` is longer than the policy's window."""
+    longest = int(batch.positions.max()) + 1
+    if longest > window:
+        names = ", ".join(sorted(batch.sequences.values())[:3])
+        raise ConfigError(
+            f"a path of {longest} tokens does not fit the policy's window of {window}; it is one of: {names}"
+        )
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """The model's layers: its longest ``ModuleList``; empty where it has none."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    longest: nn.ModuleList = max(lists, key=len, default=nn.ModuleList())
+    return list(longest)
 
 
 def _wanted(loss: Loss, batch: Batch) -> Wanted:
@@ -384,10 +423,10 @@ def _cost(model: nn.Module, config: Any, device: str) -> Cost:
 
 def _recompute_layers(model: nn.Module, wanted: bool) -> None:
     """Let each layer keep its input alone, or no longer, where an earlier backend of the model did so."""
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    if wanted and not lists:
+    layers = layers_of(model)
+    if wanted and not layers:
         raise ConfigError("compute.recompute needs a model whose layers stand in a ModuleList")
-    for layer in max(lists, key=len, default=nn.ModuleList()):
+    for layer in layers:
         if isinstance(vars(layer).get("forward"), _Again):
             del layer.forward
         if wanted:

@@ -1,0 +1,127 @@
+"""Low-rank adapters by ``peft`` where a model is spread over ranks: base weights stay as they are, A and B are trained.
+
+    inject(model, lora)          on the meta device, before the model is spread
+    begin(...)                   A random by seed, B zero: the numbers that ``train/lora.py`` begins with
+    merged(W, A, B, lora)        what the matrix is for whoever knows nothing of adapters
+    without(model)               the base model: a reference that costs no memory
+    save(folder, lora, tensors)  as peft and inference servers load them
+
+Only A and B differ from the base, so that only they are optimised, checkpointed, and sent between ranks for a weight sync.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from ramify.errors import ConfigError
+from ramify.train.lora import is_chosen
+
+_A, _B, _BASE = "lora_A.default.weight", "lora_B.default.weight", "base_layer.weight"
+
+
+class Lora(msgspec.Struct, frozen=True, kw_only=True):
+    """Which adapters."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...] | Literal["all-linear"] = "all-linear"
+    seed: int = 0
+
+
+def need_peft() -> None:
+    if find_spec("peft") is None:
+        raise ConfigError("adapters on the backend fsdp need peft: pip install 'ramify[lora]'")
+
+
+def chosen(model: nn.Module, lora: Lora) -> list[str]:
+    """Names of the matrices that get an adapter, in the model's order. Raises ConfigError where there are none."""
+    linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    found = [name for name, module in linear.items() if is_chosen(name, module, lora.targets)]
+    if not found:
+        names = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
+        raise ConfigError(f"lora.targets={lora.targets}: no linear module is called so; there are {names}")
+    return found
+
+
+def inject(model: nn.Module, lora: Lora, names: Sequence[str]) -> None:
+    """Give the modules ``names`` an adapter, and hold everything else still."""
+    need_peft()
+    from peft import inject_adapter_in_model
+
+    model.requires_grad_(False)
+    inject_adapter_in_model(_config(lora, names), model, low_cpu_mem_usage=True)
+
+
+def begin(lora: Lora, names: Sequence[str], shapes: Mapping[str, torch.Size]) -> Iterator[tuple[str, Tensor]]:
+    """(name, values) of every A and B at first; ``shapes``: of the matrices ``names``."""
+    generator = torch.Generator().manual_seed(lora.seed)
+    for name in names:
+        rows, columns = shapes[name]
+        yield f"{name}.{_A}", torch.randn(lora.rank, columns, generator=generator) * columns**-0.5
+        yield f"{name}.{_B}", torch.zeros(rows, lora.rank)
+
+
+def plain(name: str) -> str:
+    """The name of a parameter in the model without adapters."""
+    return name.replace("base_layer.", "")
+
+
+def is_adapter(name: str) -> bool:
+    return name.endswith((_A, _B))
+
+
+def pair(name: str) -> tuple[str, str]:
+    """Names of A and B of the matrix with the plain name ``name``."""
+    owner = name.removesuffix(".weight")
+    return f"{owner}.{_A}", f"{owner}.{_B}"
+
+
+def merged(weight: Tensor, a: Tensor, b: Tensor, lora: Lora) -> Tensor:
+    """W + (alpha / rank) B A, with the rounding of ``train/lora.py``."""
+    return weight + (lora.alpha / lora.rank * b @ a).to(weight.dtype)
+
+
+@contextmanager
+def without(model: nn.Module) -> Iterator[None]:
+    """The base model."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    for layer in layers:  # its own switch would also change what is trained
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
+def save(folder: Path, lora: Lora, names: Sequence[str], tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """adapter_config.json and adapter_model.safetensors."""
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    renamed = {f"base_model.model.{name.replace('.default', '')}": tensor.contiguous() for name, tensor in tensors}
+    save_file(renamed, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    _config(lora, names).save_pretrained(folder)
+
+
+def _config(lora: Lora, names: Sequence[str]) -> Any:
+    from peft import LoraConfig
+
+    return LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]  # peft takes any number
+        target_modules=list(names),
+        lora_dropout=0.0,
+        bias="none",
+        task_type="CAUSAL_LM",
+    )

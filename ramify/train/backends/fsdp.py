@@ -1,0 +1,390 @@
+"""The backend ``fsdp``: one model over several processes, seen from rank 0, where the one loop of a run is.
+
+    batches of a step ── dealt out, the longest first ──> rank 0  rank 1  …      each: forward, backward, rounds alike
+    what was measured, log-probabilities, tensors    <──  rank 0  rank 1  …
+
+A verb goes to all ranks with each one's batches. Losses are divided by the counts of the whole step and gradients are sums
+over ranks, so that both are those of ``single``. Decides who computes what, and how weights come and go; leaves out how
+they lie (``sharding.py``), what a rank does (``rank.py``), and ranks that fail (``team.py``).
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as Many
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from ramify.errors import ConfigError
+from ramify.policy.load import Policy
+from ramify.policy.weights import check_weights, read_weights
+from ramify.train import whole_step
+from ramify.train.backends import adapters, launch, shards
+from ramify.train.backends.adapters import Lora
+from ramify.train.backends.base import Compute, Optim
+from ramify.train.backends.export import Weights, export
+from ramify.train.backends.rank import Making, dealt, idle
+from ramify.train.backends.sharding import on_meta
+from ramify.train.backends.single import check_window
+from ramify.train.backends.team import Team
+from ramify.train.loss import Loss, Tally
+from ramify.train.pack import Packing
+from ramify.types.sequence import Batch, Floats
+
+_STATE = "trainer.pt"
+_AT_ONCE = 64 << 20
+"""Bytes of tensors that are put together, or sent, at once; a larger one goes alone."""
+Source = Path | Mapping[str, Tensor]
+"""Where a model's weights come from: a folder that all ranks see, or tensors of this process."""
+
+
+class Ranks:
+    """The ranks of a run, and the models that lie over them."""
+
+    def __init__(self, compute: Compute, device: str = "cpu", *, dumps: Path | None = None) -> None:
+        """Starts the ranks, or joins those of torchrun. Batches whose loss is not finite, and the stacks of ranks that
+        stand still, are written into ``dumps``. Raises ConfigError, before anything is started, where ``compute.shard``
+        does not fit this machine."""
+        self.compute, self.device = compute, device
+        self.dumps = dumps or Path()
+        self._joined = launch.join(compute.shard, device, self.dumps)
+        self._num_models = 0
+        self._end = weakref.finalize(self, _leave, self._joined)
+
+    @property
+    def team(self) -> Team:
+        team: Team = self._joined.team
+        return team
+
+    @property
+    def own(self) -> Any:
+        """The ``Rank`` of this process."""
+        return self._joined.rank
+
+    def spread(
+        self, config: Any, source: Source, lora: Lora | None = None, compute: Compute | None = None
+    ) -> OverRanks:
+        """A model of a Hugging Face configuration, its weights from ``source``; ``compute`` where it is to be otherwise than
+        that of the ranks, whose number stays. Raises ConfigError that names the first
+        tensor that does not fit."""
+        check_source(config, source)
+        self._num_models += 1
+        made = Made(config, source, lora, compute or self.compute)
+        return OverRanks(self, f"model {self._num_models}", made)
+
+    def close(self) -> None:
+        self._end()
+
+
+class OnRanks:
+    """Implements ``Trained``. The policy in this process is the engine's, which is renewed at each publication."""
+
+    is_here = False
+
+    def __init__(
+        self, policy: Policy, compute: Compute, dumps: Path, *, lora: Lora | None = None, source: Source
+    ) -> None:
+        """``policy`` says which model, and which tokenizer; its weights may change later on."""
+        self._ranks = Ranks(compute, policy.device.type, dumps=dumps)
+        try:
+            self._model = self._ranks.spread(policy.config, source, lora)
+        except BaseException:
+            self._ranks.close()
+            raise
+        self._backend: Fsdp | None = None
+
+    @staticmethod
+    def check(compute: Compute, device: str) -> None:
+        """Raises ConfigError where the ranks cannot be had."""
+        launch.check(compute.shard, device)
+
+    def backend(self, optim: Optim) -> Fsdp:
+        self._backend = self._model.backend(optim)
+        return self._backend
+
+    def reference(self, folder: Path, is_base: bool) -> Base | Fsdp:
+        if is_base and self._model.lora is not None and self._backend is not None:
+            return self._backend.base()
+        return self._ranks.spread(self._model.config, folder).backend()
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        return self._model.weights()
+
+    def unmerged(self) -> Iterator[tuple[str, Tensor, Callable[[], Tensor] | None]]:
+        return self._model.unmerged()
+
+    def close(self) -> None:
+        self._ranks.close()
+
+
+def check_source(config: Any, source: Source) -> None:
+    """Raises ConfigError that names the first tensor of ``source`` that the model of ``config`` has otherwise."""
+    folder = source if isinstance(source, Path) else None
+    weights = read_weights(folder) if folder is not None else source
+    assert not isinstance(weights, Path)
+    check_weights(on_meta(config), weights, str(folder or "the given weights"))
+
+
+class Made(NamedTuple):
+    """What a model over ranks is made of."""
+
+    config: Any
+    source: Source
+    lora: Lora | None
+    compute: Compute
+
+
+class OverRanks:
+    """One model over all ranks, as rank 0 has it."""
+
+    def __init__(self, ranks: Ranks, key: str, what: Made) -> None:
+        config, source, lora, compute = what
+        self.ranks, self.key, self.config, self.lora, self.compute = ranks, key, config, lora, compute
+        folder = str(source.resolve()) if isinstance(source, Path) else ""
+        ranks.team.call("make", key, Making(config, compute, folder, lora, str(ranks.dumps.resolve())))
+        made = ranks.own.model(key)
+        self._shapes: dict[str, torch.Size] = {name: each.shape for name, each in made.sharded.parameters.items()}
+        self._adapted: list[str] = made.names
+        self._buffers: dict[str, Tensor] = made.sharded.buffers
+        self._named = {*self.shapes, *self._buffers}
+        self.policy: Policy = made.policy
+        if not isinstance(source, Path):
+            self._put(source)
+        if lora is not None:
+            found = (
+                read_weights(source) if isinstance(source, Path) else {n: each.clone() for n, each in source.items()}
+            )
+            self._base = {name: nn.Parameter(found[name].float(), requires_grad=False) for name in self.shapes}
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name -> shape of every parameter, as the model without adapters has it."""
+        return {adapters.plain(n): tuple(s) for n, s in self._shapes.items() if not adapters.is_adapter(n)}
+
+    def backend(self, optim: Optim | None = None) -> Fsdp:
+        """From here on the model is trained by a fresh optimizer."""
+        return Fsdp(self, optim or Optim())
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Name -> whole tensor, one after another, on the CPU. Of a model with adapters only these come from the ranks, and
+        are added to the weights that it began with."""
+        if self.lora is None:
+            yield from self._gathered(list(self._shapes))
+            return
+        for name, base, make in self.unmerged():
+            yield name, base.detach() if make is None else make()
+
+    def unmerged(self) -> Iterator[tuple[str, Tensor, Callable[[], Tensor] | None]]:
+        """(name, tensor of its shape, what puts it together or None where it is held still)"""
+        matrices = {f"{name}.weight" for name in self._adapted}
+        for name, shape in self.shapes.items():
+            if self.lora is None:
+                yield name, torch.empty(shape, device="meta"), partial(self._one, name)
+            else:
+                yield name, self._base[name], partial(self._merged, name) if name in matrices else None
+
+    def adapters(self) -> Iterator[tuple[str, Tensor]]:
+        """Name -> tensor of every A and B: all that is new since the last sync."""
+        yield from self._gathered([name for name in self._shapes if adapters.is_adapter(name)])
+
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """Name -> whole gradient as it has been gathered so far, of all that is trained; for looking at it."""
+        trained = self.ranks.own.of(self.key).trained[0]
+        yield from self._gathered(list(trained), gradients=True)
+
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Take over whole tensors of this process, one at a time."""
+        if self.lora is not None:
+            raise ConfigError("a model with adapters keeps the base that it began with: it takes no other weights")
+        check_weights(on_meta(self.config), weights, "the update")
+        self._put(weights)
+
+    def export(self, folder: Path, dtype: torch.dtype | None = None, tokenizer: Any = None) -> None:
+        """Write the model as a plain Hugging Face folder, one tensor at a time, in ``dtype`` (fp32 where not given). With
+        adapters it holds the sums, and ``adapter`` in it the adapters as peft has them."""
+        weights = Weights({**self.shapes, **{name: tuple(each.shape) for name, each in self._buffers.items()}}, dtype)
+        export(folder, self.config, weights, itertools.chain(self.weights(), self._buffers.items()))
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+        if self.lora is not None:
+            adapters.save(folder / "adapter", self.lora, self._adapted, self.adapters())
+
+    def drop(self) -> None:
+        """Free it on all ranks."""
+        self.ranks.team.call("drop", self.key)
+
+    def _put(self, weights: Mapping[str, Tensor]) -> None:
+        for names in _groups({name: each for name, each in weights.items() if name in self._named}):
+            named = [(name, weights[name]) for name in names]
+            blank: list[tuple[str, Tensor | None]] = [(name, None) for name in names]
+            each = [(named,), *[(blank,)] * (self.ranks.team.size - 1)]
+            self.ranks.team.call("put", self.key, each=each)
+
+    def _one(self, name: str) -> Tensor:
+        ((_, tensor),) = self._gathered([name])
+        return tensor
+
+    def _merged(self, name: str) -> Tensor:
+        assert self.lora is not None
+        (_, a), (_, b) = self._gathered(list(adapters.pair(name)))
+        return adapters.merged(self._base[name].detach(), a, b, self.lora)
+
+    def _gathered(self, names: list[str], gradients: bool = False) -> Iterator[tuple[str, Tensor]]:
+        empty = {name: torch.empty(self._shapes[name], device="meta") for name in names}
+        for group in _groups(empty):
+            yield from zip(group, self.ranks.team.call("gather", self.key, group, gradients)[0], strict=True)
+
+
+class Fsdp:
+    """Implements ``Backend``."""
+
+    def __init__(self, model: OverRanks, optim: Optim) -> None:
+        self._model, self._optim = model, optim
+        self._call("stage", optim)
+        self._steps = 0
+
+    @property
+    def packing(self) -> Packing:
+        packing: Packing = self._own.packing
+        return msgspec.structs.replace(packing, multiple=self._size)
+
+    @property
+    def version(self) -> int:
+        return self._steps
+
+    def forward_backward(self, batches: Many[Batch], loss: Loss) -> dict[str, float]:
+        if loss.is_over_sequences:
+            whole_step.check_whole(batches)
+        if whole_step.chooses(loss) and batches:
+            batches = whole_step.choose(batches, loss, self.logprobs(batches))
+        tally = Tally()
+        if batches:
+            _, each = self._shares(batches)
+            for measured in self._call("add", each=[(part, loss, idle(batches[0])) for part in each]):
+                tally.merge(measured)
+        return tally.metrics()
+
+    def optim_step(self) -> dict[str, float]:
+        try:
+            found: dict[str, float] = self._call("optim_step")[0]
+        finally:
+            self._steps = self._own.version
+        return found
+
+    def logprobs(self, batches: Many[Batch]) -> list[Floats]:
+        return self.of(batches, base=False)
+
+    def base(self) -> Base:
+        """The model without its adapters."""
+        return Base(self)
+
+    def values(self, batches: Many[Batch]) -> list[Floats]:
+        raise ConfigError("the backend fsdp has no critic: use compute.backend=single for an algorithm that needs one")
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Whole tensors, copies; each is put together when it is asked for."""
+        return self._model.weights()
+
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        self._model.load_weights(weights)
+
+    def save(self, folder: Path) -> Callable[[], None] | None:
+        folder.mkdir(parents=True, exist_ok=True)
+        is_async = self._model.compute.shard.save_async
+        random = self._call("save", str(folder.resolve()), is_async)
+        state = {
+            "num_steps": self._steps,
+            "optim": msgspec.json.encode(self._optim).decode(),
+            "random": [tuple(each) for each in random],
+        }
+        torch.save(state, folder / _STATE)
+        if is_async:
+            wait: Callable[[], None] = self._model.ranks.own.saving.wait
+            return wait
+        self._model.ranks.team.call("wait")
+        return None
+
+    def load(self, folder: Path) -> None:
+        """As ``Backend.load``, bit by bit on as many ranks as wrote it; on another number sums are rounded otherwise."""
+        try:
+            state = torch.load(folder / _STATE, map_location="cpu", weights_only=True)
+        except FileNotFoundError:
+            raise ConfigError(f"{folder} holds no state of ranks: it has no {_STATE}") from None
+        there, here = msgspec.json.decode(state["optim"]), self._optim.kind
+        shapes = self._own.trained[0]
+        shards.check(folder, {name: tuple(each.shape) for name, each in shapes.items()})
+        if there["kind"] != here:
+            raise ConfigError(f"{folder} is of another optimizer: optim.kind is {there['kind']} there and {here} here")
+        random = [shards.Random(*each) for each in state["random"]]
+        self._call("load", str(folder.resolve()), state["num_steps"], random)
+        self._steps = state["num_steps"]
+
+    def of(self, batches: Many[Batch], base: bool) -> list[Floats]:
+        """``logprobs``, of the model without its adapters where ``base``."""
+        if not batches:
+            return []
+        shares, each = self._shares(batches)
+        found: dict[int, Floats] = {}
+        values = self._call("logprobs", each=[(part, idle(batches[0]), base) for part in each])
+        for share, columns in zip(shares, values, strict=True):
+            found |= zip(share, columns, strict=True)
+        return [found[index] for index in range(len(batches))]
+
+    def _shares(self, batches: Many[Batch]) -> tuple[list[list[int]], list[list[Batch | None]]]:
+        """(rank -> which batches, rank -> these batches and None up to as many as any rank has)"""
+        for batch in batches:
+            check_window(batch, self._model.policy.window)
+        shares = dealt(batches, self._size)
+        rounds = max(map(len, shares))
+        return shares, [[batches[index] for index in each] + [None] * (rounds - len(each)) for each in shares]
+
+    @property
+    def _own(self) -> Any:
+        return self._model.ranks.own.of(self._model.key)
+
+    @property
+    def _size(self) -> int:
+        return self._model.ranks.team.size
+
+    def _call(self, verb: str, *shared: Any, each: Many[tuple[Any, ...]] | None = None) -> list[Any]:
+        return self._model.ranks.team.call(verb, self._model.key, *shared, each=each)
+
+
+class Base:
+    """A model without its adapters, as a reference: the part of ``Backend`` that one needs."""
+
+    def __init__(self, trained: Fsdp) -> None:
+        self._trained = trained
+
+    @property
+    def packing(self) -> Packing:
+        return self._trained.packing
+
+    def logprobs(self, batches: Many[Batch]) -> list[Floats]:
+        return self._trained.of(batches, base=True)
+
+
+def _groups(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
+    """Names in order, as many at a time as are small together."""
+    group: list[str] = []
+    size = 0
+    for name, tensor in tensors.items():
+        num = tensor.numel() * 4
+        if group and size + num > _AT_ONCE:
+            yield group
+            group, size = [], 0
+        group.append(name)
+        size += num
+    if group:
+        yield group
+
+
+def _leave(joined: launch.Joined) -> None:
+    launch.leave(joined)

@@ -1,0 +1,314 @@
+"""The ranks of a run: started here, or by ``torchrun``, and how they find each other.
+
+    ramify train R compute.backend=fsdp compute.shard.ranks=2              this process is rank 0, and starts the others
+    torchrun --nproc-per-node 2 -m ramify train R compute.backend=fsdp     each process is a rank; all but rank 0 follow
+
+Decides what must be true before any process starts (ranks that fit the mesh, GPUs, gloo and NCCL, a port), and which
+process is which rank. Leaves out what they do together (``team.py``). Ranks on several machines need ``torchrun`` there,
+and a file system that all see for checkpoints.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+from ramify.errors import ConfigError, TrainError
+from ramify.train.backends.base import Shard
+
+_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_TIMEOUT, _DEVICE = "RAMIFY_RANK_TIMEOUT_S", "RAMIFY_RANK_DEVICE"
+_START_S = 120.0
+"""In which a rank must have imported what it needs."""
+
+
+class World(NamedTuple):
+    """One process among ranks."""
+
+    rank: int
+    size: int
+    local_rank: int
+    """Among those of its machine: which GPU is its."""
+    address: str
+    port: int
+
+    @classmethod
+    def of_environment(cls) -> World | None:
+        """As torchrun, or our own launcher, put it; None outside either."""
+        if any(name not in os.environ for name in _TORCHRUN):
+            return None
+        rank, size, address, port = (os.environ[name] for name in _TORCHRUN)
+        return cls(int(rank), int(size), int(os.environ.get("LOCAL_RANK", rank)), address, int(port))
+
+
+def follow_if_told() -> None:
+    """Where torchrun started this process as another rank than 0, do what rank 0 says, and end."""
+    world = World.of_environment()
+    if world is not None and world.rank > 0:
+        follow(world)
+
+
+def check(shard: Shard, device: str) -> int:
+    """How many ranks there are to be. Raises ConfigError where that cannot be, before anything is started."""
+    import torch
+    import torch.distributed as dist
+
+    from ramify.train.backends.sharding import check_mesh
+
+    world = World.of_environment()
+    num_gpus = torch.cuda.device_count() if device == "cuda" else 0
+    size = shard.ranks or (world.size if world is not None else max(1, num_gpus))
+    if world is not None and size != world.size:
+        raise ConfigError(f"compute.shard.ranks={size}, but torchrun started {world.size}: leave ranks out")
+    check_mesh(size, shard.replicas)
+    if shard.offload and device == "cpu":
+        raise ConfigError("compute.shard.offload moves weights from a GPU to main memory; this run has no GPU")
+    if not dist.is_available() or not dist.is_gloo_available():
+        raise ConfigError("the backend fsdp needs torch.distributed with gloo, which this build of torch does not have")
+    if device == "cuda" and not dist.is_nccl_available():
+        raise ConfigError("the backend fsdp on GPUs needs NCCL, which this build of torch does not have")
+    if device == "cuda" and world is None and size > num_gpus:
+        raise ConfigError(f"compute.shard.ranks={size} does not fit this machine, which has {num_gpus} GPUs")
+    if dist.is_initialized():
+        raise ConfigError("torch.distributed is in use already in this process: one run at a time can have ranks")
+    if world is None:
+        _check_port(shard.port)
+    return size
+
+
+class Joined(NamedTuple):
+    """This process as rank 0, with the others ready to follow."""
+
+    team: Any
+    """``Team``"""
+    rank: Any
+    """``Rank``: this process's own."""
+
+
+@contextlib.contextmanager
+def _unfinished(processes: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
+    """No rank outlives a start that failed."""
+    import torch.distributed as dist
+
+    try:
+        yield
+    except BaseException:
+        for process in processes:
+            process.kill()
+            process.wait()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        raise
+
+
+def join(shard: Shard, device: str, stacks: Path) -> Joined:
+    """Start the other ranks, or find those that torchrun started. Raises ConfigError as ``check``, TrainError where one does
+    not come up."""
+    from torch._C._distributed_c10d import TCPStore
+
+    from ramify.train.backends.rank import Rank
+    from ramify.train.backends.team import Link, Pulse, Team
+
+    size = check(shard, device)
+    world = World.of_environment()
+    pulse = Pulse()
+    processes: list[subprocess.Popen[bytes]] = []
+    with _unfinished(processes):
+        if world is None:
+            store = TCPStore("127.0.0.1", shard.port, size, True, timedelta(seconds=_START_S), wait_for_workers=False)
+            world = World(0, size, 0, "127.0.0.1", store.port)
+            processes += [_started(rank, world, shard.timeout_s, device) for rank in range(1, size)]
+            _await(store, processes)
+        else:
+            store = _store(world)
+        _enter(store, world, device, shard.timeout_s)
+        rank = Rank(0, size, _device(device, world), shard.timeout_s, pulse)
+        links = _links(world, size, Link)
+    return Joined(Team(rank, pulse, links, processes, shard.timeout_s, stacks), rank)
+
+
+def leave(joined: Joined) -> None:
+    """Let all ranks end."""
+    import torch.distributed as dist
+
+    joined.team.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def follow(world: World) -> NoReturn:
+    """Be rank ``world.rank`` until rank 0 ends; then end."""
+    import torch.distributed as dist
+
+    from ramify.train.backends.rank import Rank
+    from ramify.train.backends.team import Pulse, follow
+
+    device, timeout_s = os.environ.get(_DEVICE, ""), float(os.environ.get(_TIMEOUT, Shard().timeout_s))
+    store = _store(world)
+    store.set(f"ramify/here/{world.rank}", "")
+    if not device:
+        import torch
+
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    _enter(store, world, device, timeout_s)
+    pulse = Pulse()
+    rank = Rank(world.rank, world.size, _device(device, world), timeout_s, pulse)
+    talk, watch = _connected(world)
+    follow(rank, pulse, talk, watch, world.rank, timeout_s)
+    rank.wait()
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # what is left to tidy up takes longer than some runs
+
+
+# --- how ranks find each other -----------------------------------------------------------------------------------------
+
+
+def _started(rank: int, world: World, timeout_s: float, device: str) -> subprocess.Popen[bytes]:
+    import torch
+
+    package = str(Path(__file__).parents[3])
+    environment = os.environ | {
+        "OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // world.size)),
+        "RANK": str(rank), "WORLD_SIZE": str(world.size), "LOCAL_RANK": str(rank), "MASTER_ADDR": world.address,
+        "MASTER_PORT": str(world.port), _TIMEOUT: str(timeout_s), _DEVICE: device,
+        "PYTHONPATH": os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH", "")])),
+    }  # fmt: skip
+    command = [sys.executable, "-m", "ramify.train.backends.launch"]
+    # A session of its own: Ctrl-C is for rank 0, which lets the others end.
+    return subprocess.Popen(
+        command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True
+    )
+
+
+def _await(store: Any, processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Until every rank has come up."""
+    until = time.monotonic() + _START_S
+    for rank, process in enumerate(processes, 1):
+        while not store.check([f"ramify/here/{rank}"]):
+            if process.poll() is not None:
+                raise TrainError(f"rank {rank} did not start: exit status {process.returncode}; it says why on stderr")
+            if time.monotonic() > until:
+                raise TrainError(f"rank {rank} (process {process.pid}) did not start within {_START_S:g} s")
+            time.sleep(0.02)
+
+
+def _store(world: World) -> Any:
+    """The store that ranks meet at: torchrun's own, or that of rank 0."""
+    from torch._C._distributed_c10d import TCPStore
+
+    is_host = world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    try:
+        return TCPStore(
+            world.address, world.port, world.size, is_host, timedelta(seconds=_START_S), wait_for_workers=False
+        )
+    except Exception as error:
+        raise TrainError(
+            f"rank {world.rank} cannot reach {world.address}:{world.port}: {str(error).splitlines()[0]}"
+        ) from error
+
+
+def _enter(store: Any, world: World, device: str, timeout_s: float) -> None:
+    """Join the process group. Its own timeout is behind ours, so that ours can say who stands still."""
+    import torch
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import PrefixStore
+
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    if device == "cuda":
+        torch.cuda.set_device(world.local_rank)
+    with _on_this_machine(world):
+        dist.init_process_group(
+            backend, store=PrefixStore("ramify", store), rank=world.rank, world_size=world.size,
+            timeout=timedelta(seconds=2 * timeout_s + 30),
+        )  # fmt: skip
+
+
+@contextlib.contextmanager
+def _on_this_machine(world: World) -> Iterator[None]:
+    """gloo asks for this host's name, which need not lead anywhere; ranks of one machine meet at the loopback."""
+    name = "GLOO_SOCKET_IFNAME"
+    if name in os.environ or world.address != "127.0.0.1" or not sys.platform.startswith("linux"):
+        yield
+        return
+    os.environ[name] = "lo"
+    try:
+        yield
+    finally:
+        del os.environ[name]
+
+
+def _links(world: World, size: int, link: Any) -> list[Any]:
+    """Rank 0's connections to the others; where and with which key they are to call is told over the process group."""
+    import torch.distributed as dist
+
+    if size == 1:
+        return []
+    key = secrets.token_bytes(32)
+    host = "127.0.0.1" if world.address == "127.0.0.1" else socket.gethostbyname(world.address)
+    with socket.create_server((host, 0), backlog=2 * size) as server:
+        server.settimeout(_START_S)
+        dist.broadcast_object_list([server.getsockname(), key], 0)
+        found: dict[tuple[int, str], Connection] = {}
+        places: dict[int, str] = {}
+        for _ in range(2 * (size - 1)):
+            try:
+                peer, _ = server.accept()
+            except TimeoutError:
+                raise TrainError(f"a rank did not come back to rank 0 within {_START_S:g} s") from None
+            connection = Connection(peer.detach())
+            deliver_challenge(connection, key)
+            answer_challenge(connection, key)
+            rank, kind, place = connection.recv()
+            found[rank, kind], places[rank] = connection, place
+    return [link(rank, found[rank, "talk"], found[rank, "watch"], places[rank]) for rank in range(1, size)]
+
+
+def _connected(world: World) -> tuple[Connection, Connection]:
+    import torch.distributed as dist
+
+    told: list[Any] = [None, None]
+    dist.broadcast_object_list(told, 0)
+    connections = []
+    for kind in ("talk", "watch"):
+        connection = Client(tuple(told[0]), authkey=told[1])
+        connection.send((world.rank, kind, f"process {os.getpid()} on {socket.gethostname()}"))
+        connections.append(connection)
+    return connections[0], connections[1]
+
+
+def _device(device: str, world: World) -> Any:
+    import torch
+
+    return torch.device("cuda", world.local_rank) if device == "cuda" else torch.device("cpu")
+
+
+def _check_port(port: int) -> None:
+    if not port:
+        return
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise ConfigError(
+                f"compute.shard.port={port} cannot be had ({error.strerror}): another run may have it; leave it out for a "
+                "free one"
+            ) from None
+
+
+if __name__ == "__main__":
+    found = World.of_environment()
+    if found is None or found.rank == 0:
+        sys.exit("ramify.train.backends.launch is started by rank 0 of a run, or by torchrun")
+    follow(found)

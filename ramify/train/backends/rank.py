@@ -1,0 +1,209 @@
+"""What one rank does: its rows of each model, and the verbs that all ranks carry out together.
+
+    make ── (put …) ── stage ──┬── add, optim_step      the same call on every rank, at the same time, with its own batches
+                               ├── logprobs
+                               ├── gather, put
+                               └── save, load
+
+Rank 0 is told by its own process, the others over a connection (``team.py``). A verb either succeeds on every rank, or
+raises an error of ours on every rank, and then the next verb may follow; any other exception ends all ranks.
+
+Every rank runs as many batches as the one with the most: one that has none left computes ``idle`` ones, a token without
+weight, so that it takes part in what all must do together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from contextlib import nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ramify.policy.load import Policy
+from ramify.policy.weights import read_weights
+from ramify.train.backends import adapters, shards
+from ramify.train.backends.adapters import Lora
+from ramify.train.backends.base import Compute, Optim
+from ramify.train.backends.sharding import Sharded, mesh_of, on_meta
+from ramify.train.backends.single import Single
+from ramify.train.backends.team import Pulse
+from ramify.train.loss import Loss, Tally
+from ramify.types.sequence import Batch, Floats
+
+
+class Making(NamedTuple):
+    """A model that is to be made."""
+
+    config: Any
+    """The Hugging Face configuration."""
+    compute: Compute
+    folder: str
+    """Weights that each rank reads its rows of; empty: rank 0 will ``put`` them."""
+    lora: Lora | None
+    dumps: str
+    """For batches whose loss is not finite."""
+
+
+class _Model:
+    """One model of this rank."""
+
+    def __init__(self, making: Making, model: nn.Module, names: list[str], sharded: Sharded) -> None:
+        self.making, self.model, self.names, self.sharded = making, model, names, sharded
+        self.policy = Policy(model, None, None, making.config, 0, "sharded")  # type: ignore[arg-type]
+        self.single: Single | None = None
+
+    @property
+    def backend(self) -> Single:
+        assert self.single is not None, "no stage has begun"
+        return self.single
+
+
+class Rank:
+    """The models of one rank, by name."""
+
+    def __init__(self, index: int, size: int, device: torch.device, timeout_s: float, pulse: Pulse) -> None:
+        self.index, self.size, self.device, self._pulse = index, size, device, pulse
+        self._models: dict[str, _Model] = {}
+        self._saving = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        self._pending: shards.Saving | None = None
+
+    def model(self, key: str) -> _Model:
+        return self._models[key]
+
+    @property
+    def saving(self) -> shards.Saving:
+        """What the last ``save`` began."""
+        assert self._pending is not None
+        return self._pending
+
+    def of(self, key: str) -> Single:
+        """The backend of a model, on this rank."""
+        return self._models[key].backend
+
+    # --- verbs: models -------------------------------------------------------------------------------------------
+
+    def make(self, key: str, making: Making) -> None:
+        """Make a model, spread; without values but for adapters, where it does not come from a folder."""
+        model = on_meta(making.config)
+        names: list[str] = []
+        if making.lora is not None:
+            names = adapters.chosen(model, making.lora)
+            sizes = {name: cast(Tensor, model.get_submodule(name).weight).shape for name in names}
+            adapters.inject(model, making.lora, names)
+        mesh = mesh_of(self.device, self.size, making.compute.shard.replicas)
+        sharded = Sharded(model, mesh, self.device, making.compute, self._pulse.tick)
+        made = self._models[key] = _Model(making, model, names, sharded)
+        values: dict[str, Tensor] = {}
+        if making.folder:
+            found = read_weights(Path(making.folder))
+            values = {name: found[adapters.plain(name)] for name in self._base(made)}
+        if making.lora is not None:
+            values |= dict(adapters.begin(making.lora, names, sizes))
+        sharded.fill(values)
+
+    def put(self, key: str, named: list[tuple[str, Tensor | None]]) -> None:
+        """Take tensors over that rank 0 has; the names are those of the model without adapters."""
+        made = self._models[key]
+        made.sharded.let_go()
+        here = {adapters.plain(name): name for name in self._base(made)}
+        for name, tensor in named:
+            made.sharded.put(here[name], tensor)
+
+    def gather(self, key: str, names: list[str], gradients: bool) -> list[Tensor] | None:
+        """Whole tensors, or gradients, for rank 0."""
+        found = [self._models[key].sharded.gather(name, gradients) for name in names]
+        return found if self.index == 0 else None
+
+    def drop(self, key: str) -> None:
+        self._models.pop(key, None)
+
+    def stage(self, key: str, optim: Optim) -> None:
+        """From here on the model is trained by a fresh optimizer."""
+        made = self._models[key]
+        compute = made.making.compute
+        dumps = Path(made.making.dumps) / (f"rank-{self.index}" if self.index else "")
+        plain = Compute(
+            max_tokens=compute.max_tokens, precision="fp32", recompute=compute.recompute, max_logits=compute.max_logits,
+            share=compute.share,
+        )  # fmt: skip
+        made.single = Single(made.policy, optim, plain, dumps=dumps, spread=made.sharded)
+
+    # --- verbs: learning -----------------------------------------------------------------------------------------
+
+    def add(self, key: str, batches: list[Batch | None], loss: Loss, idle: Batch) -> Tally:
+        """Add the gradient of ``batches``; None is where others have one and this rank has not."""
+        made, tally = self._models[key], Tally()
+        for index, batch in enumerate(batches):
+            made.sharded.expect(index + 1 == len(batches))
+            measured = made.backend.add(idle if batch is None else batch, loss)
+            if batch is not None:
+                tally.merge(measured)
+            self._pulse.tick()
+        return tally.plain()
+
+    def optim_step(self, key: str) -> dict[str, float]:
+        return self.of(key).optim_step()
+
+    def logprobs(self, key: str, batches: list[Batch | None], idle: Batch, base: bool) -> list[Floats]:
+        """[E] of each batch that is one; ``base``: of the model without its adapters."""
+        made = self._models[key]
+        with adapters.without(made.model) if base else nullcontext():
+            found = [made.backend.logprobs([idle if batch is None else batch])[0] for batch in batches]
+        return [each for each, batch in zip(found, batches, strict=True) if batch is not None]
+
+    # --- verbs: checkpoints --------------------------------------------------------------------------------------
+
+    def save(self, key: str, folder: str, asynchronous: bool) -> shards.Random:
+        """Write this rank's rows; ``wait`` until that is over, where it goes on by itself."""
+        self.wait()
+        single = self.of(key)
+        self._pending = shards.save(Path(folder), *single.trained, self._saving, asynchronous)
+        return shards.random_state(self.device)
+
+    def wait(self) -> None:
+        """Until the last ``save`` is over on all ranks. Raises StoreError where it failed on any."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.wait()
+
+    def load(self, key: str, folder: str, num_steps: int, random: list[shards.Random]) -> None:
+        self.wait()
+        made = self._models[key]
+        made.sharded.let_go()
+        shards.load(Path(folder), *made.backend.trained, self._saving)
+        made.backend.go_on_from(num_steps)
+        if self.index < len(random):
+            shards.set_random_state(self.device, random[self.index])
+
+    def _base(self, made: _Model) -> list[str]:
+        """Names of what a checkpoint of the model without adapters holds."""
+        everything = [*made.sharded.parameters, *made.sharded.buffers]
+        return [name for name in everything if not adapters.is_adapter(name)]
+
+
+def idle(batch: Batch) -> Batch:
+    """A batch of one token without weight, otherwise like ``batch``."""
+    streams: dict[str, Any] = {name: np.zeros_like(column[:1]) for name, column in batch.streams.items()}
+    streams["temperature"] = np.ones_like(batch.streams["temperature"][:1])
+    zero = np.zeros(1, np.int64)
+    return Batch(
+        token_ids=zero, positions=zero, segments=[type(batch.segments[0])(0, 1, -1)], sources=zero, targets=zero,
+        streams=streams, denominators=batch.denominators, sequences={0: "idle"}, owners=np.zeros((1, 2), np.int64),
+    )  # fmt: skip
+
+
+def dealt(batches: Many[Batch], num_ranks: int) -> list[list[int]]:
+    """Rank -> which batches are its: the longest first, each to the rank that has the fewest tokens so far."""
+    shares: list[list[int]] = [[] for _ in range(num_ranks)]
+    loads = [0] * num_ranks
+    for index in sorted(range(len(batches)), key=lambda index: (-len(batches[index]), index)):
+        rank = min(range(num_ranks), key=lambda rank: (loads[rank], rank))
+        shares[rank].append(index)
+        loads[rank] += len(batches[index])
+    return shares

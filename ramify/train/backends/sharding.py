@@ -1,0 +1,256 @@
+"""One model over a mesh of ranks, by FSDP2 (``fully_shard``): made on the meta device, so that no rank ever holds it whole.
+
+    on_meta ── adapters ── fully_shard: each layer, then the rest ── memory for this rank's rows ── fill, tensor by tensor
+
+    mesh of 6 ranks, 2 replicas       shard ──>
+                           replicate  0 1 2      every row of ranks holds the model once, each rank a third of the rows of
+                               │      3 4 5      every tensor; gradients are added up along rows, then over replicas
+                               v
+
+Gradients are sums over ranks and not means: losses are divided by counts of the whole step before. Decides where tensors
+lie, in which precision they travel, and when they are put together. Leaves out what is computed (``single.py``) and who
+says when (``team.py``). Mixed precision, offloading and NCCL need GPUs; gloo on CPUs goes through the same calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as Many
+from contextlib import contextmanager
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from ramify.errors import ConfigError
+from ramify.policy.dense import Dense, unsupported
+from ramify.train.backends.base import Compute
+from ramify.train.backends.sharded_muon import ShardedMuon
+from ramify.train.backends.single import layers_of
+from ramify.train.backends.spread import squares
+
+T = TypeVar("T")
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def mesh_of(device: torch.device, num_ranks: int, replicas: int) -> DeviceMesh:
+    """Raises ConfigError where the ranks do not fill it."""
+    check_mesh(num_ranks, replicas)
+    if replicas == 1:
+        return init_device_mesh(device.type, (num_ranks,), mesh_dim_names=("shard",))
+    shape = (replicas, num_ranks // replicas)
+    return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+
+
+def check_mesh(num_ranks: int, replicas: int) -> None:
+    if num_ranks % replicas:
+        raise ConfigError(
+            f"compute.shard: {num_ranks} ranks do not fit a mesh of {replicas} replicas: {num_ranks} = {replicas} x "
+            f"{num_ranks // replicas} + {num_ranks % replicas}"
+        )
+
+
+def on_meta(config: Any) -> nn.Module:
+    """The model of a Hugging Face configuration without its weights; what it computes by itself (rotations) is there."""
+    if unsupported(config) is None:
+        with torch.device("meta"):
+            return Dense(config).eval()
+    from transformers import AutoModelForCausalLM
+
+    with _parameters_on_meta():
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
+    return cast(nn.Module, model.eval())
+
+
+class Sharded:
+    """Implements ``Spread`` for ``model``, whose parameters from then on are this rank's rows of each."""
+
+    muon = ShardedMuon
+
+    def __init__(
+        self, model: nn.Module, mesh: DeviceMesh, device: torch.device, compute: Compute, tick: Callable[[], None]
+    ) -> None:
+        """``model`` is on the meta device, and its values are undefined afterwards: ``put`` or ``fill`` them. ``tick`` is
+        called as layers are entered, by which others see that this rank gets on."""
+        self.device, self._mesh = device, mesh
+        self._shard = shard = compute.shard
+        layers = layers_of(model)
+        if shard.compile:
+            _compile(model, layers)
+        self._root = _Root(model)
+        options: dict[str, Any] = {
+            "mesh": mesh, "mp_policy": self._precision(compute),
+            "offload_policy": CPUOffloadPolicy() if shard.offload else OffloadPolicy(),
+        }  # fmt: skip
+        for layer in layers:
+            fully_shard(layer, reshard_after_forward=shard.gather == "layer", **options)
+            layer.register_forward_pre_hook(lambda *_: tick(), prepend=True)
+        fully_shard(self._root, **options)
+        self._sharded: list[FSDPModule] = [each for each in self._root.modules() if isinstance(each, FSDPModule)]
+        for each in self._sharded:
+            each.set_gradient_divide_factor(1.0)
+            each.set_force_sum_reduction_for_comms(True)
+        _give_memory(self._root, torch.device("cpu") if shard.offload else device, device)
+        self.parameters = dict(model.named_parameters())
+        """Name -> this rank's rows."""
+        self.buffers = {name: each for name, each in model.state_dict().items() if name not in _names(model)}
+        """Name -> tensor, whole on every rank: what a checkpoint holds besides parameters."""
+
+    # --- Spread --------------------------------------------------------------------------------------------------
+
+    def run(self, work: Callable[[], T]) -> T:
+        found = cast(T, self._root(work))
+        if not torch.is_grad_enabled():  # no backward pass will let go of what was put together
+            self.let_go()
+        return found
+
+    def agree(self, is_well: bool) -> bool:
+        flag = torch.tensor(float(is_well), device=self.device)
+        dist.all_reduce(flag, dist.ReduceOp.MIN)
+        return bool(flag)
+
+    def norm(self, tensors: Many[Tensor]) -> float:
+        total = squares([_local(each) for each in tensors]) if tensors else torch.zeros((), dtype=torch.float64)
+        total = total.to(self.device)
+        dist.all_reduce(total, group=self._mesh.get_group(self._mesh.ndim - 1))
+        return float(total.sqrt())
+
+    # --- when weights are put together -----------------------------------------------------------------------------
+
+    def expect(self, is_last: bool) -> None:
+        """The next backward pass is the last of this call, after which gradients are added up over ranks; or is not."""
+        if self._shard.gather == "step":
+            for each in self._sharded:
+                each.set_requires_gradient_sync(is_last, recurse=False)
+                each.set_reshard_after_backward(is_last, recurse=False)
+            cast(FSDPModule, self._root).set_is_last_backward(is_last)
+
+    def let_go(self) -> None:
+        """Keep this rank's rows alone. What a forward pass put together would outlive a change of the weights."""
+        for each in self._sharded:
+            each.reshard()
+
+    # --- weights ---------------------------------------------------------------------------------------------------
+
+    def fill(self, weights: Mapping[str, Tensor]) -> None:
+        """Take this rank's rows out of whole tensors, of which only those rows are read."""
+        with torch.no_grad():
+            for name, tensor in weights.items():
+                if name in self.buffers:
+                    self.buffers[name].copy_(tensor)
+                else:
+                    _local(self.parameters[name]).copy_(self._rows(tensor))
+
+    def put(self, name: str, tensor: Tensor | None) -> None:
+        """Rank 0's ``tensor``, spread."""
+        mine = self.parameters[name] if name in self.parameters else self.buffers[name]
+        whole = torch.empty(mine.shape, dtype=mine.dtype, device=self.device)
+        if tensor is not None:
+            whole.copy_(tensor)
+        with torch.no_grad():
+            if isinstance(mine, DTensor):
+                spread = distribute_tensor(whole, mine.device_mesh, mine.placements, src_data_rank=0)
+                _local(mine).copy_(_local(spread))
+            else:
+                dist.broadcast(whole, 0)
+                mine.copy_(whole)
+
+    def gather(self, name: str, gradient: bool = False) -> Tensor:
+        """The whole tensor, or its gradient, on every rank, on the CPU."""
+        parameter = self.parameters[name]
+        found = parameter.grad if gradient else parameter.detach()
+        found = torch.zeros_like(parameter) if found is None else found
+        return cast(DTensor, found.detach().to(self.device)).full_tensor().cpu()
+
+    def _rows(self, tensor: Tensor) -> Tensor:
+        """Of this rank: as ``torch.chunk`` cuts, which is how FSDP2 does."""
+        num, index = self._mesh.size(self._mesh.ndim - 1), self._mesh.get_local_rank(self._mesh.ndim - 1)
+        size = -(-tensor.shape[0] // num)
+        return tensor[min(index * size, tensor.shape[0]) : min((index + 1) * size, tensor.shape[0])]
+
+    def _precision(self, compute: Compute) -> MixedPrecisionPolicy:
+        if not wants_bf16(compute, self.device):
+            return MixedPrecisionPolicy()
+        return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=_DTYPES[compute.shard.reduce])
+
+
+def wants_bf16(compute: Compute, device: torch.device) -> bool:
+    """auto: on a GPU."""
+    return compute.precision == "bf16" or (compute.precision == "auto" and device.type == "cuda")
+
+
+class _Root(nn.Module):
+    """The model, called with what is to be computed: so that one forward pass of FSDP is whatever the caller does with the
+    model, its output matrix included, and names of parameters stay the model's own."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, work: Callable[[], Any]) -> Any:
+        return work()
+
+
+def _give_memory(root: nn.Module, parameters: torch.device, buffers: torch.device) -> None:
+    """Uninitialised, for this rank's rows; a tied parameter stays one."""
+    fresh: dict[nn.Parameter, nn.Parameter] = {}
+    for module in root.modules():
+        for name, old in module._parameters.items():
+            if old is not None:
+                if old not in fresh:
+                    fresh[old] = nn.Parameter(torch.empty_like(old, device=parameters), requires_grad=old.requires_grad)
+                module._parameters[name] = fresh[old]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(buffers)
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Parameters that modules register meanwhile lose their values at once; buffers keep theirs, which no checkpoint has."""
+    register = nn.Module.register_parameter
+
+    def to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = to_meta  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def _names(model: nn.Module) -> set[str]:
+    return {name for name, _ in model.named_parameters(remove_duplicate=False)}
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _compile(model: nn.Module, layers: list[nn.Module]) -> None:
+    """Each layer's forward pass, for any number of tokens. Attention walks a forest that is another in every batch."""
+    if not isinstance(model, Dense):
+        raise ConfigError("compute.shard.compile is for Llama, Mistral, Qwen2 and Qwen3, which run as Dense")
+    for layer in layers:
+        layer.forward = _Compiled(layer.forward)
+
+
+class _Compiled:
+    def __init__(self, forward: Callable[..., Tensor]) -> None:
+        self._forward = torch.compile(forward, dynamic=True)
+        self._attend: Any = forward
+        disable: Any = torch.compiler.disable
+        self._attended = disable(lambda *arguments: self._attend(*arguments))
+
+    def __call__(
+        self, h_TD: Tensor, cos_T1d: Tensor, sin_T1d: Tensor, index: int, attend: Any, rows_N: Tensor | None = None
+    ) -> Tensor:
+        self._attend = attend
+        return self._forward(h_TD, cos_T1d, sin_T1d, index, self._attended, rows_N)

@@ -1,0 +1,143 @@
+"""Checkpoints in which every rank writes its own rows, by ``torch.distributed.checkpoint``.
+
+    FOLDER/shards/__0_0.distcp, __1_0.distcp, .metadata      weights.NAME, optim.NAME.exp_avg, …
+    FOLDER/trainer.pt                                        steps, options, random states; written by rank 0 (``fsdp.py``)
+
+What was written by some ranks is read by any other number. Only what is trained is held: of a model with adapters these.
+Decides names and what must fit; leaves out when a checkpoint is whole (``train/checkpoint.py``).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load as read_shards
+from torch.distributed.checkpoint.state_dict_saver import save as write_shards
+
+from ramify.errors import ConfigError, StoreError
+from ramify.train.backends.optimizers import Optimizers
+
+FOLDER = "shards"
+_WEIGHTS, _OPTIM = "weights", "optim"
+
+
+class Random(NamedTuple):
+    """Of one rank."""
+
+    cpu: Tensor
+    cuda: Tensor | None
+
+
+class Saving:
+    """A checkpoint that is being written."""
+
+    def __init__(self, work: Callable[[], object], in_background: bool) -> None:
+        self._work = work
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="ramify-shards") if in_background else None
+        if self._thread is not None:
+            self._thread.start()
+        else:
+            self._run()
+
+    def wait(self) -> None:
+        """Raises StoreError where a rank could not write."""
+        if self._thread is not None:
+            self._thread.join()
+        if self._error is not None:
+            raise StoreError(f"a rank's shards cannot be written: {_reason(self._error)}") from self._error
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except (Exception, CheckpointException) as error:  # noqa: BLE001 (raised again by who waits)
+            self._error = error
+
+
+def save(folder: Path, weights: Mapping[str, Any], optimizers: Optimizers, group: Any, in_background: bool) -> Saving:
+    """Write this rank's share, as it is now: from a copy, where it goes on in the background."""
+    state = _state(weights, _moments(weights, optimizers))
+    if in_background:
+        state = {kind: {name: _copied(each) for name, each in part.items()} for kind, part in state.items()}
+    return Saving(lambda: write_shards(state, checkpoint_id=folder / FOLDER, process_group=group), in_background)
+
+
+def load(folder: Path, weights: Mapping[str, Any], optimizers: Optimizers, group: Any) -> None:
+    """Read this rank's share, of a checkpoint that ``check`` has found to fit."""
+    found = sizes(folder)
+    parameters = {name: each.detach() for name, each in weights.items()}
+    moments: dict[str, dict[str, Tensor]] = {name: {} for name in weights}
+    for name, moment in moments.items():
+        prefix = f"{_OPTIM}.{name}."
+        for key in (each.removeprefix(prefix) for each in found if each.startswith(prefix)):
+            is_number = not found[prefix + key]
+            moment[key] = (
+                torch.zeros((), device=weights[name].device) if is_number else torch.zeros_like(parameters[name])
+            )
+    read_shards(_state(parameters, moments), checkpoint_id=folder / FOLDER, process_group=group)
+    owners = {
+        parameter: each for each in optimizers.each for group in each.param_groups for parameter in group["params"]
+    }
+    for name, moment in moments.items():
+        owners[weights[name]].state.pop(weights[name], None)
+        if moment:
+            owners[weights[name]].state[weights[name]] = dict(moment)
+
+
+def sizes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of all that a checkpoint holds. Raises ConfigError where there is none."""
+    try:
+        metadata = FileSystemReader(folder / FOLDER).read_metadata()
+    except FileNotFoundError:
+        raise ConfigError(f"{folder} holds no state of ranks: it has no {FOLDER}/.metadata") from None
+    return {name: tuple(getattr(each, "size", ())) for name, each in metadata.state_dict_metadata.items()}
+
+
+def check(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raises ConfigError with the first tensor that the checkpoint has otherwise than ``shapes``, of what is trained."""
+    prefix = f"{_WEIGHTS}."
+    there = {name.removeprefix(prefix): size for name, size in sizes(folder).items() if name.startswith(prefix)}
+    for name in sorted(there.keys() | shapes.keys()):
+        saved, ours = there.get(name), shapes.get(name)
+        if saved != ours:
+            raise ConfigError(f"{folder} is of another model: '{name}' is {saved} there and {ours} here")
+
+
+def random_state(device: torch.device) -> Random:
+    return Random(torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None)
+
+
+def set_random_state(device: torch.device, state: Random) -> None:
+    torch.set_rng_state(state.cpu)
+    if state.cuda is not None and device.type == "cuda":
+        torch.cuda.set_rng_state(state.cuda, device)
+
+
+def _moments(weights: Mapping[str, Any], optimizers: Optimizers) -> dict[str, dict[str, Tensor]]:
+    """Name -> what its optimizer remembers of it."""
+    states = {parameter: state for each in optimizers.each for parameter, state in each.state.items()}
+    return {name: dict(states.get(parameter, {})) for name, parameter in weights.items()}
+
+
+def _state(weights: Mapping[str, Any], moments: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Any]]:
+    optim = {f"{name}.{key}": each for name, moment in moments.items() for key, each in moment.items()}
+    return {_WEIGHTS: {name: each.detach() for name, each in weights.items()}, _OPTIM: optim}
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    """On the CPU, where it does not change with the weights."""
+    return tensor.clone() if tensor.device.type == "cpu" else tensor.cpu()
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, CheckpointException) and error.failures:
+        rank, (found, _) = sorted(error.failures.items())[0]
+        return f"rank {rank}: {type(found).__name__}: {found}"
+    return f"{type(error).__name__}: {error}"

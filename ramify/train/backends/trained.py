@@ -1,0 +1,42 @@
+"""A model that is trained in this process, on one device: the policy's own, which the engine may sample from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from torch import Tensor
+
+from ramify.policy.load import Policy, load
+from ramify.train.backends.base import Compute, Optim
+from ramify.train.backends.single import Single
+from ramify.train.lora import merged, unmerged
+
+
+class Here:
+    """Implements ``Trained``."""
+
+    is_here = True
+
+    def __init__(self, policy: Policy, compute: Compute, dumps: Path) -> None:
+        self._policy, self._compute, self._dumps = policy, compute, dumps
+
+    @staticmethod
+    def check(compute: Compute, device: str) -> None:
+        """Everything fits."""
+
+    def backend(self, optim: Optim) -> Single:
+        return Single(self._policy, optim, self._compute, dumps=self._dumps)
+
+    def reference(self, folder: Path, is_base: bool) -> Single:
+        policy = load(folder, self._policy.dtype, self._policy.device)
+        return Single(policy, None, self._compute, dumps=self._dumps)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        return merged(self._policy.model)
+
+    def unmerged(self) -> Iterator[tuple[str, Tensor, Callable[[], Tensor] | None]]:
+        return unmerged(self._policy.model)
+
+    def close(self) -> None:
+        """Nothing was started."""

@@ -1,0 +1,384 @@
+"""Two processes over gloo: what one process computes, to 1e-5; resumed to the bit; a rank that is lost, by name.
+
+One launch serves all tests of this file but the last, in this order; the last ones begin with killing a rank.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, GPT2Config
+
+from ramify.errors import ConfigError, TrainError
+from ramify.policy.load import Policy
+from ramify.train.backends.adapters import Lora
+from ramify.train.backends.base import Compute, Optim, Shard
+from ramify.train.backends.fsdp import Fsdp, OverRanks, Ranks
+from ramify.train.backends.single import Single
+from ramify.train.lora import attach, merged
+from ramify.train.loss import Loss
+from ramify.train.pack import Cost, Packing, pack
+from ramify.train.pack import attach as attach_stream
+from ramify.train.policy_losses import DppoTv, Gmpo, Gspo, KlCov
+from tests.train.backends.small import CONFIG, VOCAB, policy, tree
+
+LOSS = Loss(policy=DppoTv(pull=0.1), entropy=0.01)
+FP32 = Compute(precision="fp32")
+GPT2 = GPT2Config(
+    vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=128, initializer_range=0.2, bos_token_id=1,
+    eos_token_id=2,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    torch.set_num_threads(1)
+    found = Ranks(Compute(precision="fp32", shard=Shard(ranks=2, timeout_s=60)), dumps=tmp_path_factory.mktemp("dumps"))
+    yield found
+    found.close()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint as transformers writes it, of a model that runs as a module of its own."""
+    folder = tmp_path_factory.mktemp("gpt2")
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(GPT2).save_pretrained(folder)
+    return folder
+
+
+def shard(**fields: Any) -> Compute:
+    own = {name: fields.pop(name) for name in ("recompute",) if name in fields}
+    return Compute(precision="fp32", shard=Shard(ranks=2, **fields), **own)
+
+
+def spread(ranks: Ranks, compute: Compute | None = None) -> OverRanks:
+    return ranks.spread(CONFIG, policy().model.state_dict(), compute=compute)
+
+
+def check_gradients(model: OverRanks, single: Single) -> None:
+    """The whole gradient to 1e-5 of its norm, and each tensor's to 1e-4 of its own."""
+    ours = dict(model.gradients())
+    wanted = {name: each.grad for name, each in single._model.named_parameters()}
+    assert list(ours) == list(wanted)
+    apart = {name: float((gradient - wanted[name]).norm()) for name, gradient in ours.items()}
+    norms = {name: float(each.norm()) for name, each in wanted.items()}
+    assert np.linalg.norm(list(apart.values())) <= 1e-5 * np.linalg.norm(list(norms.values()))
+    for name, norm in norms.items():
+        assert apart[name] <= 1e-4 * norm, name
+
+
+def check_steps(model: OverRanks, fsdp: Fsdp, single: Single, batches: Any, num: int) -> None:
+    for step in range(num):
+        ours, theirs = (each.forward_backward(batches, LOSS) for each in (fsdp, single))
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+        assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-4)
+        if step in (0, num - 1):
+            check_gradients(model, single)
+        ours, theirs = fsdp.optim_step(), single.optim_step()
+        assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_steps_are_those_of_one_process(ranks: Ranks, kind: Any):
+    """Five batches on two ranks: one of them has an idle round."""
+    batches = pack(tree(), Packing(max_tokens=60))
+    assert len(batches) == 5
+    optim = Optim(kind=kind, lr=1e-4, weight_decay=0.1, schedule="linear", num_steps=20)
+    model = spread(ranks)
+    fsdp, single = model.backend(optim), Single(policy(), optim, FP32)
+    check_steps(model, fsdp, single, batches, 20 if kind == "adamw" else 5)
+    for (name, ours), (other, theirs) in zip(fsdp.weights(), single.weights(), strict=True):
+        assert name == other
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    assert fsdp.version == single.version
+
+
+def test_steps_of_a_checkpoint_of_transformers(ranks: Ranks, checkpoint: Path):
+    """Each rank reads its rows of the file."""
+    module = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    single = Single(Policy(module, None, None, GPT2, 0, "gpt2"), Optim(), FP32)  # type: ignore[arg-type]
+    model = ranks.spread(GPT2, checkpoint)
+    fsdp = model.backend(Optim())
+    assert fsdp.packing.share == single.packing.share
+    check_steps(model, fsdp, single, pack(tree(), Packing(max_tokens=100)), 8)
+
+
+@pytest.mark.parametrize("way", [{"gather": "step"}, {"replicas": 2}, {"recompute": True}], ids=str)
+def test_ways_to_lie_and_to_keep_change_nothing(ranks: Ranks, way: Any):
+    """Weights that stay together over a step, two replicas, layers that are computed again."""
+    model = spread(ranks, shard(**way))
+    check_steps(model, model.backend(Optim()), Single(policy(), Optim(), FP32), pack(tree(), Packing(max_tokens=60)), 3)
+
+
+@pytest.mark.parametrize("formula", [Gspo(), Gmpo(), KlCov(share=0.2)], ids=lambda formula: type(formula).__name__)
+def test_formulas_that_look_beyond_a_token(ranks: Ranks, formula: Any):
+    """Over whole sequences, and over the whole step; the idle rank has neither."""
+    rows = [msgspec.structs.replace(each, ce=None) for each in tree()]
+    batches, loss = pack(rows, Packing(max_tokens=60, cost=Cost(share=0.0, join=0.0))), Loss(policy=formula)
+    model, single = spread(ranks), Single(policy(), None, FP32)
+    ours, theirs = (each.forward_backward(batches, loss) for each in (model.backend(), single))
+    assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-6)
+    check_gradients(model, single)
+
+
+def test_in_bf16_it_is_nearly_the_same(ranks: Ranks):
+    """Weights travel and are multiplied in bf16, gradients are added up in either."""
+    batches = pack(tree(), Packing(max_tokens=60))
+    wanted = Single(policy(), None, FP32).forward_backward(batches, LOSS)["loss"]
+    for reduce in ("fp32", "bf16"):
+        compute = Compute(precision="bf16", shard=Shard(ranks=2, reduce=reduce))  # type: ignore[arg-type]
+        fsdp = spread(ranks, compute).backend()
+        assert fsdp.forward_backward(batches, LOSS)["loss"] == pytest.approx(wanted, rel=0.02)
+        assert fsdp.optim_step()["grad_norm"] > 0
+
+
+def test_batches_fewer_than_ranks(ranks: Ranks):
+    """One batch, and none."""
+    model = spread(ranks)
+    fsdp, single = model.backend(Optim()), Single(policy(), Optim(), FP32)
+    check_steps(model, fsdp, single, pack(tree(), single.packing), 2)
+    assert fsdp.forward_backward([], LOSS) == {"loss": 0}
+    assert fsdp.logprobs([]) == []
+    assert len(pack(tree(), fsdp.packing)) % 2 == 0
+
+
+def test_logprobs_are_of_the_weights_as_they_are(ranks: Ranks):
+    """What was put together for one pass is not used after the weights have changed."""
+    model, rows = spread(ranks), tree()
+    fsdp = model.backend()
+    batches = pack(rows, Packing(max_tokens=60))
+    for seed in (0, 1):
+        other = policy(seed=seed)
+        fsdp.load_weights(other.model.state_dict())
+        for ours, theirs in zip(fsdp.logprobs(batches), Single(other, None, FP32).logprobs(batches), strict=True):
+            np.testing.assert_allclose(ours, theirs, atol=1e-5)
+    attach_stream(rows, batches, "old_logprobs", fsdp.logprobs(batches))
+    with pytest.raises(ConfigError, match=r"the update has no tensor 'model.embed_tokens.weight'"):
+        fsdp.load_weights({})
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_resuming_is_bit_identical(ranks: Ranks, kind: Any, tmp_path: Path):
+    """The checkpoint is written while the run that wrote it goes on."""
+    optim = Optim(kind=kind, lr=0.01, weight_decay=0.1, schedule="linear", warmup_steps=2, num_steps=6)
+    batches = pack(tree(), Packing(max_tokens=60))
+
+    def steps(backend: Fsdp, num: int) -> list[dict[str, float]]:
+        return [backend.forward_backward(batches, LOSS) | backend.optim_step() for _ in range(num)]
+
+    model = spread(ranks)
+    whole = model.backend(optim)
+    steps(whole, 2)
+    wait = whole.save(tmp_path / "state")
+    assert wait is not None
+    went_on = steps(whole, 2)
+    wait()
+    again = ranks.spread(CONFIG, policy(seed=1).model.state_dict(), compute=shard(save_async=False))
+    resumed = again.backend(optim)
+    resumed.load(tmp_path / "state")
+    assert resumed.version == 2
+    assert steps(resumed, 2) == went_on
+    for (name, ours), (_, theirs) in zip(resumed.weights(), whole.weights(), strict=True):
+        assert torch.equal(ours, theirs), name
+    assert resumed.save(tmp_path / "other") is None
+    assert sorted(path.name for path in (tmp_path / "other/shards").iterdir()) == [
+        ".metadata", "__0_0.distcp", "__1_0.distcp",
+    ]  # fmt: skip
+
+
+def test_a_state_that_does_not_fit_is_refused(ranks: Ranks, checkpoint: Path, tmp_path: Path):
+    fsdp = spread(ranks, shard(save_async=False)).backend()
+    fsdp.save(tmp_path)
+    wider = copy.deepcopy(CONFIG)
+    wider.intermediate_size = 64
+    other = ranks.spread(wider, policy(wider).model.state_dict())
+    with pytest.raises(ConfigError, match=r"'model.layers.0.mlp.down_proj.weight' is \(32, 48\) there and \(32, 64\)"):
+        other.backend().load(tmp_path)
+    with pytest.raises(ConfigError, match=r"optim\.kind is adamw there and muon here"):
+        spread(ranks).backend(Optim(kind="muon")).load(tmp_path)
+    with pytest.raises(ConfigError, match=r"nowhere holds no state of ranks: it has no trainer\.pt"):
+        fsdp.load(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match=r"gpt2\d has no tensor 'model.embed_tokens.weight'"):
+        ranks.spread(CONFIG, checkpoint)
+
+
+def test_what_is_exported_is_a_plain_checkpoint(ranks: Ranks, checkpoint: Path, tmp_path: Path):
+    ids = torch.arange(20)[None] % VOCAB
+    for config, source in ((CONFIG, policy().model.state_dict()), (GPT2, checkpoint)):
+        model = ranks.spread(config, source)
+        model.export(tmp_path / "out")
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+        assert loaded.dtype == torch.float32
+        wanted = AutoModelForCausalLM.from_config(config).eval()
+        weights = source if isinstance(source, dict) else loaded.__class__.from_pretrained(checkpoint).state_dict()
+        wanted.load_state_dict(weights)
+        with torch.no_grad():
+            assert torch.equal(loaded(input_ids=ids).logits, wanted(input_ids=ids).logits)
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft asks transformers by an old name
+def test_adapters_are_those_of_one_process(ranks: Ranks, tmp_path: Path):
+    """As ``train/lora.py`` has them; only they are sent, and without them the model is the base."""
+    lora = Lora(rank=2, alpha=6.0, targets=("q_proj", "down_proj"), seed=3)
+    model = ranks.spread(CONFIG, policy().model.state_dict(), lora)
+    fsdp = model.backend(Optim(lr=0.01))
+    adapted = policy()
+    assert attach(adapted.model, 2, 6.0, ("q_proj", "down_proj"), 3) == sum(
+        each.numel() for _, each in model.adapters()
+    )
+    single = Single(adapted, Optim(lr=0.01), FP32)
+    batches = pack(tree(), Packing(max_tokens=60))
+    base = fsdp.logprobs(batches)
+    for _ in range(3):
+        ours, theirs = (each.forward_backward(batches, LOSS)["loss"] for each in (fsdp, single))
+        assert ours == pytest.approx(theirs, rel=1e-5)
+        assert fsdp.optim_step() == pytest.approx(single.optim_step(), rel=1e-5)
+    wanted = dict(merged(adapted.model))
+    assert [name for name, _ in model.weights()] == list(wanted)
+    for name, weight in model.weights():
+        torch.testing.assert_close(weight, wanted[name], rtol=1e-5, atol=1e-6)
+    assert float(np.abs(fsdp.logprobs(batches)[0] - base[0]).max()) > 0.01
+    for ours, theirs in zip(fsdp.base().logprobs(batches), base, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    _check_peft(model, tmp_path)
+
+
+def _check_peft(model: OverRanks, folder: Path) -> None:
+    """The adapters beside the sums are what peft takes for the base."""
+    from peft import PeftModel
+
+    model.export(folder)
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_config(CONFIG).eval()
+    adapted = PeftModel.from_pretrained(base, str(folder / "adapter")).eval()
+    ids = torch.arange(20)[None] % VOCAB
+    with torch.no_grad():
+        wanted = AutoModelForCausalLM.from_pretrained(folder).eval()(input_ids=ids).logits
+        torch.testing.assert_close(adapted(input_ids=ids).logits, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_a_resumed_adapter_is_bit_identical(ranks: Ranks, tmp_path: Path):
+    """Its checkpoint holds what is trained alone."""
+    lora = Lora(rank=2, alpha=4.0)
+    batches = pack(tree(), Packing(max_tokens=60))
+    first, second = (
+        ranks.spread(CONFIG, policy().model.state_dict(), lora, shard(save_async=False)).backend() for _ in range(2)
+    )
+    first.forward_backward(batches, LOSS)
+    first.optim_step()
+    first.save(tmp_path)
+    second.load(tmp_path)
+    assert first.forward_backward(batches, LOSS) == second.forward_backward(batches, LOSS)
+    with pytest.raises(ConfigError, match=r"'model.embed_tokens.weight' is None there and \(61, 32\) here"):
+        spread(ranks).backend().load(tmp_path)
+    with pytest.raises(
+        ConfigError, match=r"lora.targets=\('qproj',\): no linear module is called so; there are down_proj"
+    ):
+        ranks.spread(CONFIG, policy().model.state_dict(), msgspec.structs.replace(lora, targets=("qproj",)))
+
+
+def test_a_loss_that_is_not_finite_stops_all_ranks_and_no_more(ranks: Ranks):
+    rows = tree()
+    rows[4].sampler_logprobs[:] = np.nan
+    fsdp = spread(ranks).backend()
+    with pytest.raises(
+        TrainError, match="step 1 is not finite at 7 entries, the first of them token 23 of sequence sib"
+    ):
+        fsdp.forward_backward(pack(rows, Packing(max_tokens=60)), LOSS)
+    assert fsdp.optim_step()["grad_norm"] == 0.0
+    batches = pack(tree(), Packing(max_tokens=60))
+    single = Single(policy(), Optim(), FP32)
+    assert fsdp.forward_backward(batches, LOSS)["loss"] == pytest.approx(
+        single.forward_backward(batches, LOSS)["loss"], rel=1e-5
+    )
+
+
+def test_a_rank_that_is_killed_is_named_and_another_number_of_ranks_goes_on(ranks: Ranks, tmp_path: Path):
+    """The checkpoint of two ranks is read by one, and gives the steps that two would have made."""
+    optim = Optim(lr=0.01)
+    batches = pack(tree(), Packing(max_tokens=60))
+    fsdp = spread(ranks, shard(save_async=False)).backend(optim)
+    fsdp.forward_backward(batches, LOSS)
+    fsdp.optim_step()
+    fsdp.save(tmp_path)
+    wanted = [fsdp.forward_backward(batches, LOSS)["loss"], fsdp.optim_step()["grad_norm"]]
+    wanted.append(fsdp.forward_backward(batches, LOSS)["loss"])
+    (process,) = ranks.team.processes
+    os.kill(process.pid, signal.SIGKILL)
+    with pytest.raises(TrainError, match=rf"rank 1 \(process {process.pid} on .*\) is lost: .*killed by signal 9"):
+        fsdp.forward_backward(batches, LOSS)
+    with pytest.raises(TrainError, match=r"rank 1 .* is lost"):
+        fsdp.logprobs(batches)
+    ranks.close()
+    alone = Ranks(Compute(precision="fp32", shard=Shard(ranks=1, save_async=False)))
+    try:
+        resumed = alone.spread(CONFIG, policy(seed=1).model.state_dict()).backend(optim)
+        resumed.load(tmp_path)
+        found = [resumed.forward_backward(batches, LOSS)["loss"], resumed.optim_step()["grad_norm"]]
+        found.append(resumed.forward_backward(batches, LOSS)["loss"])
+        assert found == pytest.approx(wanted, rel=1e-5)
+    finally:
+        alone.close()
+
+
+class Sleeper(DppoTv, frozen=True, kw_only=True, tag="sleeper"):
+    """A loss at which every rank but 0 sleeps."""
+
+    def per_token(self, tokens: Any) -> Tensor:
+        if os.environ.get("RANK"):
+            import time
+
+            time.sleep(600)
+        return super().per_token(tokens)
+
+
+@pytest.mark.slow
+def test_a_rank_that_stands_still_is_named_with_its_stack(tmp_path: Path):
+    ranks = Ranks(Compute(precision="fp32", shard=Shard(ranks=2, timeout_s=2)), dumps=tmp_path)
+    try:
+        fsdp = spread(ranks).backend()
+        loss = Loss(policy=Sleeper())  # type: ignore[arg-type]
+        with pytest.raises(TrainError) as caught:
+            fsdp.forward_backward(pack(tree(), Packing(max_tokens=60)), loss)
+        told = str(caught.value)
+        assert told.startswith("no rank got on for 2 s in 'add'. rank 1 (process ")
+        assert "in per_token" in told
+        stacks = (tmp_path / "stalled-ranks.txt").read_text()
+        assert "time.sleep(600)" in stacks
+        assert "all_reduce" in stacks
+    finally:
+        ranks.close()
+
+
+def test_what_does_not_fit_is_said_before_anything_starts(monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(ConfigError, match=r"6 ranks do not fit a mesh of 4 replicas: 6 = 4 x 1 \+ 2"):
+        Shard(ranks=6, replicas=4)
+    with pytest.raises(ConfigError, match=r"1 ranks do not fit a mesh of 2 replicas"):
+        Ranks(Compute(shard=Shard(replicas=2)))
+    with pytest.raises(ConfigError, match="offload moves weights from a GPU to main memory; this run has no GPU"):
+        Ranks(Compute(shard=Shard(offload=True)))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"port={port} cannot be had .*another run may have it"):
+            Ranks(Compute(shard=Shard(ranks=2, port=port)))
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "4"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "1")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=r"compute.shard.ranks=2, but torchrun started 4"):
+        Ranks(Compute(shard=Shard(ranks=2)))
+
+
+def test_fsdp2_is_fsdp():
+    with pytest.warns(DeprecationWarning, match="fsdp2 is called fsdp here"):
+        assert Compute(backend="fsdp2") == Compute(backend="fsdp")
