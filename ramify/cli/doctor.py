@@ -27,7 +27,7 @@ EXTRAS = {
     "anthropic": "anthropic", "litellm": "litellm", "pdf": "pypdf", "ipython": "IPython", "mcp": "mcp",
     "monty": "pydantic_monty", "modal": "modal", "e2b": "e2b", "daytona": "daytona", "prime": "prime_sandboxes",
     "math": "math_verify", "train": "torch", "datasets": "datasets", "ray": "ray", "tensorboard": "tensorboardX",
-    "wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio", "otel": "opentelemetry.sdk",
+    "lora": "peft", "wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio", "otel": "opentelemetry.sdk",
 }  # fmt: skip
 """Extra -> the module that it brings."""
 _KEYS_OF_OTHERS = {"anthropic": ("ANTHROPIC_API_KEY",)}

@@ -681,20 +681,26 @@ def remember_source(name: str, source: str) -> None:
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
 
 
+_COMPILING = threading.Lock()
+"""Python 3.11 counts how deep a tree is in one place for all threads: of two that make trees at once, one may be told that "AST
+constructor recursion depth mismatch". Sessions of one process are threads of it."""
+
+
 class Code:
     """A cell's code, compiled: everything but the last expression, and that expression."""
 
     __slots__ = ("body", "flags", "last")
 
     def __init__(self, source: str, name: str, flags: int) -> None:
-        tree = compile(source, name, "exec", flags | _COMPILE_FLAGS | ast.PyCF_ONLY_AST, True)
         self.last = None
-        if tree.body and isinstance(tree.body[-1], ast.Expr):
-            last = ast.Expression(tree.body.pop().value)
-            self.body = self._compile(tree, name, flags)
-            self.last = self._compile(last, name, flags | (self.body.co_flags & _FUTURES))
-        else:
-            self.body = self._compile(tree, name, flags)
+        with _COMPILING:
+            tree = compile(source, name, "exec", flags | _COMPILE_FLAGS | ast.PyCF_ONLY_AST, True)
+            if tree.body and isinstance(tree.body[-1], ast.Expr):
+                last = ast.Expression(tree.body.pop().value)
+                self.body = self._compile(tree, name, flags)
+                self.last = self._compile(last, name, flags | (self.body.co_flags & _FUTURES))
+            else:
+                self.body = self._compile(tree, name, flags)
         self.flags = flags | (self.body.co_flags & _FUTURES)
 
     @staticmethod
