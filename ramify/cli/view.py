@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from ramify.viewer.server import ViewServer
 
 PORT = 8765
+_SWITCH_S = 5e-4
+"""How long a thread that reads a journal may keep the interpreter from the loop, which answers for the page's parts meanwhile: at
+Python's 5 ms each of twenty waits that long."""
 _TOKEN = "RAMIFY_VIEW_TOKEN"
 
 
@@ -41,6 +45,7 @@ def view(
         library, host=host or "127.0.0.1", port=PORT if port is None else port,
         token=token or os.environ.get(_TOKEN) or None, first=first,
     )  # fmt: skip
+    sys.setswitchinterval(_SWITCH_S)
     asyncio.run(_serve(server, f"#/run/{quote(first, safe='')}" if first else "", bool(open)))
     return Exit.ANSWERED
 
