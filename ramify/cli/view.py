@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 PORT = 8765
 _SWITCH_S = 5e-4
-"""How long a thread that reads a journal may keep the interpreter from the loop, which answers for the page's parts meanwhile: at
-Python's 5 ms each of twenty waits that long."""
+"""How long a thread that reads a journal may keep the interpreter from the loop, which answers for the page's parts
+meanwhile: at Python's 5 ms each of twenty waits that long."""
 _TOKEN = "RAMIFY_VIEW_TOKEN"
 
 
