@@ -53,7 +53,7 @@ def test_a_run(browser: Any, world: World, tmp_path: Path, size: tuple[int, int]
         assert "TypeError: expected string" in broken.locator(".fault").inner_text()
         assert broken.locator(".sub .bad").count() == 2
         assert turns.nth(2).locator(".sub").count() == 2
-        assert "disk full" in turns.nth(2).locator(".out").inner_text()
+        assert "disk full" in turns.nth(2).locator(".out").text_content()
         assert turns.nth(3).locator(".kept summary").text_content() == "7 earlier messages kept"  # perhaps out of sight
         assert page.locator(".c-keyword").count() > 3
         photograph(page, f"run-error-{size[0]}", tmp_path)
