@@ -18,6 +18,8 @@ export class Transcript {
     this.foot = h("div.call-foot");
     this.element = h("article.transcript", { tabindex: "-1", "aria-label": "transcript" }, this.head, this.turns, this.foot);
     this.id = null;
+    this.wanted = null;  // the first turn to fetch
+    this.loading = null;
   }
 
   // --- which call -----------------------------------------------------------------------------------------------
@@ -37,32 +39,32 @@ export class Transcript {
     if (turn !== null) this.scrollTo(turn);
   }
 
-  async load(from) {
-    const id = this.id;
-    if (this.loading) {
-      this.again = true;
-      return this.loading;
-    }
-    this.loading = (async () => {
+  // One request at a time. What is asked for meanwhile may be newer than the answer under way, so it is fetched after
+  // it, from the earliest turn that anyone asked for.
+  load(from) {
+    this.wanted = Math.min(from, this.wanted ?? from);
+    this.loading ??= this.fetch();
+    return this.loading;
+  }
+
+  async fetch() {
+    while (this.wanted !== null) {
+      const id = this.id, from = this.call ? this.wanted : 0;
+      this.wanted = null;
       try {
         const call = await get("/api/call", { key: this.run.head.key, id, from });
         if (id === this.id) this.apply(call);
       } catch (error) {
         if (id === this.id) fill(this.head, h("p.problem", null, error.message));
-      } finally {
-        this.loading = null;
       }
-    })();
-    await this.loading;
-    if (this.again) {
-      this.again = false;
-      await this.load(id === this.id && this.call ? Math.max(0, this.call.turns.length - 1) : 0);
     }
+    this.loading = null;
   }
 
   // Rows of the run changed: this call's own, or those of its sub-calls.
   changed(indices) {
-    if (this.id === null || !this.call) return;
+    if (this.id === null) return;
+    if (!this.call) return void this.load(0);
     const children = new Set();
     for (const index of indices) {
       const call = this.run.calls[index];
@@ -150,12 +152,6 @@ export class Transcript {
     for (let cell = turn.cells.length; this.run.made(this.row, turn.index, cell).length; cell++) this.drawEarly(turn.index, cell);
   }
 
-
-
-
-
-
-
   drawPending() {
     const asked = this.call.pending;
     if (this.waiting) this.waiting.remove();
@@ -187,8 +183,6 @@ export class Transcript {
     fillSubcalls(this, place, turn, cell);
     part.element.append(h("div.cell.early", null, place));
   }
-
-
 
   // --- moving about ---------------------------------------------------------------------------------------------
 
