@@ -1,6 +1,6 @@
 """``ramify train``: carry out a recipe, with a live view of its curves.
 
-Leaves out what a recipe may say (``train/config.py``) and everything that training is (``build.py``).
+Leaves out what a recipe may say (``train/config.py``) and everything that training is (``build/``).
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ def train(
         raise UsageError(f"--plain is --progress lines: leave out one of --plain and --progress {progress}")
     with Screen(notes, form_of("lines" if plain else progress, notes)) as screen:
         with doing("starting"):
-            from ramify.build import recipe, stored, train  # everything heavy comes with it
+            from ramify.build.recipe import recipe, stored  # everything heavy comes with it
+            from ramify.build.run import train
 
             run = recipe(recipes[0], overrides) if recipes else stored(str(resume), overrides)
             run = msgspec.structs.replace(run, trackers=(*run.trackers, *(track or ())))

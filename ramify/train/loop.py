@@ -57,7 +57,7 @@ class Cadence(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class Policy(Protocol):
-    """What the loop does with a policy besides learning; see ``build.Published``."""
+    """What the loop does with a policy besides learning; see ``build/published.py``."""
 
     @property
     def version(self) -> int:

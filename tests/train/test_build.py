@@ -11,7 +11,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from ramify.build import Made, recipe, stored, train
+from ramify.build.parts import Made
+from ramify.build.recipe import recipe, stored
+from ramify.build.run import train
 from ramify.errors import ConfigError
 from ramify.train.algorithms.grpo import GRPO
 from ramify.train.config import LoraSpec, PolicySpec, Run, SftSpec, TaskSpec, plain

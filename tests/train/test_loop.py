@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import torch
 
-from ramify.build import train
+from ramify.build.run import train
 from ramify.errors import TrainError
 from ramify.train.algorithms.sft import SFT
 from ramify.train.backends.base import Optim

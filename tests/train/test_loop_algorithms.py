@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import torch
 
-from ramify.build import train
+from ramify.build.run import train
 from ramify.train.algorithms.ppo import PPO
 from ramify.train.algorithms.rae import RAE
 from ramify.train.algorithms.reinforce_pp import ReinforcePP

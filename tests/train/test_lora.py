@@ -72,7 +72,8 @@ def test_the_recipe_for_any_checkpoint(tmp_path: Path, lora: dict[str, float] | 
     import msgspec
     from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-    from ramify.build import recipe, train
+    from ramify.build.recipe import recipe
+    from ramify.build.run import train
     from ramify.policy.tokenizer import train_tokenizer
 
     source = train_tokenizer(["some words to begin with, and some more"] * 3, 262)

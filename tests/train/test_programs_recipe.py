@@ -9,7 +9,8 @@ from types import ModuleType
 
 import pytest
 
-from ramify.build import recipe, train
+from ramify.build.recipe import recipe
+from ramify.build.run import train
 from ramify.train.metrics import read
 
 ROOT = Path(__file__).parents[2]

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from ramify.build import Made, recipe, train
+from ramify.build.parts import Made
+from ramify.build.recipe import recipe
+from ramify.build.run import train
 from ramify.policy.load import load, save
 from ramify.train.metrics import read
 from tests.train.small import SHAPE, small

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from ramify.build import recipe, stored
+from ramify.build.recipe import recipe, stored
 from ramify.errors import ConfigError
 from ramify.train.algorithms import ALGORITHMS
 from ramify.train.algorithms.dr_grpo import DrGRPO

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 from transformers import Qwen3Config
 
-from ramify.build import Made, recipe, train
+from ramify.build.parts import Made
+from ramify.build.recipe import recipe
+from ramify.build.run import train
 from ramify.errors import ConfigError, SourceError
 from ramify.policy.load import from_config, save
 from ramify.train.config import Run, plain

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from ramify import RLM
-from ramify.build import Made, first_prompt
+from ramify.build.checks import first_prompt
+from ramify.build.parts import Made
 from ramify.clients.base import Request
 from ramify.errors import TrainError
 from ramify.inference.local.client import LocalClient

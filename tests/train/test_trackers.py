@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import msgspec
 import pytest
 
-from ramify.build import train
+from ramify.build.run import train
 from ramify.errors import ConfigError
 from ramify.train.metrics import Measured, read
 from ramify.train.trackers.base import FILE, About, Trackers, flat

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from ramify.build import train
+from ramify.build.run import train
 from ramify.errors import ConfigError
 from ramify.inference.http.spec import InferenceSpec
 from ramify.train.config import EvaluateSpec, Run

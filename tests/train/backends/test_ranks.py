@@ -12,7 +12,7 @@ import msgspec
 import pytest
 import torch
 
-from ramify.build import train
+from ramify.build.run import train
 from ramify.errors import ConfigError
 from ramify.inference.base import TINY
 from ramify.policy.weights import read_weights

@@ -9,7 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from ramify.build import Made, stored, train
+from ramify.build.parts import Made
+from ramify.build.recipe import stored
+from ramify.build.run import train
 from ramify.errors import ConfigError
 from ramify.train.algorithms.dr_grpo import DrGRPO
 from ramify.train.config import SftSpec

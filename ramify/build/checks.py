@@ -1,0 +1,71 @@
+"""What is wrong with a run, said before anything is spent."""
+
+from __future__ import annotations
+
+import warnings
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from ramify.engine import observe
+from ramify.engine.run import NATIVE_TOOLS
+from ramify.engine.scaffold import Scaffold
+from ramify.errors import ConfigError
+from ramify.tasks.base import Item, Task, items_of
+from ramify.tasks.validate import validate
+from ramify.train.config import Run
+from ramify.types.message import Message
+
+if TYPE_CHECKING:
+    from ramify.policy.load import Policy
+
+
+def check_task(run: Run, task: Task) -> None:
+    """The task has the splits that the run asks, and its options can be learnt by."""
+    splits = dict.fromkeys(("train", "validation", *run.evaluate.first, *run.evaluate.final))
+    for split in splits:
+        items_of(task, split)
+    validate(task, splits)
+    if run.rl is not None and run.rl.rollout.group == 1 and run.rl.algorithm.has_group_baseline:
+        warnings.warn(
+            "a group of one has nothing to be compared with: every advantage is 0, and nothing will be learnt; set "
+            "rl.rollout.group to 2 or more",
+            stacklevel=2,
+        )
+    if run.rl is not None and run.rl.loss.kl_beta and run.rl.loss.kl == "k1":
+        warnings.warn(
+            "rl.loss.kl=k1: the gradient of k1 does not know the reference, so that it holds the policy nowhere; use k2 or "
+            "k3+, or rl.algorithm.kl_reward, which is by k1",
+            stacklevel=2,
+        )
+
+
+def check_inference(run: Run) -> None:
+    """Another engine does not say what top-p and top-k left, so nobody could compute the same probabilities."""
+    spec, rl = run.inference, run.rl
+    if spec is None or spec.engine == "ramify" or rl is None:
+        return
+    if (rl.rollout.top_p or 1) < 1 or rl.rollout.top_k:
+        raise ConfigError(
+            f"rl.rollout.top_p={rl.rollout.top_p} and top_k={rl.rollout.top_k} cannot be trained on with "
+            f"inference.engine={spec.engine}, which does not say what they left to draw from: leave them out"
+        )
+
+
+def check_prompts(run: Run, task: Task, scaffold: Scaffold, policy: Policy) -> None:
+    """A first message that leaves no room for a reply would fail in every rollout."""
+    room, tools = policy.window - 1, scaffold.tools(NATIVE_TOOLS)
+    for item in islice(items_of(task, "train"), 32):
+        tokens = len(policy.renderer.prompt(first_prompt(scaffold, run, item), tools))
+        if tokens > room:
+            raise ConfigError(
+                f"item {item.id} does not fit the policy: its prompt has {tokens} tokens and the window {room + 1}; "
+                "use a scaffold that shows less of the context, or a policy with a larger window"
+            )
+
+
+def first_prompt(scaffold: Scaffold, run: Run, item: Item) -> list[Message]:
+    """What a root is told first."""
+    description = "" if scaffold.first else observe.describe(item.context)
+    system = scaffold.system_prompt(depth=0, children=run.limits.max_depth > 0, tools="", limits="")
+    first = Message("user", scaffold.first_message(item.question, item.context, description))
+    return [Message("system", system), first] if system else [first]

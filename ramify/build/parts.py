@@ -1,0 +1,241 @@
+"""The parts of one run, made and checked in the order that finds mistakes before anything is spent."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from ramify.build.checks import check_inference, check_prompts, check_task, first_prompt
+from ramify.build.demonstrations import demonstrations_of, rows_of
+from ramify.build.model import policy_of, serving_of
+from ramify.build.published import Published
+from ramify.build.report import report
+from ramify.engine.rlm import RLM
+from ramify.engine.scaffold import scaffold_of
+from ramify.errors import ConfigError
+from ramify.store.cache import CallCache
+from ramify.store.store import Store
+from ramify.tasks.base import Task, items_of, task_of
+from ramify.train.algorithms.base import needs_of
+from ramify.train.backends.base import BACKENDS
+from ramify.train.config import Run, plain
+from ramify.train.loop import Loop
+from ramify.train.metrics import Measured
+from ramify.train.override import of_name
+from ramify.train.rollout import RolloutOptions, Rollouts
+from ramify.train.selfcheck import Seen, SelfCheck
+from ramify.train.signals.compose import Hybrid
+from ramify.train.signals.reading import Signals
+from ramify.train.signals.scorer import Teachers
+from ramify.train.signals.teacher import needed
+from ramify.train.stages import Imitate, Reinforce, Stage, WarmUp, scheduled
+
+if TYPE_CHECKING:
+    from ramify.inference.http.client import HttpEngines
+    from ramify.inference.local.client import LocalClient
+    from ramify.train.backends.base import Backend, Trained
+
+_TOLERANCE = {"torch.float32": 1e-5}
+_FOREIGN_TOLERANCE = {"torch.float32": 1e-3}
+"""Where another engine's kernels computed them."""
+_COARSE = 0.1
+"""Most that two log-probabilities may differ by in half precision."""
+
+
+class Made:
+    """The parts of one run, checked."""
+
+    def __init__(self, run: Run, say: Callable[[str], None]) -> None:
+        import torch
+
+        if run.threads:
+            torch.set_num_threads(run.threads)
+        self.run, self._say = run, say
+        self._kind: Any = of_name(run.compute.backend, BACKENDS, "backend")
+        if run.rl is not None and needs_of(run.rl.algorithm).values and not self._kind.is_here:
+            raise ConfigError(
+                f"an algorithm with a critic needs compute.backend=single, and not {run.compute.backend}: leave the critic "
+                "out (grpo, rloo, …), or train in one process"
+            )
+        self._kind.check(run.compute, _device_of(run))
+        self.trained: Trained | None = None
+        self.teachers: Teachers | None = None
+        self.task: Task = task_of(run.task.name, **run.task.options)
+        self.scaffold = scaffold_of(run.scaffold)
+        check_task(run, self.task)
+        check_inference(run)
+        shown = list(demonstrations_of(run, self.task, self.scaffold))
+        self.policy = policy_of(run, shown)
+        self.serving = serving_of(run, self.policy, self._kind.is_here, say)
+        check_prompts(run, self.task, self.scaffold, self.policy)
+        weights = self.task.weights
+        self.rows = rows_of(run.sft, shown, self.policy, self.scaffold, weights, say) if run.sft is not None else []
+        self.client = self._client()
+        self.seen = Seen(self.client, run.rl.sample.max_staleness if run.rl is not None else 0)
+        self.rlm = RLM(self.seen, limits=run.limits, scaffold=self.scaffold, sandbox=run.sandbox)
+
+    # --- parts ---------------------------------------------------------------------------------------------------
+
+    def _client(self) -> LocalClient | HttpEngines:
+        if self.run.inference is not None:
+            from ramify.inference.http.client import HttpEngines
+
+            engine = self.run.inference.engine
+            return HttpEngines(self.serving, self.run.inference, name=f"{engine}:{self.run.name}", say=self._say)
+        from ramify.inference.local.client import LocalClient
+
+        spec = self.run.policy
+        return LocalClient(self.serving, name=f"local:{self.run.name}", slots=spec.slots, cache_bytes=spec.cache_bytes)
+
+    def _trained(self, out: Path) -> Trained:
+        """What is trained: the policy of this process, or a copy of it over ranks."""
+        run = self.run
+        if self._kind.is_here:
+            here: Trained = self._kind(self.policy, run.compute, out)
+            return here
+        from ramify.train.backends.adapters import Lora
+
+        spec, lora = run.policy, run.policy.lora
+        adapters = None if lora is None else Lora(rank=lora.rank, alpha=lora.alpha, targets=lora.targets, seed=run.seed)
+        is_folder = bool(spec.path) and type(self.policy.model).__name__ == "Dense" and Path(spec.path).is_dir()
+        source = Path(spec.path) if is_folder else self.policy.model.state_dict()
+        spread: Trained = self._kind(self.policy, run.compute, out, lora=adapters, source=source)
+        return spread
+
+    async def start(self, out: Path) -> None:
+        """Bring up the engines that are not in this process."""
+        from ramify.inference.local.client import LocalClient
+        from ramify.policy.load import save
+
+        if not isinstance(self.client, LocalClient):
+            await self.client.start(out / "inference", lambda folder: save(self.serving, folder))
+
+    def _tolerance(self) -> float:
+        """Most that log-probabilities of engine and trainer may differ by."""
+        spec, dtype = self.run.inference, str(self.serving.dtype)
+        if spec is not None and spec.tolerance:
+            return spec.tolerance
+        same = spec is None or spec.engine == "ramify"
+        return (_TOLERANCE if same else _FOREIGN_TOLERANCE).get(dtype, _COARSE)
+
+    def _backend_of(self, trained: Trained, out: Path) -> Callable[[Stage], Backend]:
+        from ramify.train.backends.own_critic import OwnCritic
+        from ramify.train.backends.single import Single
+
+        compute = self.run.compute
+
+        def backend(stage: Stage) -> Backend:
+            if not stage.critic:
+                return trained.backend(stage.optim)
+            assert self.run.rl is not None
+            spec = self.run.rl.critic
+            if spec.model == "shared":
+                return Single(self.policy, stage.optim, compute, dumps=out, critic=True)
+            own = dataclasses.replace(self.policy, model=copy.deepcopy(self.policy.model))
+            optim = scheduled(spec.optim, stage.optim.num_steps) if spec.optim is not None else stage.optim
+            critic = Single(own, optim, compute, dumps=out, critic=True)
+            return OwnCritic(trained.backend(stage.optim), critic)
+
+        return backend
+
+    def _signals(self, out: Path) -> Signals | None:
+        """What is read off rollouts besides their reward; None for nothing."""
+        from ramify.inference.local.client import LocalClient
+        from ramify.train.backends.single import Single
+
+        rl = self.run.rl
+        if rl is None or not isinstance(rl.algorithm, Hybrid):
+            return None
+        published = Published(self.policy, self.serving, self.client)
+        sources = needed(rl.signals)
+        if "live" in sources and rl.sample.max_staleness:
+            raise ConfigError(
+                "a signal scores with the policy as it is (teacher source=live, student=recomputed, choose=overlap or "
+                "support=student), which is being trained meanwhile where rl.sample.max_staleness is above 0: set it to 0"
+            )
+        in_engine = self.client.run if isinstance(self.client, LocalClient) and self.serving is self.policy else None
+        teachers = self.teachers = Teachers(
+            sources, self.policy, lambda policy: Single(policy, None, self.run.compute, dumps=out), out, published.save,
+            self._engine_of, self.run.seed, in_engine,
+        ) if sources else None  # fmt: skip
+        return Signals(
+            rl.signals, rl.algorithm, pool=self.rlm.pool, budget=rl.judges, policy=self.seen, teachers=teachers,
+            cache=CallCache(Store(rl.judge_cache)) if rl.judge_cache else None, writing=self.policy.renderer,
+            weights=self.task.weights, temperature=rl.rollout.temperature, say=self._say,
+        )  # fmt: skip
+
+    def _engine_of(self, name: str) -> object:
+        """An engine that scores, by its name."""
+        from ramify.inference.base import connect
+
+        return connect(name)
+
+    def _stages(self, out: Path) -> list[Stage]:
+        run = self.run
+        stages: list[Stage] = []
+        if run.warmup is not None:
+            special = set(self.policy.tokenizer.all_special_ids)
+            ids = [index for index in range(len(self.policy.tokenizer)) if index not in special]
+            stages.append(WarmUp(run.warmup.steps, run.warmup.optim, ids, run.warmup.batch_tokens, run.seed))
+        if run.sft is not None:
+            stages.append(Imitate(self.rows, run.sft.optim, run.sft.batch_tokens, run.sft.epochs, run.seed))
+        if run.rl is not None:
+            rl = run.rl
+            stages.append(
+                Reinforce(
+                    rl.steps, rl.optim, rl.loss, task=self.task, items=items_of(self.task, "train"),
+                    rollouts=Rollouts(
+                        self.rlm, self.task, rl.rollout, seed=run.seed, on_stall=self._say,
+                        greedy=needs_of(rl.algorithm).greedy,
+                    ),
+                    algorithm=rl.algorithm, sample=rl.sample, temperature=rl.rollout.temperature,
+                    signals=self._signals(out),
+                )
+            )  # fmt: skip
+        return stages
+
+    def loop(self, out: Path, listener: Callable[[Measured], None] | None) -> Loop:
+        from ramify.policy.fingerprint import fingerprint_of
+
+        run = self.run
+        prompt = first_prompt(self.scaffold, run, items_of(self.task, "validation")[0])
+        trained = self.trained = self._trained(out)
+        published = Published(self.policy, self.serving, self.client, trained)
+        starts_at_base = run.warmup is None and run.sft is None
+        check = SelfCheck(
+            self.seen, lambda: fingerprint_of(published.weights()), prompt, self._tolerance()
+        )  # fmt: skip
+        loop = Loop(
+            out, self._stages(out), self._backend_of(trained, out), published, self.evaluate,
+            first=run.evaluate.first, final=run.evaluate.final, cadence=run.cadence, guard=run.guard,
+            config=plain(run), check=check, reference_of=lambda folder: trained.reference(folder, starts_at_base),
+            listener=listener, say=self._say,
+        )  # fmt: skip
+        first = run.rl.sample.first_item if run.rl is not None else 0
+        loop.state.next_item = max(first, run.sft.num if run.sft is not None and run.sft.demos else 0)
+        return loop
+
+    async def evaluate(self, split: str) -> dict[str, float]:
+        """The mean reward on the first items of ``split``, of all and by kind."""
+        spec = self.run.evaluate
+        options = msgspec.structs.replace(
+            self.run.rl.rollout if self.run.rl is not None else RolloutOptions(),
+            group=spec.attempts, temperature=spec.temperature,
+        )  # fmt: skip
+        rollouts = Rollouts(self.rlm, self.task, options, seed=self.run.seed, on_stall=self._say)
+        found = items_of(self.task, split)
+        num = spec.num if split != "validation" or spec.validation is None else spec.validation
+        items = [found[index] for index in range(min(num, len(found)))]
+        return report(split, items, await rollouts.groups(items, -1, f"evaluating {split}"), self.task.weights)
+
+
+def _device_of(run: Run) -> str:
+    import torch
+
+    kind = run.policy.device.partition(":")[0]
+    return kind if kind != "auto" else "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,0 +1,51 @@
+"""Recipe files, and the runs that checkpoints were made by."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from ramify.errors import ConfigError
+from ramify.train.algorithms import ALGORITHMS
+from ramify.train.checkpoint import find, read_state
+from ramify.train.config import CHOICES, Run
+from ramify.train.override import of_name, override
+
+
+def recipe(path: str | Path, overrides: Sequence[str] = ()) -> Run:
+    """The run of a recipe file, with overrides. Raises ConfigError for a file without ``def run() -> Run``."""
+    path = Path(path)
+    spec = importlib.util.spec_from_file_location(path.stem, path) if path.is_file() else None
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{path} is no recipe: give a Python file with `def run() -> Run`")
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.parent))  # a recipe may begin with another that lies beside it
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(path.parent))
+    make = getattr(module, "run", None)
+    run = make() if callable(make) else None
+    if not isinstance(run, Run):
+        raise ConfigError(f"{path} has no `def run() -> Run` (ramify.train.config.Run)")
+    return override(run, overrides, CHOICES)
+
+
+def stored(path: str | Path, overrides: Sequence[str] = ()) -> Run:
+    """The run that a checkpoint, or the latest of a run's folder, was made by. Raises ConfigError."""
+    config = dict(read_state(find(Path(path))).config)
+    try:
+        run = msgspec.convert(config, Run)
+        if run.rl is not None:
+            algorithm = of_name(run.rl.algorithm.pop("name"), ALGORITHMS, "algorithm")
+            rl = msgspec.structs.replace(run.rl, algorithm=msgspec.convert(run.rl.algorithm, algorithm))
+            run = msgspec.structs.replace(run, rl=rl)
+    except (msgspec.ValidationError, KeyError) as error:
+        raise ConfigError(
+            f"{path} does not say all of its run ({error}): give the recipe that it was made by"
+        ) from error
+    return override(run, overrides, CHOICES)

@@ -1,0 +1,81 @@
+"""Carry a run out: everything open as long as it lasts, from the beginning or from a checkpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+from ramify.build.parts import Made
+from ramify.errors import ConfigError
+from ramify.train.backends import launch
+from ramify.train.checkpoint import State, check_config, find, read_state
+from ramify.train.config import Run, plain
+from ramify.train.loop import Loop
+from ramify.train.metrics import Measured
+from ramify.train.trackers.base import Trackers
+
+FREE = ("cadence.", "compute.shard.", "evaluate.", "guard.", "inference", "name", "tracker")
+"""Fields of a run that a resumed one may have otherwise: they change no weight, but for how long it is trained."""
+_SWITCH_S = 5e-4
+"""How long one thread may keep the interpreter from another: the loop's, which speaks to sessions, waits for the engine's
+after each system call. At Python's 5 ms a step of rollouts takes a fifth longer."""
+
+
+def train(
+    run: Run, out: str | Path, *, resume: str | Path | None = None,
+    listener: Callable[[Measured], None] | None = None, say: Callable[[str], None] = print,
+) -> State:  # fmt: skip
+    """Carry ``run`` out in the folder ``out``, from the beginning or from a checkpoint; where it stands at the end.
+
+    ``resume`` is a run's folder or one of its checkpoints. Raises ConfigError for what is wrong with the run before
+    anything is trained, TrainError where training cannot go on."""
+    launch.follow_if_told()
+    out = Path(out)
+    checkpoint = find(Path(resume)) if resume is not None else None
+    if checkpoint is not None:
+        check_config(read_state(checkpoint), plain(run), FREE)
+    elif any(out.glob("checkpoints/step-*")):
+        raise ConfigError(f"{out} holds a run already: resume it, or give another folder")
+
+    trackers = Trackers(run.trackers, run.tracker_options, say)
+    resumed_at = read_state(checkpoint).step if checkpoint is not None else None
+
+    def measured(each: Measured) -> None:
+        trackers(each)
+        if listener is not None:
+            listener(each)
+
+    async def carry_out() -> State:
+        async with building(run, out, listener=measured, say=say) as loop:
+            with trackers.opened(run.name, out, plain(run), resumed_at):
+                return await loop.run(checkpoint)
+
+    return asyncio.run(carry_out())
+
+
+@contextlib.asynccontextmanager
+async def building(
+    run: Run, out: Path, *, listener: Callable[[Measured], None] | None = None, say: Callable[[str], None] = print
+) -> AsyncIterator[Loop]:
+    """The loop of ``run``, with all that it needs open as long as the block lasts. All checks are done here."""
+    made = Made(run, say)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(_SWITCH_S)
+    gc.collect()
+    gc.freeze()  # demonstrations and their rows stay: to look through them again and again would cost a tenth of a step
+    try:
+        await made.start(out)
+        async with made.rlm:
+            yield made.loop(out, listener)
+    finally:
+        gc.unfreeze()
+        sys.setswitchinterval(interval)
+        if made.teachers is not None:
+            made.teachers.close()
+        await made.client.close()
+        if made.trained is not None:
+            made.trained.close()
