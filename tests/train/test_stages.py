@@ -99,7 +99,7 @@ def test_dynamic_sampling_gives_up_and_goes_round() -> None:
 
 def test_dynamic_sampling_tries_as_many_at_once_as_should_be_enough() -> None:
     """Half of the first four have a signal: four more for the two that are missing, of which one is not needed."""
-    canned = Canned({each: (1, 0) for each in (0, 3, 4, 5, 6)})
+    canned = Canned(dict.fromkeys((0, 3, 4, 5, 6), (1, 0)))
     found, next_item = work(canned, items=4, max_items=12)
     assert (len(canned.asked), next_item) == (8, 8)
     assert [(each.number, each.outcome) for each in found.accounts] == [
