@@ -1,10 +1,10 @@
 """Rollouts that do not wait against rollouts that do: wall time of a step, and the reward that is reached.
 
-    python benchmarks/scale_async.py            wall per step over a scripted engine, one rollout in ten taking ten times as long
+    python benchmarks/scale_async.py            wall per step over a scripted engine, a tenth of rollouts ten times as slow
     python benchmarks/scale_async.py --reward   also the tiny recipe, synchronous and one step ahead, three seeds; minutes
 
-The engine answers after 50 ms, or 500, by the rollout's seed; everything else is real: the loop, the queue, rollouts of one turn
-without a session, the trainer over a policy of some thousand parameters. The reward is of runs that begin from one policy.
+The engine answers after 50 ms, or 500, by the rollout's seed; everything else is real: the loop, the queue, rollouts of one
+turn without a session, the trainer over a policy of some thousand parameters. Rewards are of runs that begin from one policy.
 """
 
 from __future__ import annotations
@@ -195,9 +195,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Rollouts that do not wait against rollouts that do.")
     parser.add_argument("--quick", action="store_true", help="one round")
     parser.add_argument("--reward", action="store_true", help="the reward that is reached, too")
+    parser.add_argument("--keep", type=Path, help="a folder for its runs, which are not done again")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON on the last line")
     options = parser.parse_args()
-    found = [*figures(options.quick), *(rewards() if options.reward else ())]
+    found = list(figures(options.quick))
+    if options.reward:
+        with tempfile.TemporaryDirectory() as folder:
+            found += rewards(options.keep or Path(folder))
     show(found)
     if options.json:
         print(json.dumps({"figures": [figure.as_json() for figure in found]}))
