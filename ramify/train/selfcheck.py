@@ -108,9 +108,10 @@ class SelfCheck:
         if not (largest <= self._tolerance and mean <= self._tolerance / 10):
             at = int(np.argmax(differences_T))
             raise TrainError(
-                f"the canary's log-probabilities differ by {largest:.2g} between engine and trainer, {mean:.2g} on average, and "
-                f"at most {self._tolerance:g} and {self._tolerance / 10:g} are allowed ({theirs_T[at]:.5f} by the engine, {ours_T[at]:.5f} by the trainer, at {what} "
-                f"token {at}): they compute different models, or the engine's cache is stale{self._where(engine)}"
+                f"the canary's log-probabilities differ by {largest:.2g} between engine and trainer, {mean:.2g} on average, "
+                f"and at most {self._tolerance:g} and {self._tolerance / 10:g} are allowed ({theirs_T[at]:.5f} by the engine, "
+                f"{ours_T[at]:.5f} by the trainer, at {what} token {at}): they compute different models, or the engine's cache "
+                f"is stale{self._where(engine)}"
             )
 
     def _where(self, engine: InferenceClient) -> str:
