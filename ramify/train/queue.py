@@ -219,6 +219,7 @@ class Queue:
         sample = self._sample
         if not sample.max_staleness and len(whole) < len(self._open):
             return False
+        inside = {id(each) for each in whole}
         num_loud = sum(not each.is_silent for each in whole)
         has_tried_all = 0 < sample.max_items <= len(whole)
         if num_loud < sample.items and not has_tried_all:
@@ -226,7 +227,7 @@ class Queue:
         for later in range(sample.oldest + 1):  # those that are due in so many steps, or before
             last = self._step + later - sample.oldest
             due = [each for each in self._open if not each.is_silent and each.step is not None and each.step <= last]
-            if sum(each in whole for each in due) < len(due) - later * sample.items:
+            if sum(id(each) in inside for each in due) < len(due) - later * sample.items:
                 return False
         return True
 
@@ -267,10 +268,11 @@ class Queue:
         if not sample.max_staleness:  # those beyond would be too old for the next step
             given_up += [each.account(spare=True) for each in loud[sample.items :]]
             gone = whole
-        self._open = [each for each in self._open if each not in gone]
+        away = {id(each) for each in gone}
+        self._open = [each for each in self._open if id(each) not in away]
         left = {each.rolling.item.id for each in self._open}
-        for id in self.by_id.keys() - left:
-            del self.by_id[id]
+        for item in self.by_id.keys() - left:
+            del self.by_id[item]
         metrics = {"items": float(len(gone))}
         if sample.max_staleness:
             metrics["in_flight"] = float(len(self._open))

@@ -14,6 +14,7 @@ from ramify.clients.byte_ids import ByteIds
 from ramify.errors import ConfigError
 from ramify.tasks.base import Item
 from ramify.tasks.simple import SimpleTask, Whole
+from ramify.train.groups import account
 from ramify.train.queue import Queue, Taken
 from ramify.train.rollout import RolloutOptions, Rollouts
 from ramify.train.stages import Sample
@@ -266,6 +267,22 @@ def test_what_is_a_bug_is_raised_by_the_next_step() -> None:
             await queue.take(0)
 
     ran(Gates(1), test, items=2, max_staleness=1, queue={"read": read})
+
+
+def test_a_group_goes_on_without_a_rollout_that_failed_and_one_that_lost_all_is_known() -> None:
+    def reward(item: Item, trajectory: Trajectory) -> float:
+        if trajectory.id == "item=0/rollout=1" or item.id == "t/1":
+            raise OSError("the grader is down")
+        return 1.0
+
+    async def test(queue: Queue) -> None:
+        taken = await queue.take(0)
+        found = [account(number, group, {"item=0/rollout=0"}) for number, group in taken.groups]
+        assert [(each.outcome, len(each.rollouts), each.failed) for each in found] == [
+            ("learnt", 2, ["item=0/rollout=1"]), ("lost", 0, [f"item=1/rollout={number}" for number in range(3)]),
+        ]  # fmt: skip
+
+    ran(Gates(*range(9)), test, 1, items=2, group=3, max_staleness=1, reward=reward)
 
 
 def test_a_bound_that_would_give_up_half_of_all() -> None:
