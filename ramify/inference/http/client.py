@@ -86,7 +86,8 @@ class HttpEngines:
 
     async def start(self, out: Path, save: Callable[[Path], None], launch: Launch | None = None) -> None:
         """Start the servers, or attach to them; check each; open the way for weights. ``save`` writes a checkpoint for
-        those that are started, below ``out``, by ``launch`` where it is not on this machine. Raises ConfigError for a server that is not what the policy needs."""
+        those that are started, below ``out``, by ``launch`` where it is not on this machine. Raises ConfigError for a server
+        that is not what the policy needs."""
         try:
             urls = list(self.spec.urls) or self._launch(out, save, launch)
             servers = [ENGINES[self.spec.engine](url, self.spec, self._key) for url in urls]

@@ -52,9 +52,9 @@ class Ranks:
     def __init__(
         self, compute: Compute, device: str = "cpu", *, dumps: Path | None = None, hosts: Hosts | None = None
     ) -> None:
-        """Starts the ranks, on ``hosts`` where given, or joins those of torchrun. Batches whose loss is not finite, and the stacks of ranks that
-        stand still, are written into ``dumps``. Raises ConfigError, before anything is started, where ``compute.shard``
-        does not fit this machine."""
+        """Starts the ranks, on ``hosts`` where given, or joins those of torchrun. Batches whose loss is not finite, and the
+        stacks of ranks that stand still, are written into ``dumps``. Raises ConfigError, before anything is started, where
+        ``compute.shard`` does not fit this machine."""
         self.compute, self.device = compute, device
         self.dumps = dumps or Path()
         self._joined = launch.join(compute.shard, device, self.dumps, hosts)

@@ -66,8 +66,8 @@ def check_reach(run: Run, hosts: Hosts, num: int) -> None:
     where = hosts.address_of(Member("inference", away[0]))
     if spec.carried_by in ("shared", "cuda_ipc"):
         raise ConfigError(
-            f"inference.carrier={spec.carried_by} ends at this machine, and engine {away[0]} was placed on {where}: use 'nccl' or "
-            "'gloo', or 'file' on a file system that both see"
+            f"inference.carrier={spec.carried_by} ends at this machine, and engine {away[0]} was placed on {where}: use "
+            "'nccl' or 'gloo', or 'file' on a file system that both see"
         )
     if spec.carried_by in ("gloo", "nccl") and spec.carrier_options.get("address", "127.0.0.1") == "127.0.0.1":
         raise ConfigError(

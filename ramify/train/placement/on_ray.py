@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import secrets
 import shutil
 import signal
 import sys
@@ -151,6 +152,7 @@ class RayHosts:
             # Sockets lie in there, whose paths are short: the system's folder for temporary files may be too deep.
             root = tempfile.gettempdir() if len(tempfile.gettempdir()) < 20 else "/tmp"
             self._folder = tempfile.mkdtemp(prefix="ray", dir=root)
+            os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # or Ray writes one into the home folder
             options |= {
                 "address": "local", "num_cpus": os.cpu_count(), "num_gpus": num_gpus, "include_dashboard": False,
                 "_temp_dir": self._folder, "_node_ip_address": "127.0.0.1", "object_store_memory": 80 << 20,
