@@ -30,8 +30,11 @@ from ramify.train.config import Run, plain
 from ramify.train.loop import Loop
 from ramify.train.metrics import Measured
 from ramify.train.override import of_name
-from ramify.train.placement.counted import check_reach, settled
+from ramify.train.placement.counted import attached, check_reach, settled
+from ramify.train.placement.here import HereHosts
 from ramify.train.placement.hosts import Hosts, PlacedEngine
+from ramify.train.placement.runner import RunnerSpec
+from ramify.train.placement.runners import Runners
 from ramify.train.rollout import RolloutOptions, Rollouts
 from ramify.train.selfcheck import Seen, SelfCheck
 from ramify.train.signals.compose import Hybrid
@@ -64,6 +67,8 @@ class Made:
         self.run, self._say = run, say
         self.hosts: Hosts | None = None
         """What starts processes that are not to be on this machine; open from ``start`` on."""
+        self.runners: Runners | None = None
+        """Those who roll out, where that is not this process."""
         self._kind: Any = of_name(run.compute.backend, BACKENDS, "backend")
         if run.rl is not None and needs_of(run.rl.algorithm).values and not self._kind.is_here:
             raise ConfigError(
@@ -130,6 +135,38 @@ class Made:
         launch = None if self.hosts is None else partial(PlacedEngine, self.hosts)
         if not isinstance(self.client, LocalClient):
             await self.client.start(out / "inference", lambda folder: save(self.serving, folder), launch)
+            await self._start_runners(out)
+
+    async def _start_runners(self, out: Path) -> None:
+        """Bring up those who roll out in processes of their own, where the placement has any."""
+        from ramify.inference.local.client import LocalClient
+        from ramify.policy.load import save
+
+        num, run = sum(member.role == "rollouts" for seat in self._seats for member in seat.members), self.run
+        if not num or run.rl is None:
+            return
+        assert run.inference is not None
+        assert not isinstance(self.client, LocalClient)
+        client = self.client
+        checkpoint = Path(os.path.abspath(out)) / "inference" / "checkpoint"
+        if run.inference.urls:
+            save(self.serving, checkpoint)
+        urls = tuple(each.name for each in client.engines)
+        spec = RunnerSpec(
+            name=client.name, task=run.task.name, options=run.task.options, scaffold=run.scaffold, limits=run.limits,
+            sandbox=run.sandbox, inference=attached(run.inference, urls), checkpoint=str(checkpoint),
+            dtype=str(self.serving.dtype).removeprefix("torch."), grace_s=run.rl.rollout.grace_s,
+        )  # fmt: skip
+        self.runners = Runners(
+            self.hosts or HereHosts(),
+            num,
+            spec,
+            out,
+            version=lambda: client.version,
+            seen=self.seen.note,
+            say=self._say,
+        )
+        await self.runners.start()
 
     @property
     def _is_placed(self) -> bool:
@@ -229,7 +266,7 @@ class Made:
                     rl.steps, rl.optim, rl.loss, task=self.task, items=items_of(self.task, "train"),
                     rollouts=Rollouts(
                         self.rlm, self.task, rl.rollout, seed=run.seed, on_stall=self._say,
-                        greedy=needs_of(rl.algorithm).greedy,
+                        greedy=needs_of(rl.algorithm).greedy, runner=self.runners,
                     ),
                     algorithm=rl.algorithm, sample=rl.sample, temperature=rl.rollout.temperature,
                     signals=self._signals(out),
@@ -265,7 +302,9 @@ class Made:
             self.run.rl.rollout if self.run.rl is not None else RolloutOptions(),
             group=spec.attempts, temperature=spec.temperature,
         )  # fmt: skip
-        rollouts = Rollouts(self.rlm, self.task, options, seed=self.run.seed, on_stall=self._say)
+        rollouts = Rollouts(
+            self.rlm, self.task, options, seed=self.run.seed, on_stall=self._say, runner=self.runners
+        )  # fmt: skip
         found = items_of(self.task, split)
         num = spec.num if split != "validation" or spec.validation is None else spec.validation
         items = [found[index] for index in range(min(num, len(found)))]

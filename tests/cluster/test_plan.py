@@ -105,7 +105,13 @@ def test_seconds_from_a_run_that_was(tmp_path: Path) -> None:
     checkpoints.save(State(step=3, config=plain(small())), {})
     written = Metrics(tmp_path)
     for step, work_s in enumerate((40.0, 4.0, 4.0)):  # the first step is not like the others
-        values = {"work_s": work_s, "learn_s": 2.0, "sampled_tokens": 200.0, "packed_tokens": 600.0, "length_mean": 20.0}
+        values = {
+            "work_s": work_s,
+            "learn_s": 2.0,
+            "sampled_tokens": 200.0,
+            "packed_tokens": 600.0,
+            "length_mean": 20.0,
+        }
         written.write(step, "rl", 0.0, values)
     written.close()
     found = plan(placed(), Options(measured=tmp_path))

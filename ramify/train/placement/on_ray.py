@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from ramify.errors import ConfigError, TrainError
+from ramify.train.placement.hosts import Placed
 from ramify.train.placement.keeper import Keeper
 from ramify.train.placement.seats import Member, Needs, Seat
 from ramify.train.placement.spec import PlacementSpec
@@ -38,7 +39,6 @@ _ASK_S = 60.0
 """How long a keeper may take to say something."""
 _HERE = 0.001
 """Of the resource that each node has of its own, which holds the first seat on this one."""
-_KILLED = -9
 
 
 class RayHosts:
@@ -108,19 +108,12 @@ class RayHosts:
         if self._folder:
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    # --- what processes ask ------------------------------------------------------------------------------------------
-
-    def ask(self, index: int, verb: str, *arguments: Any) -> Any:
+    def _asked(self, index: int, verb: str, *arguments: Any) -> Any:
         """A keeper's answer; None where it is gone."""
         try:
             return self._ask(index, verb, *arguments)
         except TrainError:
             return None
-
-    def place(self, index: int) -> tuple[str, bool]:
-        """(host, whether it is this one)"""
-        about = self._about[index]
-        return about["host"], about["address"] == self._own
 
     def _ask(self, index: int, verb: str, *arguments: Any) -> Any:
         if not self._is_open:
@@ -156,12 +149,18 @@ class RayHosts:
             options |= {
                 "address": "local", "num_cpus": os.cpu_count(), "num_gpus": num_gpus, "include_dashboard": False,
                 "_temp_dir": self._folder, "_node_ip_address": "127.0.0.1", "object_store_memory": 80 << 20,
+                "_system_config": {"prestart_worker_first_driver": False},
             }  # fmt: skip
+        until = time.monotonic() + self._spec.start_s
         with _own_handlers():
-            try:
-                ray.init(**options)
-            except (RuntimeError, ConnectionError, ValueError, OSError) as error:
-                raise ConfigError(self._refusal(str(error))) from None
+            while True:
+                try:
+                    ray.init(**options)
+                    return
+                except Exception as error:  # noqa: BLE001 (Ray raises this class itself)
+                    is_slow = "timed out during startup" in str(error)  # after 30 s, which a busy machine may take
+                    if not is_slow or time.monotonic() > until:
+                        raise ConfigError(self._refusal(str(error))) from None
 
     def _refusal(self, said: str) -> str:
         where = f"the cluster of Ray at {self._address}" if self._address else "a cluster of Ray on this machine"
@@ -224,46 +223,6 @@ class RayHosts:
                 f"the cluster gave GPU {given[0]} of this node to the first rank, which is this process and computes on GPU "
                 f"{mine[0]}: start it with CUDA_VISIBLE_DEVICES={','.join(given)}"
             )
-
-
-class Placed:
-    """Implements ``Started``: a process on a seat."""
-
-    def __init__(self, hosts: RayHosts, index: int, name: str, pid: int, log: Path) -> None:
-        self._hosts, self._index, self._name = hosts, index, name
-        host, is_here = hosts.place(index)
-        self.pid = pid if is_here else 0
-        self.where = f"process {pid} on {host}"
-        self._log = log
-        self._status: int | None = None
-
-    def poll(self) -> int | None:
-        if self._status is None:
-            told = self._hosts.ask(self._index, "poll", self._name)
-            if told is None:
-                self._status = _KILLED  # its keeper is gone, and with it the process
-            elif told[0]:
-                self._status = told[1]
-        return self._status
-
-    def wait(self) -> int:
-        while (status := self.poll()) is None:
-            time.sleep(0.02)
-        return status
-
-    def kill(self) -> None:
-        self._hosts.ask(self._index, "signal", self._name, int(signal.SIGKILL))
-
-    def terminate(self, timeout_s: float) -> None:
-        until = time.monotonic() + timeout_s
-        self._hosts.ask(self._index, "signal", self._name, int(signal.SIGTERM))
-        while self.poll() is None and time.monotonic() < until:
-            time.sleep(0.02)
-        self.kill()
-        self.wait()
-
-    def said(self) -> str:
-        return str(self._hosts.ask(self._index, "said", self._name) or f"{self._log} cannot be read from here")
 
 
 def imported() -> Any:

@@ -72,8 +72,8 @@ def test_a_large_seat_is_placed_before_small_ones_take_its_node() -> None:
         (
             PlacementSpec(pools={"main": Pool(nodes=2, gpus=3, cpus=64)}, inference=Role(gpus=2)),
             {"inference": 3},
-            "fit the pool 'main' in sum, but not node by node: inference 2 needs 2 GPUs, 1 CPUs on one node, and of its 2 nodes "
-            "the emptiest has 1 GPUs, 63 CPUs left",
+            "fit the pool 'main' in sum, but not node by node: inference 2 needs 2 GPUs, 1 CPUs on one node, and of its 2 "
+            "nodes the emptiest has 1 GPUs, 63 CPUs left",
         ),
         (
             PlacementSpec(pools={"main": Pool(cpus=64, memory_gb=100)}, trainer=Role(memory_gb=60)),
