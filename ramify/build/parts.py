@@ -148,15 +148,10 @@ class Made:
         assert run.inference is not None
         assert not isinstance(self.client, LocalClient)
         client = self.client
-        checkpoint = Path(os.path.abspath(out)) / "inference" / "checkpoint"
+        checkpoint = out / "inference" / "checkpoint"
         if run.inference.urls:
             save(self.serving, checkpoint)
-        urls = tuple(each.name for each in client.engines)
-        spec = RunnerSpec(
-            name=client.name, task=run.task.name, options=run.task.options, scaffold=run.scaffold, limits=run.limits,
-            sandbox=run.sandbox, inference=attached(run.inference, urls), checkpoint=str(checkpoint),
-            dtype=str(self.serving.dtype).removeprefix("torch."), grace_s=run.rl.rollout.grace_s,
-        )  # fmt: skip
+        spec = self._for_runners(checkpoint, tuple(each.name for each in client.engines))
         self.runners = Runners(
             self.hosts or HereHosts(),
             num,
@@ -167,6 +162,17 @@ class Made:
             say=self._say,
         )
         await self.runners.start()
+
+    def _for_runners(self, checkpoint: Path, urls: tuple[str, ...]) -> RunnerSpec:
+        """What runners need to know of the run."""
+        run = self.run
+        assert run.inference is not None
+        assert run.rl is not None
+        return RunnerSpec(
+            name=self.client.name, task=run.task.name, options=run.task.options, scaffold=run.scaffold, limits=run.limits,
+            sandbox=run.sandbox, inference=attached(run.inference, urls), checkpoint=str(checkpoint.resolve()),
+            dtype=str(self.serving.dtype).removeprefix("torch."), grace_s=run.rl.rollout.grace_s,
+        )  # fmt: skip
 
     @property
     def _is_placed(self) -> bool:

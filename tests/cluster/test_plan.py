@@ -125,7 +125,7 @@ def test_seconds_from_a_run_that_was(tmp_path: Path) -> None:
 
 
 def test_shares_and_devices_that_are_none() -> None:
-    with pytest.raises(ConfigError, match="train=1.5 must be above 0 and at most 1"):
+    with pytest.raises(ConfigError, match=r"train=1\.5 must be above 0 and at most 1"):
         Shares(train=1.5)
     with pytest.raises(ConfigError, match="there is no device 'h10': did you mean 'h100'"):
         device_of("h10")

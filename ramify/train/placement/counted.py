@@ -40,8 +40,8 @@ def _check_runners(run: Run) -> None:
     staleness = run.rl.sample.max_staleness if run.rl is not None else 0
     if staleness and run.inference.engine != "ramify":
         raise ConfigError(
-            f"placement.rollouts with rl.sample.max_staleness={staleness} needs inference.engine=ramify, which says of each token "
-            f"what version sampled it; {run.inference.engine} does not: set one of them to 0"
+            f"placement.rollouts with rl.sample.max_staleness={staleness} needs inference.engine=ramify, which says what "
+            f"version sampled each token; {run.inference.engine} does not: set one of them to 0"
         )
 
 

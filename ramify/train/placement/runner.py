@@ -3,9 +3,9 @@
     run ── Ask: item, name, seed, version ──> runner: ``evaluate.attempt`` ──> engines, over HTTP
         <── trajectory (as it is stored), and what engines were given ──
 
-Started by the run (``runners.py``), to which it connects with the key that it was given. Decides nothing: what a rollout samples
-follows from what it is asked, wherever it runs. What is asked is pickled, by the run that started it; what comes back is
-decoded by the codec.
+Started by the run (``runners.py``), to which it connects with the key that it was given. Decides nothing: what a rollout
+samples follows from what it is asked, wherever it runs. What is asked is pickled, by the run that started it; what comes
+back is decoded by the codec.
 """
 
 from __future__ import annotations
@@ -49,7 +49,6 @@ class RunnerSpec(msgspec.Struct, frozen=True):
     dtype: str
     """Of the engines."""
     grace_s: float
-    cwd: str = ""
 
 
 class Ask(NamedTuple):

@@ -192,7 +192,7 @@ class Runners:
         if not ready.done():
             ready.set_exception(ConfigError(why))
             return
-        self._say(f"{why}; its {len(one.asks)} rollouts are begun again by {len(self._alive)} others")
+        self._say(f"{why}; {len(one.asks)} rollouts are begun again by {len(self._alive)} others")
         asks, one.asks = list(one.asks.values()), {}
         for ask in asks:
             self._give(ask)

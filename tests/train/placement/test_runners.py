@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,9 @@ from ramify.inference.http.spec import InferenceSpec
 from ramify.train.config import Run
 from ramify.train.metrics import Measured, read
 from ramify.train.placement.counted import settled
+from ramify.train.placement.here import HereHosts
+from ramify.train.placement.runner import RunnerSpec
+from ramify.train.placement.runners import Runners
 from ramify.train.placement.spec import PlacementSpec, Role
 from ramify.train.sft import read as trajectories
 from ramify.types.trajectory import Trajectory
@@ -48,9 +53,10 @@ def test_groups_are_those_of_one_process(tmp_path: Path) -> None:
 
     def kill(measured: Measured) -> None:
         if "loss" in measured.values and not killed:
-            pid = next(_pids("RAMIFY_RUNNER_NUMBER=1", str(tmp_path)))
-            os.kill(pid, signal.SIGKILL)
-            killed.append(f"runner 1 (process {pid} on {os.uname().nodename}) is lost: its process ended")
+            pid = next(_pids("RAMIFY_RUNNER_NUMBER=0", str(tmp_path)))
+            os.kill(pid, signal.SIGSTOP)  # what it is given next it does not do
+            threading.Timer(1.0, os.kill, (pid, signal.SIGKILL)).start()
+            killed.append(f"runner 0 (process {pid} on {os.uname().nodename}) is lost: its process ended")
 
     said: list[str] = []
     run = short(inference=InferenceSpec(), placement=RUNNERS)
@@ -81,10 +87,6 @@ def _pids(*texts: str) -> Any:
 
 
 def test_a_runner_that_cannot_begin_says_why(tmp_path: Path) -> None:
-    from ramify.train.placement.here import HereHosts
-    from ramify.train.placement.runner import RunnerSpec
-    from ramify.train.placement.runners import Runners
-
     run = short()
     spec = RunnerSpec(
         name="x", task="nonesuch", options={}, scaffold="tiny", limits=run.limits, sandbox=run.sandbox,
@@ -96,8 +98,6 @@ def test_a_runner_that_cannot_begin_says_why(tmp_path: Path) -> None:
         await Runners(
             HereHosts(), 1, spec, tmp_path, version=lambda: 0, seen=lambda paths: None, say=print
         ).start()  # fmt: skip
-
-    import asyncio
 
     with pytest.raises(ConfigError, match="runner 0 cannot begin: unknown task 'nonesuch'"):
         asyncio.run(begin())

@@ -81,7 +81,9 @@ def test_a_large_seat_is_placed_before_small_ones_take_its_node() -> None:
             "trainer 2 x 60 = 120 GB, and it has 1 x 100 = 100",
         ),
         (
-            PlacementSpec(pools={"main": Pool(gpus=4, cpus=9)}, trainer=GPU, inference=GPU, colocate=(("trainer", "inference"),)),
+            PlacementSpec(
+                pools={"main": Pool(gpus=4, cpus=9)}, trainer=GPU, inference=GPU, colocate=(("trainer", "inference"),)
+            ),
             {"trainer": 4, "inference": 2},
             "roles that share seats need as many processes each, and have trainer 4, inference 2",
         ),
