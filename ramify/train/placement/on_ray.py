@@ -70,12 +70,12 @@ class RayHosts:
         """As ``Hosts.start``."""
         index = self._seat_of(member)
         name = f"{member.role}-{member.number}"
-        error = self._ask(index, "start", name, list(command), dict(environment), str(log), sys.executable)
-        if isinstance(error, str):
-            raise ConfigError(
-                f"{member.role} {member.number} cannot be started on {self._about[index]['host']}: {error}"
-            )
-        return Placed(self, index, name, error, log)
+        about = self._about[index]
+        told = self._ask(index, "start", name, list(command), dict(environment), str(log), sys.executable, os.getcwd())
+        if isinstance(told, str):
+            raise ConfigError(f"{member.role} {member.number} cannot be started on {about['host']}: {told}")
+        is_here = about["address"] == self._own
+        return Placed(partial(self._asked, index), name, told, about["host"], log, is_here=is_here)
 
     @property
     def address(self) -> str:
