@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -17,7 +18,7 @@ from ramify.errors import ConfigError
 from ramify.inference.http.spec import InferenceSpec
 from ramify.train.backends.base import Compute, Shard
 from ramify.train.checkpoint import Checkpoints, State
-from ramify.train.config import plain
+from ramify.train.config import Run, plain
 from ramify.train.metrics import Metrics
 from ramify.train.placement.spec import PlacementSpec, Pool, Role
 from ramify.train.stages import Sample
@@ -42,8 +43,8 @@ SLOW = Device("slow", 1, tflops=1e-6, gb_per_s=1e-3)
 """A million FLOP and a million bytes a second."""
 
 
-def placed(**changes: object) -> object:
-    fields = {
+def placed(**changes: Any) -> Run:
+    fields: dict[str, Any] = {
         "compute": Compute(backend="fsdp", shard=Shard(ranks=2), max_tokens=8192), "inference": InferenceSpec(num=2),
         "placement": TOGETHER,
     }  # fmt: skip
@@ -57,10 +58,12 @@ def test_a_plan_says_who_goes_where_and_what_each_holds() -> None:
     ]  # fmt: skip
     assert [(part.role, part.count, part.device) for part in found.parts] == [
         ("rank 0", 1, "h100"), ("other ranks", 1, "h100"), ("engine", 2, "h100"),
+        ("sessions", 1, "cpu"),
     ]  # fmt: skip
     text = "\n".join(lines(found))
     assert "pool main node 0 (2 GPUs, 8 CPUs)\n  seat 0: 1 GPUs, 2 CPUs: trainer 0, inference 0\n" in text
     assert "494,032,768 parameters, 24 layers of width 896, window 32768" in text
+    assert found.parts[-1].memory.parts == {"sessions, at most": 128 * (2 << 30)}
     assert found.too_large == []
     small_ones = plan(placed(), Options(device="l4"))
     assert "share a device of 24 GB and hold" in small_ones.too_large[-1]

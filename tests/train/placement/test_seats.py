@@ -129,7 +129,7 @@ def test_counts_come_from_the_run_or_from_the_placement() -> None:
     )  # fmt: skip
     run, found = settled(unsaid)
     assert (run.compute.shard.ranks, len(found)) == (3, 3)
-    with pytest.raises(ConfigError, match=r"placement.trainer.count=3, but the run has 4 \(compute.shard.ranks\)"):
+    with pytest.raises(ConfigError, match=r"placement.trainer.count=3, but the run has 4 \(compute\.shard\.ranks"):
         settled(placed(PlacementSpec(trainer=Role(count=3)), ranks=4))
     with pytest.raises(ConfigError, match="but the run starts no engines: give inference"):
         settled(placed(PlacementSpec(inference=Role(count=1))))
