@@ -50,8 +50,10 @@ class Started(Protocol):
 class Hosts(Protocol):
     """Where processes can be started, each on the seat that it was given."""
 
-    address: str
-    """Of this process, as the others reach it."""
+    @property
+    def address(self) -> str:
+        """Of this process, as the others reach it."""
+        ...
 
     def start(self, member: Member, command: Sequence[str], environment: Mapping[str, str], log: Path) -> Started:
         """``environment`` is added to that of its machine; ``log`` gets all that it writes. Raises ConfigError where the

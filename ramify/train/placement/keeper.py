@@ -32,12 +32,12 @@ class Keeper:
 
     def about(self) -> dict[str, Any]:
         """Where this is: the name of its host, an address, and the GPUs that it was given."""
-        import ray
+        from ray.util import get_node_ip_address
 
         gpus = [each for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each]
         return {
             "host": socket.gethostname(),
-            "address": ray.util.get_node_ip_address(),
+            "address": get_node_ip_address(),
             "gpus": gpus,
             "pid": os.getpid(),
         }
