@@ -60,7 +60,7 @@ def on_a_cluster(folder: str) -> None:
         if not num_steps and "loss" not in measured.values:
             refused(gcs_address())
         num_steps += "loss" in measured.values
-        if num_steps == 2:
+        if "loss" in measured.values and num_steps == 2:
             os.kill(pid_of("ramify.train.backends.launch"), signal.SIGKILL)
 
     try:
