@@ -130,7 +130,7 @@ def _parts(run: Run, shape: Shape, num: dict[str, int], devices: tuple[Device, D
 
 
 def _too_large(parts: list[Part], spec: PlacementSpec) -> Iterator[str]:
-    by_role = {}
+    by_role: dict[str, Part] = {}
     for part in parts:
         by_role.setdefault(_ROLES.get(part.role, part.role), part)
         if not part.memory.fits:

@@ -9,6 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from ramify.cli.main import command
+from ramify.cli.parser import UsageError
 from ramify.cluster import steps
 from ramify.cluster.devices import Device, Shares, device_of
 from ramify.cluster.plan import Options, lines, plan
@@ -22,7 +24,6 @@ from ramify.train.config import Run, plain
 from ramify.train.metrics import Metrics
 from ramify.train.placement.spec import PlacementSpec, Pool, Role
 from ramify.train.stages import Sample
-from tests.cli.helpers import Shell
 from tests.cluster.test_memory import half
 from tests.train.small import small
 
@@ -134,13 +135,17 @@ def test_shares_and_devices_that_are_none() -> None:
         device_of("h10")
 
 
-def test_the_command_prints_it_and_starts_nothing(shell: Shell) -> None:
-    recipe = shell.write("recipe.py", RECIPE)
-    done = shell.run("cluster", "plan", recipe, "--json", "--device", "h200")
-    assert (done.code, done.err) == (0, "")
-    found = json.loads(done.out)
+def test_the_command_prints_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = tmp_path / "recipe.py"
+    recipe.write_text(RECIPE)
+    told = command("cluster plan")
+    assert told.call([str(recipe), "--json", "--device", "h200", "--mfu", "0.5"]) == 0
+    found = json.loads(capsys.readouterr().out)
     assert found["parts"][0]["device"] == "h200"
     assert found["seats"][0]["members"] == [["trainer", 0], ["inference", 0]]
-    wrong = shell.run("cluster", "plan", recipe, "placement.pools.main.gpus=1")
-    assert wrong.code == 1
-    assert "override placement.pools.main.gpus=1" in wrong.err or "= 2 GPUs, and it has 1 x 1 = 1" in wrong.err
+    assert told.call([str(recipe)]) == 0
+    assert "  seat 1: 1 GPUs, 2 CPUs: trainer 1, inference 1\n" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="= 2 GPUs, and it has 1 x 1 = 1"):
+        told.call([str(recipe), 'placement.pools={"main": {"gpus": 1, "cpus": 8}}'])
+    with pytest.raises(UsageError, match="give one recipe"):
+        told.call(["rl.steps=1"])

@@ -34,10 +34,11 @@ class Keeper:
         """Where this is: the name of its host, an address, and the GPUs that it was given."""
         from ray.util import get_node_ip_address
 
+        address: Any = get_node_ip_address  # has no types
         gpus = [each for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each]
         return {
             "host": socket.gethostname(),
-            "address": get_node_ip_address(),
+            "address": address(),
             "gpus": gpus,
             "pid": os.getpid(),
         }

@@ -98,18 +98,20 @@ class _Runner:
 
     async def serve(self) -> None:
         """Roll out what is asked until nothing more will be. Raises RamifyError where that cannot begin."""
+        from ramify.tasks.base import task_of
+
+        spec = self._spec
+        self._task = task_of(spec.task, **spec.options)  # before anything that takes seconds
+
         import torch
 
         from ramify.engine.rlm import RLM
         from ramify.engine.scaffold import scaffold_of
         from ramify.inference.http.client import HttpEngines
         from ramify.policy.load import load
-        from ramify.tasks.base import task_of
         from ramify.train.selfcheck import Seen
 
         torch.set_num_threads(1)
-        spec = self._spec
-        self._task = task_of(spec.task, **spec.options)
         policy = load(spec.checkpoint, getattr(torch, spec.dtype), "meta")
         self._engines = HttpEngines(policy, spec.inference, name=spec.name, say=self._say)
         await self._engines.start(Path(), lambda folder: None, carries=False)

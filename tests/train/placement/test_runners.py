@@ -47,6 +47,8 @@ def _what(tree: Trajectory) -> tuple[Any, ...]:
     return tree.id, tree.task, tree.answer, tree.rewards, ids, [value for r in replies for value in r.logprobs or ()]
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_groups_are_those_of_one_process(tmp_path: Path) -> None:
     train(short(), tmp_path / "one")
     killed: list[str] = []
