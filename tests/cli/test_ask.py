@@ -206,7 +206,7 @@ def test_a_pipe_that_says_nothing_is_told_of(shell: Shell) -> None:
     process = shell.start("ask", "-m", shell.model(["yes"]), "hm?", stdin=subprocess.PIPE)
     assert process.stderr is not None
     assert process.stderr.readline().startswith(b"reading standard input; ")
-    out, _ = process.communicate(timeout=20)
+    out, _ = process.communicate(timeout=100)
     assert (process.returncode, out) == (0, b"yes\n")
 
 

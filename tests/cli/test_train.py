@@ -44,7 +44,7 @@ def test_a_run_that_is_interrupted_says_how_to_go_on(shell: Shell) -> None:
         if b"validation/reward" in text and b" rl " in text:
             break
     running.send_signal(signal.SIGINT)
-    _, err = running.communicate(timeout=60)
+    _, err = running.communicate(timeout=200)
     assert running.returncode == 130, err.decode()
     assert err.decode().splitlines()[-1] == "stopped; go on with: ramify train --resume out"
     out = shell.folder / "out"
