@@ -1,4 +1,5 @@
-"""What holds for all tests: their order; rooms whose sessions live in the default sandbox are skipped, aloud, where there is none."""
+"""What holds for all tests: their order, and that rooms whose sessions live in the default sandbox are skipped, aloud, where
+there is none."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ class Optimizer(ABC):
     def __init__(self, groups: Iterable[Mapping[str, Any]]) -> None:
         self.param_groups: list[dict[str, Any]] = [{**group, "params": list(group["params"])} for group in groups]
         """Each with its ``params``, ``lr`` and what else the algorithm asks for."""
-        self.state: defaultdict[Tensor, dict[str, Tensor]] = defaultdict(dict)
+        self.state: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
         """Parameter -> what is remembered of it, by name; none before its first step."""
 
     @abstractmethod
@@ -55,9 +55,7 @@ class Optimizer(ABC):
 class AdamW(Optimizer):
     """Decoupled weight decay (1711.05101). A group has ``params`` and its own ``weight_decay``."""
 
-    def __init__(
-        self, groups: Iterable[Mapping[str, Any]], lr: float, betas: tuple[float, float], eps: float
-    ) -> None:
+    def __init__(self, groups: Iterable[Mapping[str, Any]], lr: float, betas: tuple[float, float], eps: float) -> None:
         super().__init__({"lr": lr, "betas": betas, "eps": eps, **group} for group in groups)
 
     @torch.no_grad()
@@ -79,7 +77,7 @@ class AdamW(Optimizer):
         steps, means, squares = ([state[name] for state in states] for name in ("step", "exp_avg", "exp_avg_sq"))
         torch._foreach_add_(steps, 1)
         torch._fused_adamw_(
-            parameters, [each.grad for each in parameters], means, squares, [], steps, lr=group["lr"],
+            parameters, [each.grad for each in parameters if each.grad is not None], means, squares, [], steps, lr=group["lr"],
             beta1=group["betas"][0], beta2=group["betas"][1], weight_decay=group["weight_decay"], eps=group["eps"],
             amsgrad=False, maximize=False,
         )  # fmt: skip

@@ -3,7 +3,13 @@
 
 from attacks.base import attack
 
-MEMORY = {"kind": "memory", "without_walls": "contained", "ends": ("error", "ran", "died"), "host_mb": 100, "timeout_s": 60}
+MEMORY = {
+    "kind": "memory",
+    "without_walls": "contained",
+    "ends": ("error", "ran", "died"),
+    "host_mb": 100,
+    "timeout_s": 60,
+}
 
 attack("one string of 10 GB", code="x = 'a' * (10 << 30)", **{**MEMORY, "ends": ("error",)})
 attack("a list without an end", code="l = []\nwhile True: l.append('a' * 100_000)", **MEMORY)

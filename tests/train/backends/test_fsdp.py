@@ -45,7 +45,9 @@ GPT2 = GPT2Config(
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     torch.set_num_threads(1)
-    found = Ranks(Compute(precision="fp32", shard=Shard(ranks=2, timeout_s=200)), dumps=tmp_path_factory.mktemp("dumps"))
+    found = Ranks(
+        Compute(precision="fp32", shard=Shard(ranks=2, timeout_s=200)), dumps=tmp_path_factory.mktemp("dumps")
+    )
     yield found
     found.close()
 
