@@ -9,6 +9,7 @@ the same; texts are cut to a glance, and what a call said is left to ``transcrip
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -17,27 +18,27 @@ from ramify.viewer.tree import Node, as_text, cut
 from ramify.viewer.watch import Watched
 
 COLUMNS: dict[str, Callable[[Node], Any]] = {
-    "id": lambda node: node.id,
-    "kind": lambda node: node.kind,
+    "id": attrgetter("id"),
+    "kind": attrgetter("kind"),
     "turn": lambda node: -1 if node.parent is None else node.parent.turn,
     "cell": lambda node: -1 if node.parent is None else node.parent.cell,
-    "depth": lambda node: node.depth,
-    "model": lambda node: node.model,
+    "depth": attrgetter("depth"),
+    "model": attrgetter("model"),
     "started_s": lambda node: round(node.started_s, 4),
     "ended_s": lambda node: None if node.ended_s is None else round(node.ended_s, 4),
-    "state": lambda node: state(node),
-    "stop": lambda node: node.stop,
+    "state": lambda node: "done" if node.stop is not None else state(node),
+    "stop": attrgetter("stop"),
     "turns": lambda node: node.num_turns + (node.asking >= 0),
-    "tokens_in": lambda node: node.input_tokens,
-    "tokens_out": lambda node: node.output_tokens,
-    "cost": lambda node: node.cost,
-    "question": lambda node: node.question,
-    "answer": lambda node: node.answer,
-    "error": lambda node: node.error,
-    "spans": lambda node: [round(each, 4) for each in node.spans] or None,
+    "tokens_in": attrgetter("input_tokens"),
+    "tokens_out": attrgetter("output_tokens"),
+    "cost": attrgetter("cost"),
+    "question": attrgetter("question"),
+    "answer": attrgetter("answer"),
+    "error": attrgetter("error"),
+    "spans": lambda node: [round(each, 4) for each in node.spans] if node.spans else None,
     "fork": lambda node: None if node.fork is None else [node.fork.call, node.fork.turn],
     "tools": lambda node: node.tools or None,
-    "scores": lambda node: [(mark.turn, *each) for mark in node.marks for each in mark.values.items()] or None,
+    "scores": lambda node: (_scores(node) or None) if node.marks else None,
 }
 """What a page knows of each call, besides ``parent`` and ``reward``. ``turn`` and ``cell`` are where the parent made it;
 ``state`` is one of ``asking``, ``running``, ``open``, ``done``; ``spans`` are of calls with a session; ``tools`` is [when,
@@ -63,15 +64,18 @@ def changes(run: Watched, changed: Iterable[int]) -> dict[str, Any]:
 
 def _columns(run: Watched, nodes: Sequence[Node]) -> dict[str, list[Any]]:
     """``parent`` is an index among the calls before it, or -1."""
-    known = run.tree.nodes
+    known, scored = run.tree.nodes, run.tree.run.call_rewards
     parents = [known.get(node.parent.call) if node.parent else None for node in nodes]
     return {
-        **{name: [of(node) for node in nodes] for name, of in COLUMNS.items()},
+        **{name: list(map(of, nodes)) for name, of in COLUMNS.items()},
         "parent": [
             -1 if parent is None or parent.index >= node.index else parent.index
             for parent, node in zip(parents, nodes, strict=True)
         ],
-        "reward": [next(iter(rewards_of(run, node).values()), None) for node in nodes],
+        "reward": [
+            next(iter(rewards_of(run, node).values()), None) if node.id in scored or not node.index else None
+            for node in nodes
+        ],
     }
 
 
@@ -80,6 +84,10 @@ def _same(column: list[Any]) -> Any:
     first = column[0] if column else None
     is_plain = not isinstance(first, list | tuple)
     return first if is_plain and column.count(first) == len(column) else column
+
+
+def _scores(node: Node) -> list[tuple[Any, ...]]:
+    return [(mark.turn, *each) for mark in node.marks for each in mark.values.items()]
 
 
 def head(run: Watched) -> dict[str, Any]:

@@ -380,7 +380,7 @@ def test_nothing_beside_the_named_places_is_read(world: World, tmp_path: Path) -
 def test_every_answer_has_the_policy(world: World) -> None:
     async def ask(_: Get, server: ViewServer) -> None:
         async with aiohttp.ClientSession() as http:
-            for path in ("/", "/static/main.js", "/api/runs", "/nothing"):
+            for path in ("/", "/static/app.js", "/api/runs", "/nothing"):
                 async with http.get(f"http://127.0.0.1:{server.port}{path}") as response:
                     assert response.headers["Content-Security-Policy"] == POLICY
                     assert response.headers["X-Content-Type-Options"] == "nosniff"
