@@ -1,15 +1,17 @@
 """A run as its page's first look: the head, and its calls as the columns of a table.
 
-Ten thousand calls must reach the page within a fraction of a second, so each column is one list, or one value where all are
-the same; texts are cut to a glance, and what a call said is left to ``transcript.py``.
+Ten thousand calls must reach the page within a fraction of a second, so each column is one list, or its values and how often
+each follows where those are few; texts are cut to a glance, those of most calls are sent when the page stands, and what a
+call said is left to ``transcript.py``.
 
-    {"num": 3, "columns": {"id": ["0", "0.0", "0.1"], "kind": ["rlm", "lm", "lm"], "cost": null, …}, "head": {…}}
+    {"num": 9, "columns": {"id": ["0", "0.0", …], "kind": {"of": ["rlm", "lm"], "times": [1, 8]}, …}, "head": {…}, "texts": 9}
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from operator import attrgetter
+from itertools import groupby
+from operator import attrgetter, ne
 from typing import Any
 
 import msgspec
@@ -43,17 +45,29 @@ COLUMNS: dict[str, Callable[[Node], Any]] = {
 """What a page knows of each call, besides ``parent`` and ``reward``. ``turn`` and ``cell`` are where the parent made it;
 ``state`` is one of ``asking``, ``running``, ``open``, ``done``; ``spans`` are of calls with a session; ``tools`` is [when,
 whether it failed] of each tool's answer; ``scores`` is [turn, name, number] of what was scored beside rewards."""
+TEXTS = ("question", "answer")
+"""Columns that are most of a picture's bytes, and that nothing but a row in sight shows."""
 _MAX_ERRORS = 200
 
 
-def picture(run: Watched) -> dict[str, Any]:
-    """All of the run's first look."""
+def picture(run: Watched, num_texts: int | None = None) -> dict[str, Any]:
+    """All of the run's first look; questions and answers of the first ``num_texts`` calls alone, where that is given."""
     nodes = run.tree.order
+    columns = _columns(run, nodes)
+    num_texts = len(nodes) if num_texts is None else min(num_texts, len(nodes))
+    for name in TEXTS:
+        columns[name][num_texts:] = [""] * (len(nodes) - num_texts)
     return {
         "num": len(nodes),
-        "columns": {name: _same(each) for name, each in _columns(run, nodes).items()},
+        "columns": {name: _short(each) for name, each in columns.items()},
         "head": head(run),
+        "texts": num_texts,
     }
+
+
+def texts(run: Watched, first: int) -> dict[str, list[str]]:
+    """What ``picture`` left out: the texts of all calls from ``first`` on."""
+    return {name: [COLUMNS[name](node) for node in run.tree.order[first:]] for name in TEXTS}
 
 
 def changes(run: Watched, changed: Iterable[int]) -> dict[str, Any]:
@@ -79,11 +93,12 @@ def _columns(run: Watched, nodes: Sequence[Node]) -> dict[str, list[Any]]:
     }
 
 
-def _same(column: list[Any]) -> Any:
-    """One value for a column that has no other."""
-    first = column[0] if column else None
-    is_plain = not isinstance(first, list | tuple)
-    return first if is_plain and column.count(first) == len(column) else column
+def _short(column: list[Any]) -> list[Any] | dict[str, list[Any]]:
+    """A column in which few values follow one another as those, and how often each."""
+    if 4 * sum(map(ne, column, column[1:])) >= len(column) - 4:
+        return column
+    told = [(value, len(list(same))) for value, same in groupby(column)]
+    return {"of": [value for value, _ in told], "times": [times for _, times in told]}
 
 
 def _scores(node: Node) -> list[tuple[Any, ...]]:

@@ -68,10 +68,15 @@ def test_the_list_has_runs_of_stores_files_and_trainings(world: World) -> None:
     assert (tree["question"], tree["depth"], tree["num_calls"], tree["stop"]) == (golden.QUESTION, 2, 32, "final")
 
 
+def spread(of: list[Any], times: list[int]) -> list[Any]:
+    return [value for value, each in zip(of, times, strict=True) for _ in range(each)]
+
+
 def calls_of(told: dict[str, Any]) -> list[dict[str, Any]]:
-    """The calls of a picture, or of changes, as the page makes them of columns; one value stands for a column of it."""
+    """The calls of a picture, or of changes, as the page makes them of columns; few values are told with how often each."""
     num = told.get("num", len(told.get("indices", ())))
-    whole = {name: each if isinstance(each, list) else [each] * num for name, each in told["columns"].items()}
+    whole = {name: each if isinstance(each, list) else spread(**each) for name, each in told["columns"].items()}
+    assert {len(column) for column in whole.values()} <= {num}
     return [{name: column[at] for name, column in whole.items()} for at in range(num)]
 
 
@@ -81,7 +86,7 @@ def test_a_run_is_columns_that_the_page_knows(world: World) -> None:
     made = re.search(r"function callAt\(of, at\) \{(.*?)\n\}", (STATIC / "run.js").read_text(), re.DOTALL)
     assert made is not None
     assert set(re.findall(r"(\w+): of\.\1\[at\]", made[1])) == set(found["columns"])
-    assert found["columns"]["fork"] is None  # all the same: told once
+    assert found["columns"]["fork"] == {"of": [None], "times": [32]}  # few values: told with how often each
     calls = calls_of(found)
     assert [call["id"] for call in calls if call["parent"] == 0][:3] == ["0.0", "0.1", "0.2"]
     assert [call["stop"] for call in calls].count("error") == 2
@@ -227,6 +232,40 @@ def test_each_bad_file_is_named_and_the_rest_is_shown(tmp_path: Path) -> None:
     asked([tmp_path], ask)
 
 
+def test_texts_of_most_calls_can_come_later(tmp_path: Path) -> None:
+    golden.journal_of(300, tmp_path / "run.jsonl")
+
+    async def ask(get: Get, _: ViewServer) -> None:
+        whole = await get("/api/run", key="p0/run.jsonl")
+        first = await get("/api/run", key="p0/run.jsonl", texts=100)
+        rest = await get("/api/texts", key="p0/run.jsonl", **{"from": 100})
+        assert (whole["texts"], first["texts"]) == (300, 100)
+        known, calls = calls_of(whole), calls_of(first)
+        for name in ("question", "answer"):
+            assert [call[name] for call in calls[:100]] + rest[name] == [call[name] for call in known]
+            assert {call[name] for call in calls[100:]} == {""}
+        assert calls[250] | {"question": "", "answer": ""} == known[250] | {"question": "", "answer": ""}
+        assert "is not a number" in (await get("/api/run", key="p0/run.jsonl", texts="all"))["error"]
+
+    asked([tmp_path], ask)
+
+
+@pytest.mark.parametrize(("broken", "words"), [(b"", "is damaged"), (b'{"type":"Noted","call":"0.9"', "is damaged")])
+def test_one_bad_line_of_thousands_is_named(tmp_path: Path, broken: bytes, words: str) -> None:
+    """Many lines are decoded at once; which of them it was is found all the same."""
+    path = golden.journal_of(500, tmp_path / "run.jsonl")
+    lines = path.read_bytes().split(b"\n")
+    lines[1799] = broken
+    path.write_bytes(b"\n".join(lines))
+
+    async def ask(get: Get, _: ViewServer) -> None:
+        told = await get("/api/run", key="p0/run.jsonl")
+        assert f"line 1800 {words}" in told["head"]["problems"][0]
+        assert told["head"]["version"] == 1799
+
+    asked([tmp_path], ask)
+
+
 def test_what_would_hang_or_never_end_is_refused(tmp_path: Path) -> None:
     """A pipe; a call that goes on from itself, and one that is its own parent; brackets without end; a huge line."""
     lines = JOURNAL.read_bytes().splitlines(keepends=True)
@@ -244,7 +283,7 @@ def test_what_would_hang_or_never_end_is_refused(tmp_path: Path) -> None:
         assert "is no regular file" in (await get("/api/runs"))["problems"][0]["text"]
         assert "is no regular file" in (await get("/api/run", key="p0/pipe.jsonl"))["error"]
         assert "which is not before it" in (await get("/api/call", key="p0/fork.jsonl", id="0"))["error"]
-        assert (await get("/api/run", key="p0/own.jsonl"))["columns"]["parent"] == -1
+        assert (await get("/api/run", key="p0/own.jsonl"))["columns"]["parent"] == [-1]
         assert "line 3 is damaged" in (await get("/api/run", key="p0/deep.jsonl"))["head"]["problems"][0]
         assert len((await get("/api/call", key="p0/huge.jsonl", id="0"))["notes"][0]["text"]) == 20_000
         assert (await get("/api/run", key="p0/role.jsonl"))["num"] == 5

@@ -4,7 +4,7 @@
 {
   const key = /^#\/run\/([^/]+)/.exec(location.hash);
   if (key) {
-    const address = `/api/run?${new URLSearchParams({ key: decodeURIComponent(key[1]) })}`;
+    const address = `/api/run?${new URLSearchParams({ key: decodeURIComponent(key[1]), texts: 256 })}`;
     window.ramifyEarly = { address, answer: fetch(address) };
     window.ramifyEarly.answer.catch(() => {});
   }
