@@ -1,17 +1,16 @@
 """A run as its page's first look: the head, and its calls as the columns of a table.
 
-Ten thousand calls must reach the page within a fraction of a second, so each column is one list, or its values and how often
-each follows where those are few; texts are cut to a glance, those of most calls are sent when the page stands, and what a
-call said is left to ``transcript.py``.
+Ten thousand calls must reach the page within a fraction of a second, so each column is one list, or one value where all are
+the same; texts are cut to a glance, those of most calls are sent when the page stands, and what a call said is left to
+``transcript.py``.
 
-    {"num": 9, "columns": {"id": ["0", "0.0", …], "kind": {"of": ["rlm", "lm"], "times": [1, 8]}, …}, "head": {…}, "texts": 9}
+    {"num": 3, "columns": {"id": ["0", "0.0", "0.1"], "kind": ["rlm", "lm", "lm"], "cost": null, …}, "head": {…}, "texts": 3}
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import groupby
-from operator import attrgetter, ne
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -59,7 +58,7 @@ def picture(run: Watched, num_texts: int | None = None) -> dict[str, Any]:
         columns[name][num_texts:] = [""] * (len(nodes) - num_texts)
     return {
         "num": len(nodes),
-        "columns": {name: _short(each) for name, each in columns.items()},
+        "columns": {name: _same(each) for name, each in columns.items()},
         "head": head(run),
         "texts": num_texts,
     }
@@ -93,12 +92,11 @@ def _columns(run: Watched, nodes: Sequence[Node]) -> dict[str, list[Any]]:
     }
 
 
-def _short(column: list[Any]) -> list[Any] | dict[str, list[Any]]:
-    """A column in which few values follow one another as those, and how often each."""
-    if 4 * sum(map(ne, column, column[1:])) >= len(column) - 4:
-        return column
-    told = [(value, len(list(same))) for value, same in groupby(column)]
-    return {"of": [value for value, _ in told], "times": [times for _, times in told]}
+def _same(column: list[Any]) -> Any:
+    """One value for a column that has no other."""
+    first = column[0] if column else None
+    is_plain = not isinstance(first, list | tuple)
+    return first if is_plain and column.count(first) == len(column) else column
 
 
 def _scores(node: Node) -> list[tuple[Any, ...]]:

@@ -68,14 +68,10 @@ def test_the_list_has_runs_of_stores_files_and_trainings(world: World) -> None:
     assert (tree["question"], tree["depth"], tree["num_calls"], tree["stop"]) == (golden.QUESTION, 2, 32, "final")
 
 
-def spread(of: list[Any], times: list[int]) -> list[Any]:
-    return [value for value, each in zip(of, times, strict=True) for _ in range(each)]
-
-
 def calls_of(told: dict[str, Any]) -> list[dict[str, Any]]:
-    """The calls of a picture, or of changes, as the page makes them of columns; few values are told with how often each."""
+    """The calls of a picture, or of changes, as the page makes them of columns; one value stands for a column of it."""
     num = told.get("num", len(told.get("indices", ())))
-    whole = {name: each if isinstance(each, list) else spread(**each) for name, each in told["columns"].items()}
+    whole = {name: each if isinstance(each, list) else [each] * num for name, each in told["columns"].items()}
     assert {len(column) for column in whole.values()} <= {num}
     return [{name: column[at] for name, column in whole.items()} for at in range(num)]
 
@@ -86,7 +82,7 @@ def test_a_run_is_columns_that_the_page_knows(world: World) -> None:
     made = re.search(r"function callAt\(of, at\) \{(.*?)\n\}", (STATIC / "run.js").read_text(), re.DOTALL)
     assert made is not None
     assert set(re.findall(r"(\w+): of\.\1\[at\]", made[1])) == set(found["columns"])
-    assert found["columns"]["fork"] == {"of": [None], "times": [32]}  # few values: told with how often each
+    assert found["columns"]["fork"] is None  # all the same: told once
     calls = calls_of(found)
     assert [call["id"] for call in calls if call["parent"] == 0][:3] == ["0.0", "0.1", "0.2"]
     assert [call["stop"] for call in calls].count("error") == 2
@@ -283,7 +279,7 @@ def test_what_would_hang_or_never_end_is_refused(tmp_path: Path) -> None:
         assert "is no regular file" in (await get("/api/runs"))["problems"][0]["text"]
         assert "is no regular file" in (await get("/api/run", key="p0/pipe.jsonl"))["error"]
         assert "which is not before it" in (await get("/api/call", key="p0/fork.jsonl", id="0"))["error"]
-        assert (await get("/api/run", key="p0/own.jsonl"))["columns"]["parent"] == [-1]
+        assert (await get("/api/run", key="p0/own.jsonl"))["columns"]["parent"] == -1
         assert "line 3 is damaged" in (await get("/api/run", key="p0/deep.jsonl"))["head"]["problems"][0]
         assert len((await get("/api/call", key="p0/huge.jsonl", id="0"))["notes"][0]["text"]) == 20_000
         assert (await get("/api/run", key="p0/role.jsonl"))["num"] == 5

@@ -18,7 +18,8 @@ export class Run {
     this.byId = new Map();
     this.below = new Map();  // "parent/turn/cell" -> indices
     this.setHead(head);
-    const whole = Object.fromEntries(Object.entries(columns).map(([name, each]) => [name, Array.isArray(each) ? each : spread(each, num)]));
+    // A column of one value is that value alone.
+    const whole = Object.fromEntries(Object.entries(columns).map(([name, each]) => [name, Array.isArray(each) ? each : new Array(num).fill(each)]));
     for (let index = 0; index < num; index++) this.add(index, callAt(whole, index));
   }
 
@@ -78,14 +79,6 @@ export class Run {
   now() {
     return this.head.at_s + (this.alive && !this.head.stop ? (performance.now() - this.seenAt) / 1000 : 0);
   }
-}
-
-// A column that was told as its values and how often each follows.
-function spread({ of, times }, num) {
-  const column = new Array(num);
-  let at = 0;
-  of.forEach((value, index) => column.fill(value, at, (at += times[index])));
-  return column;
 }
 
 // Written out by name: ten thousand objects of one shape are made several times faster so.
