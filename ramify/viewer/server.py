@@ -21,7 +21,7 @@ from urllib.parse import quote
 
 from aiohttp import web
 
-from ramify.errors import ConfigError
+from ramify.errors import cannot_listen
 from ramify.viewer.answers import Assets, data, stream
 from ramify.viewer.evaluation import Evaluations
 from ramify.viewer.feed import Feed, Feeds
@@ -64,9 +64,9 @@ class ViewServer:
         for path, handler in {
             "/": self._page, "/static/{name:.+}": self._asset, "/api/runs": self._runs, "/api/run": self._run,
             "/api/texts": self._texts, "/api/call": self._call, "/api/tokens": self._tokens,
-            "/api/search": self._search, "/api/events": self._events, "/api/journal": self._journal, "/api/training": self._training,
-            "/api/training/events": self._training_events, "/api/samples": self._samples,
-            "/api/evaluation": self._evaluation,
+            "/api/search": self._search, "/api/events": self._events, "/api/journal": self._journal,
+            "/api/training": self._training, "/api/training/events": self._training_events,
+            "/api/samples": self._samples, "/api/evaluation": self._evaluation,
         }.items():  # fmt: skip
             app.router.add_get(path, handler)
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
@@ -74,11 +74,9 @@ class ViewServer:
         site = web.TCPSite(self._runner, self.host, self.port)
         try:
             await site.start()
-        except OSError as error:
+        except (OSError, OverflowError) as error:
             await self._runner.cleanup()
-            raise ConfigError(
-                f"cannot listen on {self.host}:{self.port} ({error.strerror}): choose another --port"
-            ) from None
+            raise cannot_listen(self.host, self.port, error) from None
         self.port = self._runner.addresses[0][1]
         if self._first:
             self._reading = asyncio.create_task(self._feeds.run(self._library.find(self._first)).fresh())
