@@ -6,10 +6,10 @@ part of a short question's time. Errors are one line on stderr; exit codes are i
 
 from __future__ import annotations
 
+import errno
 import gc
 import importlib
 import io
-import errno
 import os
 import signal
 import sys
