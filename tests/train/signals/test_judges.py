@@ -23,7 +23,7 @@ from ramify.train.signals.judge import Hinted, HintJudge, StepJudge, judge_of, r
 from ramify.train.signals.outcome import Outcome
 from ramify.train.signals.process import Process, merged
 from ramify.types.message import Message, Reply
-from ramify.types.trajectory import Call, Cell, Group, Stop, Trajectory, Turn
+from ramify.types.trajectory import Call, Cell, Group, Mark, Stop, Trajectory, Turn
 
 ITEM = Item("What is w3 of 5?", gold="1742", id="t/0")
 
@@ -208,7 +208,7 @@ def test_every_turn_is_judged_and_bad_output_is_counted() -> None:
     assert [call.id for call in one.calls] == ["0", "0.0", "0.1", "0.2", "0.3"]
     assert [call.id for call in one.children(one.root)] == ["0.0", "0.1", "0.2", "0.3"]
     assert one.usage.calls == 4
-    assert one.metadata["scores"] == {"0/0": {"process": 0.0}}
+    assert one.marks == [Mark("process", "0", 0, {"process": 0.0})]
 
 
 def test_a_judge_never_sees_the_gold_and_is_told_what_is_quoted() -> None:
