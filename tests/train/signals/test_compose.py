@@ -331,6 +331,19 @@ def test_terms_and_wrapped_algorithms_that_there_are_not() -> None:
     assert isinstance(Hybrid().given({}, 0), Composed)
 
 
+def test_what_a_signal_computed_of_the_reference_is_not_asked_for_again() -> None:
+    """The rows of one rollout have the stream, those of the other are left to the trainer."""
+    one = group(1, 0, sampled=(2, 1))
+    known = {("0", 0): [-0.25, -0.5], ("0", 1): [-1.0]}
+    found = Hybrid().given({"teacher": {"r1": Reading(reference=known)}}, 0).stamp([one], {})
+    first, second = sequences(found.rollouts)
+    assert "ref_logprobs" not in first.streams
+    assert second.streams["ref_logprobs"].tolist() == [0, 0, -0.25, -0.5, 0, 0, -1.0]
+    known["0", 0].pop()
+    with pytest.raises(TrainError, match="'reference', trajectory r1, call 0, turn 0: 1 numbers for 2 sampled tokens"):
+        Hybrid().given({"teacher": {"r1": Reading(reference=known)}}, 0).stamp([one], {})
+
+
 def test_judges_calls_are_never_learnt_from() -> None:
     from ramify.train.algorithms.sft import SFT
     from ramify.train.signals.asking import put_on_tree

@@ -58,6 +58,7 @@ def hybrid(tmp_path: Path, **fields: Any) -> Any:
             "tools": ToolUse(),
         },
         "judge_cache": str(tmp_path / "judges"),
+        "loss": Loss(kl_beta=0.01, kl="k3"),
     }  # fmt: skip
     rl = msgspec.structs.replace(small().rl, **(options | fields))
     return small(rl=rl, warmup=None, cadence=Cadence(evaluate=0, rollouts=1))
@@ -76,9 +77,11 @@ def test_two_steps_with_every_signal(tmp_path: Path) -> None:
         assert 0 < row["teacher/mean_abs"] <= 2
         assert row["ce_loss"] > 0
         assert row["teacher_s"] > 0
+        assert row["teacher_plain_tokens"] > 0
         assert row["signals_wait_s"] >= 0
         assert 0 < row["signal_share/teacher"] < 1
         assert row["judge_calls"] <= row["process/votes"] * 2
+    assert rows[0]["ref_kl"] < 1e-6 < rows[1]["ref_kl"]  # at first the policy is the reference, whoever scored it
     assert rows[1]["teacher/weight"] == pytest.approx(0.98)
     kept = list(trajectories(out / "rollouts"))
     assert len(kept) == 12

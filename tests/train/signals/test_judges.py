@@ -211,6 +211,17 @@ def test_every_turn_is_judged_and_bad_output_is_counted() -> None:
     assert one.marks == [Mark("process", "0", 0, {"process": 0.0})]
 
 
+def test_a_hint_may_be_given_once_in_a_group() -> None:
+    def say(messages: Any) -> str:
+        return r"<hint>call f7 where w3 stands</hint> \boxed{1}"
+
+    first, second = reading(
+        Hindsight(judge=HintJudge(model="scripted:judge"), once=True), rollout("a"), rollout("b"), script=say
+    )
+    assert first.notes == {("0", 1): "call f7 where w3 stands"}
+    assert (second.notes, second.abstained) == ({}, "rejected/repeated")
+
+
 def test_a_judge_never_sees_the_gold_and_is_told_what_is_quoted() -> None:
     seen: list[str] = []
 
