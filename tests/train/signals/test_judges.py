@@ -78,7 +78,8 @@ def test_votes_are_read_strictly(text: str, vote: int | None) -> None:
     ("text", "found"),
     [
         (r"<hint>use f7 for w3</hint> \boxed{1}", Hinted(1, "use f7 for w3")),
-        (r"\boxed{1} <hint>a</hint> <hint> b </hint>", Hinted(1, "b")),
+        (r"\boxed{1} <hint>a</hint> <hint> b </hint>", None),  # which of the two would be a guess
+        (r"\boxed{1} <hint> b </hint>", Hinted(1, "b")),
         (r"\boxed{-1}", Hinted(-1, "")),
         (r"<hint>use f7</hint> \boxed{-1}", Hinted(-1, "")),
         (r"use f7 \boxed{1}", None),  # accepted without a hint
