@@ -38,7 +38,7 @@ PAGE, PICTURE = ROOT / "docs" / "hybrid.md", ROOT / "docs" / "hybrid.svg"
 NUM_ITEMS, NUM_ATTEMPTS = 256, 8
 NUM_QUICK = 32
 MINUTES = 60.0
-"""Processor time that the whole study may take."""
+"""Processor time that the study may take."""
 DRAWS = 4000
 STEPS, ANNEALED = 30, 24
 SOURCE = {
@@ -88,11 +88,12 @@ ARMS = {
         "rl.signals.teacher.hints.judge.several=true", terms(clip=None, into="loss"), "rl.loss.kd=surrogate",
         "rl.loss.kd_clip=2.0",
     )),
-    "named": Arm("scored up to the turn that the hint is about", ("rl.signals.teacher.turns=named",), num_seeds=2),
+    "named": Arm("hybrid, scored up to the turn that the hint is about", ("rl.signals.teacher.turns=named",), num_seeds=2),
     "failed": Arm("hints for rollouts that failed alone", ("rl.signals.teacher.hints.only=failed",), num_seeds=2),
-    "narrow": Arm("both, and each hint once in a group", (
+    "once": Arm("each hint once in a group", ("rl.signals.teacher.hints.once=true",)),
+    "narrow": Arm("all three: failed, once, up to the turn that it is about", (
         "rl.signals.teacher.turns=named", "rl.signals.teacher.hints.only=failed", "rl.signals.teacher.hints.once=true",
-    ), num_seeds=2),
+    ), num_seeds=5),
     "shuffled": Arm("control: hints of other problems", (
         "rl.signals.teacher.hints=" + json.dumps({"name": "ramify.train.signals.programs:Shuffled", "source": SOURCE}),
     ), num_seeds=3),
@@ -100,6 +101,8 @@ ARMS = {
     "kl": Arm("control: no hints, ten times the KL to the frozen policy", ("rl.loss.kl_beta=0.1",), "recipes/programs.py"),
 }  # fmt: skip
 CONTROLS = ("shuffled", "random", "kl")
+MAIN = ("sft", "outcome", "hybrid")
+"""Arms of all seeds; of the others the first seed belongs to the study, and further ones to who has the time."""
 EXPECTED = 3 / 8
 """Share of rollouts that a judge is expected to hint: 35 to 40 %."""
 QUICK = ("sft.num=3000", "rl.steps=3", "evaluate.validation=4")
@@ -328,17 +331,22 @@ def figures(runs: Sequence[Trained], quick: bool) -> Iterator[Figure]:
             yield Figure(
                 f"control '{name}' less outcome (lower end)", found[1], "", dict(against), None if quick else 0.0
             )
-    hybrids = of("hybrid")
-    if hybrids:
-        yield Figure("signals' share of a step", fmean(run.signal_share for run in hybrids), "", {})
-        tokens = fmean(run.teacher_expected for run in hybrids)
-        rate = fmean(fmean(run.hint_rate) for run in hybrids)
-        against: dict[str, float | str] = {f"at {rate:.0%} hinted": fmean(run.teacher_tokens for run in hybrids)}
-        yield Figure("teacher's tokens by training's, 3 of 8 hinted", tokens, "", against, None if quick else 0.5)
-    main = sum(run.cpu_s for run in runs if run.arm in ("sft", "outcome", "hybrid")) / 60
-    yield Figure("of it demonstrations, outcome and hybrid", main, "CPU min", {})
-    minutes = sum(run.cpu_s for run in runs) / 60
-    yield Figure("the whole study, one thread", minutes, "CPU min", {}, None if quick else MINUTES)
+    found = paired(runs, "narrow", "hybrid")
+    if found is not None:
+        against = {"95 % interval": f"{found[1]:+.3f} to {found[2]:+.3f}"}
+        yield Figure("fewer hints ('narrow') less hybrid", found[0], "", dict(against))
+    for name in ("hybrid", "narrow"):
+        if mine := of(name):
+            yield Figure(f"signals' share of a step, {name}", fmean(run.signal_share for run in mine), "", {})
+            rate = f"at {fmean(fmean(run.hint_rate) for run in mine):.0%} hinted"
+            yield Figure(
+                f"teacher's tokens by training's, {name}, 3 of 8 hinted", fmean(run.teacher_expected for run in mine), "",
+                {rate: fmean(run.teacher_tokens for run in mine)}, None if quick else 0.5,
+            )  # fmt: skip
+    further = [run for run in runs if run.arm not in MAIN and run.seed != runs[0].seed]
+    minutes, more = (sum(run.cpu_s for run in each) / 60 for each in (runs, further))
+    yield Figure("the study, one thread", minutes - more, "CPU min", {}, None if quick else MINUTES)
+    yield Figure("further seeds of variants and controls", more, "CPU min", {})
 
 
 # --- what is written -------------------------------------------------------------------------------------------------
@@ -376,13 +384,14 @@ def by_seed(runs: Sequence[Trained]) -> str:
     """Markdown: seeds of the three arms that matter, and the gates of each."""
     seeds = sorted({run.seed for run in runs if run.arm == "sft"})
     lines = [
-        "| seed | sft | outcome | hybrid | format errors | p(right function), hinted | not hinted |", "|" + " --- |" * 7
+        "| seed | sft | outcome | hybrid | narrow | format errors | p(right function), hinted | not hinted |",
+        "|" + " --- |" * 8,
     ]  # fmt: skip
     found = {(run.arm, run.seed): run for run in runs}
     for seed in seeds:
         cells = [
             f"{found[arm, seed].average:.3f} / {found[arm, seed].passes:.3f}" if (arm, seed) in found else ""
-            for arm in ("sft", "outcome", "hybrid")
+            for arm in (*MAIN, "narrow")
         ]
         gate: Mapping[str, float] = found["sft", seed].gates
         shares = [f"{gate[name]:.1%}" for name in ("format errors", "p(right | hint)", "p(right)") if name in gate]
