@@ -241,8 +241,9 @@ class Teacher(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     def _whole(self, group: Group, context: Context) -> Iterator[_Whole]:
         """The roots of the group as they were sampled, where the teacher is who training compares them with by a KL: packed
-        together, teacher's rows cost no prompt of their own, and training is spared this pass."""
-        if not context.wants_reference or self.source != "reference" or self._num_support:
+        together, teacher's rows cost no prompt of their own, and training is spared this pass. Not where candidates are
+        asked for, which would be made of these rows as well."""
+        if not context.wants_reference or self.source != "reference" or self.top:
             return
         for index, trajectory in enumerate(group.trajectories):
             if not is_scored(trajectory):
