@@ -21,6 +21,7 @@ import json
 import resource
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any, NamedTuple
@@ -261,6 +262,11 @@ def trained(folder: Path, arm: str, seed: int) -> Trained:
     steps = [row for row in rows if row.stage == "rl" and "learn_s" in row.values]
     curve = [(row.step, row.values["validation/reward"]) for row in rows if "validation/reward" in row.values]
     took = [each.values["work_s"] + each.values["learn_s"] for each in steps]
+    computed = [
+        after.values["cpu_s"] - before.values["cpu_s"]
+        for before, after in pairwise(row for row in rows if "cpu_s" in row.values)
+        if after.stage == "rl" and "learn_s" in after.values
+    ]
     signal_s = [each.values.get("teacher_s", 0.0) for each in steps]
     read_steps = [each.values for each in steps if each.values.get("teacher_tokens")]
     shares = [values["teacher_tokens"] / values["packed_tokens"] for values in read_steps]
@@ -270,7 +276,7 @@ def trained(folder: Path, arm: str, seed: int) -> Trained:
         arm, seed, done["rewards"], _average(done["best"]) if "best" in done else average,
         done.get("best_step", rows[-1].step), curve,
         [each.values["teacher/hint_rate"] for each in steps if "teacher/hint_rate" in each.values],
-        rows[-1].values.get("cpu_s", 0.0) + done["cpu_s"], median(took) if took else 0.0,
+        rows[-1].values.get("cpu_s", 0.0) + done["cpu_s"], median(computed) if computed else 0.0,
         sum(signal_s) / sum(took) if took else 0.0, fmean(shares) if shares else 0.0,
         EXPECTED * sum(shares) / sum(rates) if rates else 0.0, done.get("gates", {}),
     )  # fmt: skip
