@@ -133,11 +133,11 @@ class Teacher(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         for place, candidates in hints.at.items():
             call = trajectory.call(place[0])
             paths = trajectory.paths(call)
-            if len(paths) != 1 or paths[0].logprobs is None:
+            spans = self._spans(paths[0], call, place, hints) if len(paths) == 1 else []
+            if not spans or paths[0].logprobs is None:
                 _abstain(hints.reading, "no whole path of ids")
                 continue
-            spans = self._spans(paths[0], call, place, hints)
-            for hint in candidates:
+            for hint in candidates if self.choose == "overlap" else candidates[:1]:
                 try:
                     rows.append(
                         _Hinted(index, place, hint, *self._row(trajectory, call, paths[0], spans, hint, writing))

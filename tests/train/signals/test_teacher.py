@@ -233,6 +233,9 @@ def test_the_chosen_hints_candidates_take_one_pass_of_each_model(policy: Policy,
     teacher = hinted(HINT, OTHER, choose="overlap", **options)
     found = read(teacher, group, policy, reference=theirs, live=ours)
     assert [len(rows) for rows in theirs.asked] == [len(rows) for rows in ours.asked] == [6]
+    first = Counting(policy)
+    read(hinted(HINT, OTHER), group, policy, reference=first)
+    assert [len(rows) for rows in first.asked] == [3]  # where nothing is compared only the first hint is scored
     alone = {hint: read(hinted(hint, **options), group, policy) for hint in (HINT, OTHER)}
     for index, reading in enumerate(found):
         expected = alone[reading.notes[("0", 1)]][index].top
