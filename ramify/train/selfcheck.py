@@ -14,7 +14,7 @@ algorithm says why (``Stamping.silence``).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,18 +37,28 @@ CANARY_TOKENS = 16
 class Seen:
     """A client that remembers which ids went through it, as hashes; everything else is the wrapped client's."""
 
-    def __init__(self, client: InferenceClient, max_staleness: int = 0) -> None:
+    def __init__(self, client: InferenceClient, oldest: int = 0) -> None:
         """It remembers what went through since ``forget`` was called so many times and once more: rollouts of a later step
         may be over before those of this one are learnt from."""
         self.name, self.window, self.price = client.name, client.window, client.price
         self.client = client
-        self._paths: deque[set[int]] = deque([set()], maxlen=max_staleness + 1)
+        self._paths: deque[set[int]] = deque([set()], maxlen=oldest + 1)
 
     async def complete(self, request: Request) -> Reply:
         reply = await self.client.complete(request)
         if reply.prompt_ids is not None and reply.token_ids is not None:
             self._paths[-1].add(hash((*reply.prompt_ids, *reply.token_ids)))
         return reply
+
+    def note(self, paths: Iterable[int]) -> None:
+        """What went through elsewhere, as ``take`` gave it."""
+        self._paths[-1].update(paths)
+
+    def take(self) -> tuple[int, ...]:
+        """What went through since this was last asked."""
+        taken = tuple(self._paths[-1])
+        self._paths[-1].clear()
+        return taken
 
     def has_seen(self, ids: tuple[int, ...]) -> bool:
         return any(hash(ids) in paths for paths in self._paths)

@@ -22,8 +22,10 @@ import msgspec
 
 from ramify.clients.base import Price, Request, Sampling
 from ramify.errors import ConfigError, ModelError, ReplyLost, ServerFailed, TrainError, Unreachable
+from ramify.inference.base import Pressure
 from ramify.inference.http.api import Conflict
-from ramify.inference.http.process import EngineProcess, ports_for
+from ramify.inference.http.pressure import together
+from ramify.inference.http.process import Engine, EngineProcess, ports_for
 from ramify.inference.http.server import Sampled, Server
 from ramify.inference.http.sglang import Sglang
 from ramify.inference.http.spec import InferenceSpec
@@ -34,6 +36,8 @@ from ramify.policy.load import Policy
 from ramify.types.message import Finish, Reply, Usage, VersionSpan
 
 ENGINES: dict[str, Callable[[str, InferenceSpec, str], Server]] = {"ramify": Ramify, "vllm": Vllm, "sglang": Sglang}
+Launch = Callable[[InferenceSpec, int, Path, str, int, Path], Engine]
+"""What starts an engine: of the spec, which one, a checkpoint, dtype, window and the file for its output."""
 _FINISHES: dict[str, Finish] = {"stop": "stop", "length": "length"}
 _MAX_TREES = 65_536
 _MAX_ABORTS = 64
@@ -60,7 +64,7 @@ class HttpEngines:
         self._key = os.environ.get(spec.key_variable, "")
         self._carrier: Carrier = carrier_class(spec.carried_by)(**spec.carrier_options)
         self._ports = [] if spec.urls else ports_for(spec)
-        self._processes: dict[str, EngineProcess] = {}
+        self._processes: dict[str, Engine] = {}
         self._alive: list[Server] = []
         self._in_flight: dict[str, int] = {}
         self._trees: OrderedDict[Hashable, Server] = OrderedDict()
@@ -82,27 +86,39 @@ class HttpEngines:
 
     # --- from start to end ---------------------------------------------------------------------------------------
 
-    async def start(self, out: Path, save: Callable[[Path], None]) -> None:
+    async def start(
+        self, out: Path, save: Callable[[Path], None], launch: Launch | None = None, *, carries: bool = True
+    ) -> None:
         """Start the servers, or attach to them; check each; open the way for weights. ``save`` writes a checkpoint for
-        those that are started, below ``out``. Raises ConfigError for a server that is not what the policy needs."""
+        those that are started, below ``out``, by ``launch`` where it is not on this machine. Raises ConfigError for a server
+        that is not what the policy needs. ``carries``: False for who only asks, while another gives the weights."""
         try:
-            urls = list(self.spec.urls) or self._launch(out, save)
+            urls = list(self.spec.urls) or self._launch(out, save, launch)
             servers = [ENGINES[self.spec.engine](url, self.spec, self._key) for url in urls]
             self._alive = servers
             self._in_flight = {server.url: 0 for server in servers}
             await asyncio.gather(*map(self._wait_until_up, servers))
             await asyncio.gather(*map(self._check, servers))
-            await self._open_carrier()
+            if carries:
+                await self._open_carrier()
         except BaseException:
             await self.close()
             raise
 
-    def _launch(self, out: Path, save: Callable[[Path], None]) -> list[str]:
+    def follow(self, version: int) -> None:
+        """Another has given the servers this version."""
+        self._version = version
+
+    def _launch(self, out: Path, save: Callable[[Path], None], launch: Launch | None) -> list[str]:
         checkpoint = out / "checkpoint"
         save(checkpoint)
         for index, port in enumerate(self._ports):
             log = out / f"server-{index}.log"
-            process = EngineProcess(self.spec, index, port, checkpoint, self._dtype, self.window, log)
+            process = (
+                launch(self.spec, index, checkpoint, self._dtype, self.window, log)
+                if launch is not None
+                else EngineProcess(self.spec, index, port, checkpoint, self._dtype, self.window, log)
+            )
             self._processes[process.url] = process
         return list(self._processes)
 
@@ -258,6 +274,17 @@ class HttpEngines:
             told = ", ".join(f"{server.url}: {value}" for server, value in found.items())
             raise TrainError(f"the engines have different weights ({told}): the weight sync failed")
         return next(iter(found.values()), None)
+
+    async def pressure(self) -> Pressure | None:
+        """How their caches bear what is asked: of the fullest, and what waits at all of them."""
+
+        async def of(server: Server) -> Pressure | None:
+            try:
+                return await server.pressure()
+            except ModelError:
+                return None
+
+        return together(await asyncio.gather(*map(of, self._alive)))
 
     async def sleep(self) -> None:
         """Let the engines give their memory back, for a trainer on the same device."""
