@@ -74,7 +74,7 @@ ARMS = {
         "rl.algorithm.terms=[]",
         'rl.signals={"process": {"name": "process", "judge": {"name": "ramify.train.signals.programs:StepRules"}}}',
         'rl.algorithm.terms=[{"signal": "process", "weight": 1.0, "norm": "step_index"}]', "rl.algorithm.w_rl=0",
-    ), num_seeds=3),
+    ), num_seeds=2),
     "teacher-alone": Arm("the teacher, no outcome", ("rl.algorithm.w_rl=0", terms(weight=1.0))),
     "privileged": Arm("hints from facts (privileged: an upper bound)",
                       ("rl.signals.teacher.hints.judge=ramify.train.signals.programs:OracleJudge",)),
@@ -98,7 +98,7 @@ ARMS = {
     "shuffled": Arm("control: hints of other problems", (
         "rl.signals.teacher.hints=" + json.dumps({"name": "ramify.train.signals.programs:Shuffled", "source": SOURCE}),
     ), num_seeds=3),
-    "random": Arm("control: a teacher of random weights", ("rl.signals.teacher.source=random",), num_seeds=3),
+    "random": Arm("control: a teacher of random weights", ("rl.signals.teacher.source=random",), num_seeds=2),
     "kl": Arm("control: no hints, ten times the KL to the frozen policy", ("rl.loss.kl_beta=0.1",), "recipes/programs.py"),
 }  # fmt: skip
 CONTROLS = ("shuffled", "random", "kl")
