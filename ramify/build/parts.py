@@ -33,6 +33,7 @@ from ramify.train.placement.here import HereHosts
 from ramify.train.placement.hosts import Hosts, PlacedEngine
 from ramify.train.placement.runner import RunnerSpec
 from ramify.train.placement.runners import Runners
+from ramify.train.placement.services import Services
 from ramify.train.rollout import RolloutOptions, Rollouts
 from ramify.train.selfcheck import Seen, SelfCheck
 from ramify.train.signals.compose import Hybrid
@@ -65,6 +66,8 @@ class Made:
         self.run, self._say = run, say
         self.hosts: Hosts | None = None
         """What starts processes that are not to be on this machine; open from ``start`` on."""
+        self.services: Services | None = None
+        """Servers that the run asks besides engines."""
         self.runners: Runners | None = None
         """Those who roll out, where that is not this process."""
         self._kind: Any = of_name(run.compute.backend, BACKENDS, "backend")
@@ -128,6 +131,9 @@ class Made:
         from ramify.policy.load import save
 
         self.hosts = self._placed()
+        if self.run.placement is not None and self.run.placement.services:
+            self.services = Services(self.hosts or HereHosts(), self.run.placement.services, out)
+            await self.services.start()
         launch = None if self.hosts is None else partial(PlacedEngine, self.hosts)
         if not isinstance(self.client, LocalClient):
             await self.client.start(out / "inference", lambda folder: save(self.serving, folder), launch)

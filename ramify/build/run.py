@@ -81,5 +81,7 @@ async def building(
         await made.client.close()
         if made.trained is not None:
             made.trained.close()
+        if made.services is not None:
+            await made.services.close()
         if made.hosts is not None:
             made.hosts.close()
