@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import os
+import secrets
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +30,8 @@ from ramify.train.config import Run, plain
 from ramify.train.loop import Loop
 from ramify.train.metrics import Measured
 from ramify.train.override import of_name
+from ramify.train.placement.counted import check_reach, settled
+from ramify.train.placement.hosts import Hosts, PlacedEngine
 from ramify.train.rollout import RolloutOptions, Rollouts
 from ramify.train.selfcheck import Seen, SelfCheck
 from ramify.train.signals.compose import Hybrid
@@ -55,14 +60,18 @@ class Made:
 
         if run.threads:
             torch.set_num_threads(run.threads)
+        run, self._seats = settled(run)
         self.run, self._say = run, say
+        self.hosts: Hosts | None = None
+        """What starts processes that are not to be on this machine; open from ``start`` on."""
         self._kind: Any = of_name(run.compute.backend, BACKENDS, "backend")
         if run.rl is not None and needs_of(run.rl.algorithm).values and not self._kind.is_here:
             raise ConfigError(
                 f"an algorithm with a critic needs compute.backend=single, and not {run.compute.backend}: leave the critic "
                 "out (grpo, rloo, …), or train in one process"
             )
-        self._kind.check(run.compute, _device_of(run))
+        elsewhere = {"elsewhere": True} if self._is_placed and not self._kind.is_here else {}
+        self._kind.check(run.compute, _device_of(run), **elsewhere)
         self.trained: Trained | None = None
         self.teachers: Teachers | None = None
         self.task: Task = task_of(run.task.name, **run.task.options)
@@ -85,6 +94,10 @@ class Made:
         if self.run.inference is not None:
             from ramify.inference.http.client import HttpEngines
 
+            if (
+                self._is_placed and not self.run.inference.urls
+            ):  # engines on other machines answer to those alone that have it
+                os.environ.setdefault(self.run.inference.key_variable, secrets.token_urlsafe(24))
             engine = self.run.inference.engine
             return HttpEngines(self.serving, self.run.inference, name=f"{engine}:{self.run.name}", say=self._say)
         from ramify.inference.local.client import LocalClient
@@ -104,16 +117,41 @@ class Made:
         adapters = None if lora is None else Lora(rank=lora.rank, alpha=lora.alpha, targets=lora.targets, seed=run.seed)
         is_folder = bool(spec.path) and type(self.policy.model).__name__ == "Dense" and Path(spec.path).is_dir()
         source = Path(spec.path) if is_folder else self.policy.model.state_dict()
-        spread: Trained = self._kind(self.policy, run.compute, out, lora=adapters, source=source)
+        hosts = {} if self.hosts is None else {"hosts": self.hosts}
+        spread: Trained = self._kind(self.policy, run.compute, out, lora=adapters, source=source, **hosts)
         return spread
 
     async def start(self, out: Path) -> None:
-        """Bring up the engines that are not in this process."""
+        """Take the seats of the placement, and bring up the engines that are not in this process."""
         from ramify.inference.local.client import LocalClient
         from ramify.policy.load import save
 
+        self.hosts = self._placed()
+        launch = None if self.hosts is None else partial(PlacedEngine, self.hosts)
         if not isinstance(self.client, LocalClient):
-            await self.client.start(out / "inference", lambda folder: save(self.serving, folder))
+            await self.client.start(out / "inference", lambda folder: save(self.serving, folder), launch)
+
+    @property
+    def _is_placed(self) -> bool:
+        return self.run.placement is not None and self.run.placement.kind == "ray"
+
+    def _placed(self) -> Hosts | None:
+        """What starts processes, where it is not this machine. Raises ConfigError where the seats cannot be had."""
+        import torch
+
+        from ramify.train.placement.on_ray import RayHosts
+
+        if not self._is_placed:
+            return None
+        assert self.run.placement is not None
+        hosts = RayHosts(self.run.placement, self._seats, num_gpus=torch.cuda.device_count())
+        try:
+            num = sum(member.role == "inference" for seat in self._seats for member in seat.members)
+            check_reach(self.run, hosts, num)
+        except BaseException:
+            hosts.close()
+            raise
+        return hosts
 
     def _tolerance(self) -> float:
         """Most that log-probabilities of engine and trainer may differ by."""

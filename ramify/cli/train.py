@@ -35,6 +35,7 @@ def train(
     quiet: bool | None = None,
     progress: str | None = None,
     track: list[str] | None = None,
+    placement: str | None = None,
 ) -> int:
     recipes = [word for word in words if "=" not in word]
     overrides = [word for word in words if "=" in word]
@@ -48,9 +49,11 @@ def train(
         with doing("starting"):
             from ramify.build.recipe import recipe, stored  # everything heavy comes with it
             from ramify.build.run import train
+            from ramify.train.placement.counted import by
 
             run = recipe(recipes[0], overrides) if recipes else stored(str(resume), overrides)
             run = msgspec.structs.replace(run, trackers=(*run.trackers, *(track or ())))
+            run = by(run, placement) if placement else run
         folder = Path(out or _folder(resume) or f"runs/{run.name}")
         listener = _listener(run.name, folder, screen, resume is not None)
         try:
@@ -126,6 +129,12 @@ COMMAND = Command(
             str,
             "go on from a run's last checkpoint, or from the one named; the recipe may be left out",
             "DIR",
+        ),
+        Option(
+            "placement",
+            str,
+            "who starts the run's processes: local, or ray, which starts a cluster or joins RAY_ADDRESS",
+            "local|ray",
         ),
         Option("track", list, f"also send what is measured to {TRACKERS}, or module:Class; repeat it", "NAME"),
         Option("plain", bool, "lines instead of a live view, as where stderr is no terminal", has_no=False),

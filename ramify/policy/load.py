@@ -62,7 +62,7 @@ class Policy:
     @property
     def window(self) -> int:
         """Tokens that prompt and reply together may have."""
-        return Shape.of(self.config).window if isinstance(self.model, Dense) else _window(self.config)
+        return Shape.of(self.config).window if isinstance(self.model, Dense) else window_of(self.config)
 
     @property
     def device(self) -> torch.device:
@@ -194,6 +194,11 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
+def read_config(path_or_name: str | Path) -> Any:
+    """The configuration of a folder, or of a hub name whose files are on disk, and nothing else of it. Raises ConfigError."""
+    return _config(_folder(path_or_name))
+
+
 def _config(folder: Path) -> Any:
     try:
         return AutoConfig.from_pretrained(folder)
@@ -299,7 +304,8 @@ def _stored_dtype(config: Any) -> torch.dtype:
     return getattr(torch, stored) if isinstance(stored, str) else stored
 
 
-def _window(config: Any) -> int:
+def window_of(config: Any) -> int:
+    """Tokens that prompt and reply together may have. Raises ConfigError where the configuration does not say."""
     inner = config.get_text_config()
     for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
         if (window := getattr(inner, name, None)) is not None:

@@ -23,7 +23,7 @@ import msgspec
 from ramify.clients.base import Price, Request, Sampling
 from ramify.errors import ConfigError, ModelError, ReplyLost, ServerFailed, TrainError, Unreachable
 from ramify.inference.http.api import Conflict
-from ramify.inference.http.process import EngineProcess, ports_for
+from ramify.inference.http.process import Engine, EngineProcess, ports_for
 from ramify.inference.http.server import Sampled, Server
 from ramify.inference.http.sglang import Sglang
 from ramify.inference.http.spec import InferenceSpec
@@ -34,6 +34,8 @@ from ramify.policy.load import Policy
 from ramify.types.message import Finish, Reply, Usage, VersionSpan
 
 ENGINES: dict[str, Callable[[str, InferenceSpec, str], Server]] = {"ramify": Ramify, "vllm": Vllm, "sglang": Sglang}
+Launch = Callable[[InferenceSpec, int, Path, str, int, Path], Engine]
+"""What starts an engine: of the spec, which one, a checkpoint, dtype, window and the file for its output."""
 _FINISHES: dict[str, Finish] = {"stop": "stop", "length": "length"}
 _MAX_TREES = 65_536
 _MAX_ABORTS = 64
@@ -60,7 +62,7 @@ class HttpEngines:
         self._key = os.environ.get(spec.key_variable, "")
         self._carrier: Carrier = carrier_class(spec.carried_by)(**spec.carrier_options)
         self._ports = [] if spec.urls else ports_for(spec)
-        self._processes: dict[str, EngineProcess] = {}
+        self._processes: dict[str, Engine] = {}
         self._alive: list[Server] = []
         self._in_flight: dict[str, int] = {}
         self._trees: OrderedDict[Hashable, Server] = OrderedDict()
@@ -82,11 +84,11 @@ class HttpEngines:
 
     # --- from start to end ---------------------------------------------------------------------------------------
 
-    async def start(self, out: Path, save: Callable[[Path], None]) -> None:
+    async def start(self, out: Path, save: Callable[[Path], None], launch: Launch | None = None) -> None:
         """Start the servers, or attach to them; check each; open the way for weights. ``save`` writes a checkpoint for
-        those that are started, below ``out``. Raises ConfigError for a server that is not what the policy needs."""
+        those that are started, below ``out``, by ``launch`` where it is not on this machine. Raises ConfigError for a server that is not what the policy needs."""
         try:
-            urls = list(self.spec.urls) or self._launch(out, save)
+            urls = list(self.spec.urls) or self._launch(out, save, launch)
             servers = [ENGINES[self.spec.engine](url, self.spec, self._key) for url in urls]
             self._alive = servers
             self._in_flight = {server.url: 0 for server in servers}
@@ -97,12 +99,16 @@ class HttpEngines:
             await self.close()
             raise
 
-    def _launch(self, out: Path, save: Callable[[Path], None]) -> list[str]:
+    def _launch(self, out: Path, save: Callable[[Path], None], launch: Launch | None) -> list[str]:
         checkpoint = out / "checkpoint"
         save(checkpoint)
         for index, port in enumerate(self._ports):
             log = out / f"server-{index}.log"
-            process = EngineProcess(self.spec, index, port, checkpoint, self._dtype, self.window, log)
+            process = (
+                launch(self.spec, index, checkpoint, self._dtype, self.window, log)
+                if launch is not None
+                else EngineProcess(self.spec, index, port, checkpoint, self._dtype, self.window, log)
+            )
             self._processes[process.url] = process
         return list(self._processes)
 
