@@ -142,5 +142,3 @@ def pick(engines: list[Engine]) -> Engine:
     found = min(engines, key=lambda each: (each.in_flight, each.trees))
     found.trees += 1
     return found
-
-

@@ -152,9 +152,7 @@ class _Simulation:
             self._env.process(self._play(group))
 
     def _play(self, group: _Group) -> Generator[Event, Any, None]:
-        yield AllOf(
-            self._env, [self._env.process(self._stage.play(each, group.spans)) for each in group.rollouts]
-        )
+        yield AllOf(self._env, [self._env.process(self._stage.play(each, group.spans)) for each in group.rollouts])
         if group.is_given_up:  # another takes its place
             self._outstanding.remove(group)
             self._num_given_up += 1
