@@ -229,7 +229,7 @@ class Made:
                     rl.steps, rl.optim, rl.loss, task=self.task, items=items_of(self.task, "train"),
                     rollouts=Rollouts(
                         self.rlm, self.task, rl.rollout, seed=run.seed, on_stall=self._say,
-                        greedy=needs_of(rl.algorithm).greedy,
+                        greedy=needs_of(rl.algorithm).greedy, gauge=getattr(self.client, "pressure", None),
                     ),
                     algorithm=rl.algorithm, sample=rl.sample, temperature=rl.rollout.temperature,
                     signals=self._signals(out),

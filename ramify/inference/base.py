@@ -13,6 +13,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
+import msgspec
+
 from ramify.clients.base import Client
 from ramify.errors import ConfigError
 from ramify.progress import doing
@@ -22,6 +24,18 @@ PROTOCOL = 1
 misunderstand. Both sides say theirs at the start."""
 TINY = Path(__file__).parents[1] / "policy" / "tiny"
 """The folder of the packaged policy."""
+
+
+class Pressure(msgspec.Struct, frozen=True):
+    """How an engine's cache of keys and values bears what is asked. A client whose engine knows has
+    ``async pressure() -> Pressure | None``; None where it does not say."""
+
+    full: float
+    """Share of the cache that running sequences take."""
+    waiting: int
+    """Sequences that wait for their turn."""
+    evicted: int
+    """How many were thrown out of the cache in the middle, to be computed again; counts up."""
 
 
 @runtime_checkable
