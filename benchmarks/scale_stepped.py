@@ -10,6 +10,7 @@ plain questions or children, and answers; how long its replies are is drawn from
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import time
 from collections import deque
@@ -23,7 +24,7 @@ from ramify import RLM, Limits
 from ramify.clients.base import Price, Request
 from ramify.clients.byte_ids import ByteIds
 from ramify.sandbox.base import SandboxSpec
-from ramify.tasks.base import generated, Item
+from ramify.tasks.base import Item, generated
 from ramify.tasks.simple import SimpleTask, Whole
 from ramify.train.algorithms.dr_grpo import DrGRPO
 from ramify.train.backends.base import Optim
@@ -44,11 +45,12 @@ class Shape(NamedTuple):
 
     engines: int = 1
     slots: int = 16
-    concurrency: int = 24
+    concurrency: int = 32
     staleness: int = 0
-    items: int = 6
+    straggle: float = 0.0
+    items: int = 8
     group: int = 4
-    steps: int = 8
+    steps: int = 12
 
 
 class _Sequence:
@@ -125,7 +127,8 @@ class Stepped:
         started = time.perf_counter()
         seed = request.sampling.seed or 0
         reply = self._ids.added_to(Reply(Message("assistant", said(request))), request)
-        assert reply.prompt_ids is not None and reply.token_ids is not None
+        assert reply.prompt_ids is not None
+        assert reply.token_ids is not None
         engine = self._of_tree.get(seed)
         if engine is None:
             engine = self._of_tree[seed] = min(self.engines, key=lambda each: (each.in_flight, each.trees))
@@ -149,7 +152,7 @@ class Stepped:
 
 def _spans(versions: Sequence[int]) -> tuple[VersionSpan, ...]:
     cuts = [0, *(i for i in range(1, len(versions)) if versions[i] != versions[i - 1]), len(versions)]
-    return tuple(VersionSpan(a, b, versions[a]) for a, b in zip(cuts, cuts[1:], strict=False))
+    return tuple(VersionSpan(a, b, versions[a]) for a, b in itertools.pairwise(cuts))
 
 
 def said(request: Request) -> str:
@@ -157,7 +160,7 @@ def said(request: Request) -> str:
     turn = sum(message.role == "assistant" for message in request.messages)
     draw = random.Random(f"{request.sampling.seed}/{request.affinity}/{turn}/{len(request.messages[0].content)}")
     is_slow = random.Random(f"slow/{request.sampling.seed}").random() < 0.1
-    num = min(int(draw.lognormvariate(3.4, 0.6)) * (4 if is_slow else 1), 400)
+    num = min(int(draw.lognormvariate(2.5, 0.5)) * (5 if is_slow else 1), 250)
     depth = request.affinity.count(".")
     if depth:
         code = "FINAL(1)" if turn or "plain" in request.messages[-1].content else "x=len(str(context))"
@@ -220,7 +223,7 @@ def carry_out(out: Path, shape: Shape, seed: int = 0) -> None:
 async def _run(out: Path, shape: Shape, seed: int) -> None:
     client = Stepped(shape)
     task = SimpleTask("stepped", generated("stepped", _item), Whole(_worth))
-    sample = Sample(items=shape.items, max_staleness=shape.staleness)
+    sample = Sample(items=shape.items, max_staleness=shape.staleness, straggle=shape.straggle)
     options = RolloutOptions(group=shape.group, concurrency=shape.concurrency)
     limits = Limits(max_turns=6, max_reply_tokens=500, max_seconds=300, max_concurrency=1000)
     config = {

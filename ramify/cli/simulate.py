@@ -31,6 +31,7 @@ def simulate(
     staleness: str | None = None,
     devices: int | None = None,
     engine_devices: int | None = None,
+    straggle: float | None = None,
     concurrency: int | None = None,
     items: int | None = None,
     group: int | None = None,
@@ -63,7 +64,7 @@ def simulate(
     ]
     settings = choices(
         found, splits(devices, engine_devices or 1) if devices else pairs, slots=given["slots"],
-        staleness=given["staleness"], items=items or 0, group=group or 0, concurrency=concurrency or 0,
+        staleness=given["staleness"], items=items or 0, group=group or 0, concurrency=concurrency or 0, straggle=straggle,
     )  # fmt: skip
     predicted = predict(found, list(settings), steps=steps or STEPS, seed=seed or 0)
     if json:
@@ -178,6 +179,9 @@ COMMAND = Command(
         Option("ranks", str, "ranks of the trainer", "N,…"),
         Option(
             "staleness", str, "how many versions older rollouts may be than the weights that learn from them", "N,…"
+        ),
+        Option(
+            "straggle", float, "give a rollout up that alone holds a step up, after so many times the median (0: never)"
         ),
         Option("concurrency", int, "rollouts at once"),
         Option("items", int, "groups per step"),

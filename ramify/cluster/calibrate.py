@@ -28,7 +28,8 @@ async def calibrate(client: Client, *, slots: int, tokens: int = 64, seed: int =
     Raises ConfigError where its replies are too short to go by."""
     draw = random.Random(seed)
     await _asked(client, draw, _SHORT, 1)  # what is built at the first request
-    short, long = ([await _asked(client, draw, words, 1) for _ in range(ROUNDS)] for words in (_SHORT, _LONG))
+    short = [await _asked(client, draw, _SHORT, 1) for _ in range(ROUNDS)]
+    long = [await _asked(client, draw, _LONG, 1) for _ in range(ROUNDS)]
     more = median(each.usage.input_tokens for _, each in long) - median(each.usage.input_tokens for _, each in short)
     prompt_s = max(0.0, median(took for took, _ in long) - median(took for took, _ in short)) / max(more, 1)
     first_s = median(took - prompt_s * reply.usage.input_tokens for took, reply in short)

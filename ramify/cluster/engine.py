@@ -24,10 +24,10 @@ Spans = list[tuple[int, float]]
 class _Running:
     """One sequence in a slot."""
 
-    def __init__(self, new: int, context: int, sampled: int, done: Event) -> None:
-        self.new, self.context, self.sampled, self.done = new, context, sampled, done
-        self.begun = 0.0
-        """Steps of the engine when it began to decode."""
+    def __init__(self, new: int, context: int, sampled: int, done: Event, owner: object) -> None:
+        self.new, self.context, self.sampled, self.done, self.owner = new, context, sampled, done, owner
+        self.begun: float | None = None
+        """Steps of the engine when it got its slot; None while it waits for one."""
         self.spans: Spans = []
         self.told = 0.0
         """Tokens that ``spans`` hold."""
@@ -45,7 +45,7 @@ class Engine:
         self.busy_s = 0.0
         self.sequence_s = 0.0
         """Sequences in slots, summed over time."""
-        self.sampled = 0
+        self.sampled = 0.0
         self._env, self._rate, self._slots = env, rate, slots
         self._steps, self._debt_s, self._at = 0.0, 0.0, env.now
         self._running: list[tuple[float, int, _Running]] = []
@@ -53,15 +53,27 @@ class Engine:
         self._ids, self._alarm = count(), 0
         self._paused = 0
 
-    def sample(self, new: int, context: int, sampled: int) -> Event:
+    def sample(self, new: int, context: int, sampled: int, owner: object = None) -> Event:
         """Ask for ``sampled`` tokens after a prompt of ``context``, of which ``new`` are in no cache. The event's value are
-        the spans."""
+        the spans. ``owner`` may ``cancel`` it."""
         done = self._env.event()
         self.in_flight += 1
         self._catch_up()
-        self._waiting.append(_Running(new, context, sampled, done))
+        self._waiting.append(_Running(new, context, sampled, done, owner))
         self._go_on()
         return done
+
+    def cancel(self, owner: object) -> None:
+        """End all that ``owner`` has here, as far as it is."""
+        self._catch_up()
+        gone = [each for _, _, each in self._running if each.owner is owner]
+        gone += [each for each in self._waiting if each.owner is owner]
+        self._running = [entry for entry in self._running if entry[2].owner is not owner]
+        heapq.heapify(self._running)
+        self._waiting = deque(each for each in self._waiting if each.owner is not owner)
+        for each in gone:
+            self._end(each)
+        self._go_on()
 
     def pause(self) -> None:
         """Stand still until as many ``resume``."""
@@ -122,15 +134,19 @@ class Engine:
         next_end = self._running[0][0]
         self._steps, self._debt_s = max(self._steps, next_end), 0.0  # what is off is rounding
         while self._running and self._running[0][0] <= self._steps:
-            each = heapq.heappop(self._running)[2]
-            self._tell(each)
-            self.in_flight -= 1
-            self.sampled += each.sampled
-            each.done.succeed(each.spans)
+            self._end(heapq.heappop(self._running)[2])
         self._go_on()
+
+    def _end(self, each: _Running) -> None:
+        self._tell(each)
+        self.in_flight -= 1
+        self.sampled += each.told
+        each.done.succeed(each.spans)
 
     def _tell(self, each: _Running) -> None:
         """Write down which weights sampled what ``each`` has got since the last time."""
+        if each.begun is None:
+            return
         tokens = min(self._steps - each.begun, each.sampled) - each.told
         if tokens > 0:
             each.spans.append((self.version, tokens))

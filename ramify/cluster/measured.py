@@ -23,6 +23,7 @@ import msgspec
 from ramify.cluster.rate import Asked, Rate, fit, non_negative
 from ramify.cluster.trees import CallShape, Rollout, shape_of
 from ramify.errors import ConfigError
+from ramify.train import groups as group_file
 from ramify.train import metrics as metric_file
 from ramify.train.checkpoint import Checkpoints, read_state
 from ramify.types.trajectory import Trajectory
@@ -43,6 +44,8 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     slots: int
     ranks: int
     staleness: int
+    max_items: int = 0
+    straggle: float = 0.0
 
 
 class Measured(msgspec.Struct, kw_only=True):
@@ -68,9 +71,10 @@ class Measured(msgspec.Struct, kw_only=True):
     step_s: list[float] = msgspec.field(default_factory=list)
     """Of each step as it was measured, evaluations left out."""
 
-    def group(self, draw: random.Random, num: int) -> list[Rollout]:
-        """``num`` rollouts of one measured group: those that it had, and further ones drawn from them."""
-        found = draw.choice(self.groups)
+    def group(self, draw: random.Random, num: int, of: int | None = None) -> list[Rollout]:
+        """``num`` rollouts of one measured group, the one with index ``of`` where that is given: those that it had, and
+        further ones drawn from them."""
+        found = draw.choice(self.groups) if of is None else self.groups[of]
         if num <= len(found):
             return draw.sample(found, num)
         return [*found, *draw.choices(found, k=num - len(found))]
@@ -116,8 +120,8 @@ def measured(run: Path, *, last: int = 0, rate: Rate | None = None, scaling: flo
         groups=[group for step in steps for group in shaped[step]],
         rate=rate or _rate([tree for step in steps for group in groups[step] for tree in group], sizes, tried),
         sizes=sizes, learn_base_s=base_s, learn_token_s=token_s, learn_off=off, scaling=scaling,
-        publish_s=_publishing(done, took, sizes), prepare_s=_preparing(done, kept, steps, sizes),
-        silent=max(0.0, 1 - sizes.items / tried), step_s=[took[step] for step in sorted(took)],
+        publish_s=_publishing(done, took), prepare_s=_preparing(done, kept, steps, sizes),
+        silent=_silent(run, max(0.0, 1 - sizes.items / tried)), step_s=[took[step] for step in sorted(took)],
     )  # fmt: skip
 
 
@@ -160,7 +164,8 @@ def _sizes(run: Path, steps: Sequence[Sequence[Sequence[Trajectory]]]) -> Sizes:
         concurrency=rollout.get("concurrency", items * group), on_wire=limits.get("max_concurrency", 1_000_000),
         engines=len(inference.get("urls") or ()) or inference.get("servers", 1),
         slots=policy.get("slots") or DEFAULT_SLOTS, ranks=max(shard.get("ranks", 1), 1),
-        staleness=sample.get("max_staleness", 0),
+        staleness=sample.get("max_staleness", 0), max_items=sample.get("max_items", 0),
+        straggle=sample.get("straggle", 0.0),
     )  # fmt: skip
 
 
@@ -200,6 +205,15 @@ def _played(call: CallShape, at_s: float) -> tuple[list[Asked], float]:
     return found, at_s
 
 
+def _silent(run: Path, otherwise: float) -> float:
+    """Share of groups that nothing could be learnt from, of those that were tried until a step had enough."""
+    if not otherwise:
+        return 0.0
+    outcomes = [each.outcome for each in group_file.read(run)]
+    tried = sum(each in ("learnt", "silent", "spare") for each in outcomes)
+    return outcomes.count("silent") / tried if tried else otherwise
+
+
 def _learning(tokens: Sequence[int], seconds: Sequence[float]) -> tuple[float, float, list[float]]:
     """(seconds however many tokens, seconds per token, measured over fitted)."""
     if len(set(tokens)) > 2:
@@ -227,10 +241,8 @@ def _took(lines: Sequence[metric_file.Measured]) -> dict[int, float]:
     return found
 
 
-def _publishing(done: dict[int, metric_file.Measured], took: dict[int, float], sizes: Sizes) -> list[float]:
-    """What a synchronous step took besides its work and learning."""
-    if sizes.staleness:
-        return [each.values.get("publish_s", 0.0) for each in done.values()]
+def _publishing(done: dict[int, metric_file.Measured], took: dict[int, float]) -> list[float]:
+    """What a step took besides waiting for its work and learning."""
     rest = [took[step] - done[step].values["work_s"] - done[step].values["learn_s"] for step in took]
     return [max(0.0, each) for each in rest] or [0.0]
 

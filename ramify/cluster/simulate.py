@@ -1,30 +1,28 @@
 """A run in simulated time: groups begin as their staleness allows, engines and a trainer work, weights are published.
 
-    may begin? ──▶ rollouts of a group, ``concurrency`` at once ──▶ whole
-                                                                     │ a step takes ``items`` groups: first those that would
-        ▲                                                            ▼ be too old for the next, then any that are whole
-        └────── version + 1 ◀── publish ◀── learn ◀──────────────────┘
+    queue (admission.py) ──▶ rollouts (play.py) on engines (engine.py) ──▶ a step's groups
+          ▲                                                                   ▼
+          └────────── version + 1 ◀── publish ◀── learn ◀── prepare ◀─────────┘
 
-A group may begin while fewer than ``(version + 1 + staleness) · items`` have: with staleness 0 a step's groups begin once
-the last step's weights are published. Work is drawn from whole measured groups, by the group's number and the seed alone,
-so that every placement has the same work. Leaves out evaluations, checkpoints of an unusual size, failures, and dynamic
-sampling but for the share of groups that it gives up.
+Work is drawn from whole measured groups, by the group's number and the seed alone, so that every setting has the same work.
+Leaves out evaluations, checkpoints, failures, and what a cache's memory allows.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Generator, Sequence
 from statistics import fmean, median
 from typing import Any
 
 import msgspec
-from simpy import AllOf, Environment, Event
+from simpy import Environment, Event
 
-from ramify.cluster.engine import Engine, Spans
+from ramify.cluster.admission import Open, Queue
+from ramify.cluster.engine import Engine
 from ramify.cluster.measured import Measured
 from ramify.cluster.play import Stage
-from ramify.cluster.rate import Rate
 from ramify.cluster.trees import Rollout
 from ramify.errors import ConfigError
 
@@ -40,11 +38,12 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     shared: bool = False
     """Engines and trainer are on the same devices: engines stand still while it learns."""
     staleness: int = 0
-    """Most versions that weights may have gone on since a group began."""
+    """As ``rl.sample.max_staleness``; so are the next three of ``rl.sample``."""
     items: int
-    """Groups per step."""
+    max_items: int = 0
+    straggle: float = 0.0
     group: int
-    """Rollouts of each."""
+    """Rollouts of each item."""
     concurrency: int
     """Rollouts at once."""
     on_wire: int = 1_000_000
@@ -54,12 +53,16 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("engines", "slots", "ranks", "items", "group", "concurrency", "on_wire"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
-        if self.staleness < 0:
-            raise ConfigError(f"staleness={self.staleness} cannot be negative")
+        if self.staleness < 0 or 0 < self.max_items < self.items or (self.straggle and self.straggle < 1):
+            raise ConfigError(
+                f"staleness={self.staleness} cannot be negative, max_items={self.max_items} must be 0 or at least items, "
+                f"straggle={self.straggle:g} 0 or at least 1"
+            )
 
 
 class Predicted(msgspec.Struct, frozen=True, kw_only=True):
-    """What a setting comes to, once it has got going: the first ``staleness + 1`` steps are left out."""
+    """What a setting comes to. The first and the last ``staleness + 1`` steps, in which fewer groups are open, are left
+    out."""
 
     setting: Setting
     steps: int
@@ -82,20 +85,12 @@ class Predicted(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens, of all engines."""
     learnt_per_s: float
     """Tokens that the trainer computes."""
+    stragglers: float
+    """Rollouts that were given up, per step."""
 
     @property
     def steps_per_hour(self) -> float:
         return 3600 / self.step_mean_s
-
-
-class _Group:
-    """One group while it is played."""
-
-    def __init__(self, version: int, rollouts: Sequence[Rollout], whole: Event) -> None:
-        self.version, self.rollouts, self.whole = version, rollouts, whole
-        """``version``: that of the weights when it began."""
-        self.spans: Spans = []
-        self.is_given_up = False
 
 
 class _Seen(msgspec.Struct):
@@ -106,97 +101,60 @@ class _Seen(msgspec.Struct):
     sequence_s: float
     trainer_busy_s: float
     sampled: float
-    learnt: int
-    spans: list[tuple[int, float]]
-    """(versions behind, tokens) of what this step learnt from."""
+    stragglers: int
+    learnt: int = 0
+    behind: list[tuple[int, float]] = []
+    """(versions, tokens) of what this step learnt from."""
 
 
-def simulate(measured: Measured, setting: Setting, *, steps: int = 20, seed: int = 0) -> Predicted:
-    """What ``setting`` comes to over ``steps`` steps, after those that fill the pipeline."""
+def simulate(
+    measured: Measured, setting: Setting, *, steps: int = 20, seed: int = 0, in_order: bool = False
+) -> Predicted:
+    """What ``setting`` comes to over ``steps`` steps. ``in_order``: groups come as they were measured, one after the other,
+    in place of being drawn."""
     if steps < 1:
         raise ConfigError(f"steps={steps} must be at least 1")
-    return _Simulation(measured, setting, seed).run(steps)
+    return _Simulation(measured, setting, seed, in_order).run(steps)
 
 
 class _Simulation:
-    def __init__(self, measured: Measured, setting: Setting, seed: int) -> None:
-        self._measured, self._setting, self._seed = measured, setting, seed
+    def __init__(self, measured: Measured, setting: Setting, seed: int, in_order: bool) -> None:
+        self._measured, self._setting, self._seed, self._in_order = measured, setting, seed, in_order
         self._env = Environment()
-        rate: Rate = measured.rate
+        rate = measured.rate
         self._engines = [Engine(self._env, rate, setting.slots) for _ in range(setting.engines)]
         self._stage = Stage(self._env, self._engines, rate, setting.concurrency, setting.on_wire)
-        self._version = self._num_begun = self._num_given_up = 0
-        self._outstanding: list[_Group] = []
-        """Begun and not learnt from, oldest first."""
-        self._news: Event = self._env.event()
         self._trainer_busy_s = 0.0
         self._seen: list[_Seen] = []
 
     def run(self, steps: int) -> Predicted:
-        num_first = self._setting.staleness + 1
-        self._env.run(until=self._env.process(self._train(num_first + steps)))
-        return self._predicted(num_first)
+        around = self._setting.staleness + 1
+        num_steps = around + steps + around - 1
+        queue = Queue(self._env, self._stage, self._setting, self._drawn, self._setting.group, num_steps)
+        self._env.run(until=self._env.process(self._train(queue, num_steps)))
+        return self._predicted(around, steps)
 
-    # --- work ----------------------------------------------------------------------------------------------------
+    def _drawn(self, number: int) -> tuple[Sequence[Rollout], bool]:
+        draw = random.Random(f"{self._seed}/group/{number}")
+        of = number % len(self._measured.groups) if self._in_order else None
+        rollouts = self._measured.group(draw, self._setting.group, of)
+        return rollouts, draw.random() < self._measured.silent
 
-    def _begin(self) -> None:
-        """All groups that may begin now."""
-        setting = self._setting
-        most = (self._version + 1 + setting.staleness) * setting.items + self._num_given_up
-        while self._num_begun < most:
-            draw = random.Random(f"{self._seed}/group/{self._num_begun}")
-            group = _Group(self._version, self._measured.group(draw, setting.group), self._env.event())
-            group.is_given_up = draw.random() < self._measured.silent
-            self._num_begun += 1
-            self._outstanding.append(group)
-            self._env.process(self._play(group))
-
-    def _play(self, group: _Group) -> Generator[Event, Any, None]:
-        yield AllOf(self._env, [self._env.process(self._stage.play(each, group.spans)) for each in group.rollouts])
-        if group.is_given_up:  # another takes its place
-            self._outstanding.remove(group)
-            self._num_given_up += 1
-            self._begin()
-        else:
-            group.whole.succeed()
-        self._tell()
-
-    def _tell(self) -> None:
-        news, self._news = self._news, self._env.event()
-        news.succeed()
-
-    # --- steps ---------------------------------------------------------------------------------------------------
-
-    def _train(self, steps: int) -> Generator[Event, Any, None]:
-        setting = self._setting
-        for step in range(steps):
-            self._begin()
-            while (taken := self._taken()) is None:
-                yield self._news
+    def _train(self, queue: Queue, num_steps: int) -> Generator[Event, Any, None]:
+        for step in range(num_steps):
+            taken = yield from queue.take(step)
             draw = random.Random(f"{self._seed}/step/{step}")
-            num_learnt = sum(rollout.learnt for group in taken for rollout in group.rollouts)
-            for group in taken:
-                self._outstanding.remove(group)
-            learn_s, publish_s = self._measured.learn(draw, num_learnt, setting.ranks)
-            prepare_s = self._measured.prepare(draw)
-            yield self._env.timeout(prepare_s)
-            yield from self._held(learn_s, setting.shared)
+            whole = [attempt for group in taken for attempt in group.attempts if not attempt.is_given_up]
+            num_learnt = sum(attempt.rollout.learnt for attempt in whole)
+            yield self._env.timeout(self._measured.prepare(draw))
+            learn_s, publish_s = self._measured.learn(draw, num_learnt, self._setting.ranks)
+            yield from self._held(learn_s, self._setting.shared)
             yield from self._held(publish_s, True)
-            self._version += 1
             for engine in self._engines:
-                engine.take(self._version)
+                engine.take(step + 1)
+            queue.newer(step + 1)
             self._trainer_busy_s += learn_s + publish_s
-            self._note(num_learnt, taken)
-
-    def _taken(self) -> list[_Group] | None:
-        """The groups of the next step; None until there are enough."""
-        setting = self._setting
-        due = [each for each in self._outstanding if self._version - each.version >= setting.staleness]
-        if not all(each.whole.triggered for each in due):
-            return None
-        others = [each for each in self._outstanding if each not in due and each.whole.triggered]
-        found = [*due, *others][: setting.items]
-        return found if len(found) == setting.items else None
+            self._note(step, num_learnt, taken, queue.num_stragglers)
 
     def _held(self, seconds: float, holds_engines: bool) -> Generator[Event, Any, None]:
         """Let ``seconds`` pass, in which engines stand still or not."""
@@ -209,37 +167,44 @@ class _Simulation:
 
     # --- what is seen --------------------------------------------------------------------------------------------
 
-    def _note(self, num_learnt: int, taken: Sequence[_Group]) -> None:
+    def _note(self, step: int, num_learnt: int, taken: Sequence[Open], stragglers: int) -> None:
         for engine in self._engines:
             engine.settle()
-        learns = self._version - 1
-        behind = [(learns - version, tokens) for group in taken for version, tokens in group.spans]
+        spans = [
+            span for group in taken for attempt in group.attempts if not attempt.is_given_up for span in attempt.spans
+        ]
         self._seen.append(
             _Seen(
                 self._env.now, sum(each.busy_s for each in self._engines), sum(each.sequence_s for each in self._engines),
-                self._trainer_busy_s, sum(each.sampled for each in self._engines), num_learnt, behind,
+                self._trainer_busy_s, sum(each.sampled for each in self._engines), stragglers, num_learnt,
+                [(step - version, tokens) for version, tokens in spans],
             )
         )  # fmt: skip
 
-    def _predicted(self, num_first: int) -> Predicted:
-        before, seen = self._seen[num_first - 1], self._seen[num_first:]
-        last, num = seen[-1], self._setting.engines
+    def _predicted(self, first: int, num: int) -> Predicted:
+        before, seen = self._seen[first - 1], self._seen[first : first + num]
+        last, engines = seen[-1], self._setting.engines
         took = last.at_s - before.at_s
-        step_s = [now.at_s - then.at_s for then, now in zip([before, *seen], seen, strict=False)]
-        behind = [each for step in seen for each in step.spans]
+        step_s = [now.at_s - then.at_s for then, now in itertools.pairwise([before, *seen])]
+        behind = [each for step in seen for each in step.behind]
         tokens = sum(each for _, each in behind)
         return Predicted(
-            setting=self._setting, steps=len(seen), step_s=median(step_s), step_90_s=quantile(step_s, 0.9),
-            step_mean_s=fmean(step_s), engine_busy=(last.engine_busy_s - before.engine_busy_s) / took / num,
-            at_once=(last.sequence_s - before.sequence_s) / took / num,
+            setting=self._setting, steps=num, step_s=median(step_s), step_90_s=quantile(step_s, 0.9),
+            step_mean_s=fmean(step_s), engine_busy=(last.engine_busy_s - before.engine_busy_s) / took / engines,
+            at_once=(last.sequence_s - before.sequence_s) / took / engines,
             trainer_busy=(last.trainer_busy_s - before.trainer_busy_s) / took,
             staleness=sum(age * each for age, each in behind) / tokens if tokens else 0.0,
             staleness_max=max((age for age, _ in behind), default=0),
             sampled_per_s=(last.sampled - before.sampled) / took, learnt_per_s=sum(each.learnt for each in seen) / took,
+            stragglers=(last.stragglers - before.stragglers) / num,
         )  # fmt: skip
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least ``share`` of ``values`` do not exceed."""
+    """The smallest value that at least ``share`` of ``values`` do not exceed.
+
+    >>> quantile([4.0, 1.0, 3.0, 2.0], 0.5)
+    2.0
+    """
     ordered = sorted(values)
-    return ordered[max(0, -int(-share * len(ordered) // 1) - 1)]
+    return next(each for index, each in enumerate(ordered, 1) if index >= share * len(ordered) - 1e-9)
