@@ -4,21 +4,33 @@
     + prompt_token_s  for each prompt token that is read beside them, which all of them wait for
     request_s         for each request, outside the engine: rendering, the wire
 
-Requests say it: one of n tokens, with b others beside it on average, while P prompt tokens were read in that engine, took
-``request_s + n·base + n·b·each + P·prompt_token_s``; four numbers, none negative, found by least squares.
+Requests say it, from when each had a slot: in a stretch of time in which an engine went n steps with b sequences and read P
+prompt tokens, it was busy for ``n·base + n·b·each + P·prompt_token_s``; three numbers, none negative, found by least
+differences over many such stretches. A prompt token goes through the model with those that are decoded, so it takes no
+longer than one of them, ``prompt_token_s <= each``. (Left free, the two are hard to tell apart: where an engine is always
+full, prompts come as steadily as tokens. And requests one by one say little: who of those that wait has the next slot is not
+written down.)
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from statistics import median
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
 from ramify.errors import ConfigError
+
+Floats = np.ndarray[Any, np.dtype[np.float64]]
+
+
+_ROUNDS = 20
+"""Of finding the least sum of differences."""
 
 
 class Rate(msgspec.Struct, frozen=True):
@@ -54,53 +66,111 @@ class Asked(NamedTuple):
 
 
 def fit(asked: Sequence[Asked], engines: int = 1, slots: int | None = None, *, hidden: float = 1.0) -> Rate:
-    """The rate of one of ``engines`` that explains ``asked`` best. Requests that may have waited for one of its ``slots``
-    are left out. ``hidden``: for each request that is known, so many ran. Raises ConfigError where nothing is left to go
-    by."""
-    rows, seconds = [], []
-    room = None if slots is None else slots * engines
-    share = hidden / engines
-    for request, beside, most, read in zip(asked, *_beside(asked), strict=True):
-        if request.sampled and (room is None or most * hidden <= room):
-            at_once = max(1.0, beside * share)
-            rows.append((1.0, request.sampled, request.sampled * at_once, max(float(request.new), read * share)))
-            seconds.append(request.ended_s - request.begun_s)
-    if len(rows) < 4:
+    """The rate of one of ``engines`` that explains ``asked`` best. ``hidden``: for each request that is known, so many ran.
+    Raises ConfigError where there is nothing to go by."""
+    asked_first = [each for each in asked if each.sampled and each.ended_s > each.begun_s]
+    served = admitted(asked_first, None if slots is None else slots * engines / hidden)
+    if len(served) < 4:
         raise ConfigError(
-            f"{len(rows)} of {len(asked)} requests say how fast an engine is (a reply, and a slot at once): keep more "
-            "rollouts (cadence.rollouts=1), or measure the engine itself with --calibrate MODEL"
+            f"{len(served)} of {len(asked)} requests say how fast an engine is: keep more rollouts (cadence.rollouts=1), or "
+            "measure the engine itself with --calibrate MODEL"
         )
-    request_s, base_s, each_s, prompt_s = non_negative(rows, seconds)
-    most_at_once = max(2.0, float(slots or max(_beside(asked)[1])))
-    ends = ((1.0, base_s + each_s), (most_at_once, base_s + each_s * most_at_once))
-    return Rate(ends, prompt_s, request_s)
+    share = hidden / engines
+    took, steps, tokens, read = _windows(served, share)
+    base_s, more_s, prompt_s = _typical(np.stack([steps, tokens, tokens + read], axis=1), took)
+    each_s = more_s + prompt_s
+    most = float(slots or 2)
+    beyond = [0.0]
+    for request, came, beside, meanwhile in zip(served, asked_first, *_beside(served, share), strict=True):
+        most = most if slots else max(most, beside)
+        if request.begun_s == came.begun_s and 2 * beside <= (slots or math.inf):  # nobody can have waited
+            model_s = request.sampled * (base_s + each_s * beside) + prompt_s * max(float(request.new), meanwhile)
+            beyond.append(request.ended_s - request.begun_s - model_s)
+    step_s = max(base_s + each_s, 1e-9)
+    return Rate(((1.0, step_s), (most, step_s + each_s * (most - 1))), prompt_s, max(0.0, median(beyond)))
 
 
-def _beside(asked: Sequence[Asked]) -> tuple[list[float], list[int], list[int]]:
-    """For each request: how many ran on average while it did, itself included; the most at one time; and the prompt
-    tokens that were read meanwhile."""
-    begins = np.array([each.begun_s for each in asked])
-    ends = np.array([each.ended_s for each in asked])
-    new = np.array([each.new for each in asked])
-    order = np.argsort(np.concatenate([ends, begins]), kind="stable")  # at one moment ends come first
-    at = np.concatenate([ends, begins])[order]
-    running = np.cumsum(np.where(order < len(asked), -1, 1))
-    area = np.concatenate([[0.0], np.cumsum(running[:-1] * np.diff(at))])
-    means, mosts, reads = [], [], []
-    by_begin = np.argsort(begins, kind="stable")
-    read_until = np.concatenate([[0], np.cumsum(new[by_begin])])
-    for begin, end in zip(begins, ends, strict=True):
-        first, last = np.searchsorted(at, begin, "right"), np.searchsorted(at, end, "left")
-        took = end - begin
-        around = np.interp([begin, end], at, area)
-        means.append(float(around[1] - around[0]) / took if took > 0 else 1.0)
-        mosts.append(int(running[max(first - 1, 0) : max(last, first)].max()))
-        from_, to = np.searchsorted(begins[by_begin], begin, "left"), np.searchsorted(begins[by_begin], end, "left")
-        reads.append(int(read_until[max(to, from_ + 1)] - read_until[from_]))
-    return means, mosts, reads
+def _windows(served: Sequence[Asked], share: float) -> tuple[Floats, ...]:
+    """For each of many stretches of time: busy seconds, steps of an engine, tokens that one sampled, prompt tokens that one
+    read. A request's tokens are spread evenly over its time."""
+    at, running, pace = _events(served)
+    passed = np.where(running > 0, np.diff(at), 0.0)
+    steps = passed * pace / np.maximum(running, 1)
+    counts = np.stack([passed, steps, steps * np.maximum(running * share, 1.0)])
+    so_far = np.concatenate([np.zeros((3, 1)), np.cumsum(counts, axis=1)], axis=1)
+    begins = np.array([each.begun_s for each in served])
+    order = np.argsort(begins, kind="stable")
+    read = np.concatenate([[0.0], np.cumsum(np.array([each.new for each in served], dtype=float)[order])]) * share
+    at_once = float(running @ np.diff(at)) / max(float(passed.sum()), 1e-12)
+    edges = np.unique(np.linspace(0, len(at) - 1, max(4, int(len(at) / (at_once + 4))) + 1).astype(int))
+    until = read[np.searchsorted(begins[order], at[edges], "left")]
+    until[-1] = read[-1]
+    took, num, tokens = np.diff(so_far[:, edges], axis=1)
+    return took, num, tokens, np.diff(until)
 
 
-def non_negative(given: Sequence[Sequence[float]], took: Sequence[float]) -> list[float]:
+def _events(served: Sequence[Asked]) -> tuple[Floats, Floats, Floats]:
+    """(times at which a request began or ended; how many run after each; the tokens a second that they get together)."""
+    begins = np.array([each.begun_s for each in served])
+    ends = np.maximum(np.array([each.ended_s for each in served]), begins + 1e-9)
+    pace = np.array([each.sampled for each in served]) / (ends - begins)
+    times = np.concatenate([ends, begins])
+    order = np.argsort(times, kind="stable")  # at one moment ends come first
+    ones = np.ones(len(served))
+    running = np.cumsum(np.concatenate([-ones, ones])[order])[:-1]
+    return times[order], np.round(running), np.maximum(np.cumsum(np.concatenate([-pace, pace])[order])[:-1], 0.0)
+
+
+def admitted(asked: Sequence[Asked], room: float | None) -> list[Asked]:
+    """``asked`` from when each had a slot, where there are ``room`` of them: who came first had the first that was free."""
+    if room is None:
+        return list(asked)
+    begins = [each.begun_s for each in asked]
+    events = sorted([(each.ended_s, 0, index) for index, each in enumerate(asked)]
+                    + [(each.begun_s, 1, index) for index, each in enumerate(asked)])  # fmt: skip
+    waiting: dict[int, None] = {}
+    inside: set[int] = set()
+    for at_s, is_begin, index in events:
+        if is_begin:
+            waiting[index] = None
+        else:
+            inside.discard(index)
+            waiting.pop(index, None)
+        while waiting and len(inside) < max(room, 1.0):
+            first = next(iter(waiting))
+            del waiting[first]
+            inside.add(first)
+            begins[first] = at_s
+    return [each._replace(begun_s=begin) for each, begin in zip(asked, begins, strict=True)]
+
+
+def _beside(served: Sequence[Asked], share: float) -> tuple[list[float], list[float]]:
+    """For each request: how many ran in its engine on average while it did, itself included; and the prompt tokens that were
+    read there meanwhile."""
+    at, running, _ = _events(served)
+    area = np.concatenate([[0.0], np.cumsum(np.maximum(running * share, 1.0) * np.diff(at))])
+    begins = np.array([each.begun_s for each in served])
+    ends = np.array([each.ended_s for each in served])
+    order = np.argsort(begins, kind="stable")
+    read = np.concatenate([[0.0], np.cumsum(np.array([each.new for each in served], dtype=float)[order])])
+    means = (np.interp(ends, at, area) - np.interp(begins, at, area)) / np.maximum(ends - begins, 1e-9)
+    first, last = (np.searchsorted(begins[order], each, "left") for each in (begins, ends))
+    return [max(1.0, float(each)) for each in means], [float(each) for each in (read[last] - read[first]) * share]
+
+
+def _typical(rows: Floats, took: Floats) -> list[float]:
+    """As ``non_negative``, by sums of differences in place of squares, so that a stretch in which the machine was at
+    something else says as much as any other; then by as much more as all of it took more."""
+    found = non_negative(rows, took)
+    least = 0.02 * float(took.mean())
+    for _ in range(_ROUNDS):
+        weights = 1 / np.sqrt(np.maximum(np.abs(took - rows @ found), least))
+        found = non_negative(rows * weights[:, None], took * weights)
+    total = float((rows @ found).sum())
+    return [each * float(took.sum()) / total for each in found] if total > 0 else found
+
+
+def non_negative(given: Sequence[Sequence[float]] | Floats, took: Sequence[float] | Floats) -> list[float]:
     """Least squares with no number below zero: the best of all choices of which are zero; there are few."""
     rows, seconds = np.array(given, dtype=float), np.array(took, dtype=float)
     num = rows.shape[1]

@@ -42,7 +42,9 @@ def simulated(sample: Sample, is_silent: Callable[[int], bool], seed: int) -> li
     env, draw, events = Environment(), random.Random(seed), []
     rate = Rate(((1.0, 1.0),))
     took = [draw.choice([1, 2, 3, 30]) + draw.random() for _ in range(500)]
-    rules = Setting(items=sample.items, group=1, concurrency=99, staleness=sample.max_staleness, max_items=sample.max_items)
+    rules = Setting(
+        items=sample.items, group=1, concurrency=99, staleness=sample.max_staleness, max_items=sample.max_items
+    )
     stage = Stage(env, [Engine(env, rate, 99)], rate, 99, 99)
 
     def drawn(number: int) -> tuple[list[Rollout], bool]:

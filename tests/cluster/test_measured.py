@@ -69,14 +69,23 @@ def test_what_a_folder_says(tmp_path: Path) -> None:
     found = measured(folder(tmp_path / "run"))
     assert (len(found.groups), {len(group) for group in found.groups}) == (12, {2})
     sizes = found.sizes
-    assert (sizes.items, sizes.group, sizes.concurrency, sizes.slots, sizes.engines, sizes.ranks) == (3, 2, 64, 32, 1, 1)
+    assert (sizes.items, sizes.group, sizes.concurrency, sizes.slots, sizes.engines, sizes.ranks) == (
+        3,
+        2,
+        64,
+        32,
+        1,
+        1,
+    )
     assert (sizes.staleness, sizes.max_items, sizes.straggle) == (0, 9, 3.0)
     assert found.rate.step_s(3) == pytest.approx(TOKEN_S)
     assert found.rate.prompt_token_s == pytest.approx(0, abs=1e-9)
     assert found.step_s == pytest.approx([1.3 + 3.5] * 3)
     assert found.publish_s == pytest.approx([0.5] * 3)
     assert found.prepare_s == pytest.approx([READY_S] * 4)
-    assert found.learn(random.Random(0), sum(each.learnt for each in found.groups[0]) * 3, 1)[0] == pytest.approx(3, rel=0.5)
+    assert found.learn(random.Random(0), sum(each.learnt for each in found.groups[0]) * 3, 1)[0] == pytest.approx(
+        3, rel=0.5
+    )
     assert found.silent == pytest.approx(1 / 3)
     assert len(measured(tmp_path / "run", last=1).groups) == 3
 

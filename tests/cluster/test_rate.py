@@ -13,7 +13,7 @@ from simpy import Environment
 from ramify import ScriptedClient
 from ramify.cluster.calibrate import calibrate
 from ramify.cluster.engine import Engine
-from ramify.cluster.rate import Asked, Rate, fit, from_steps
+from ramify.cluster.rate import Asked, Rate, admitted, fit, from_steps
 from ramify.errors import ConfigError
 
 TRUE = Rate(((1.0, 0.011), (32.0, 0.042)), prompt_token_s=2e-4, request_s=0.03)
@@ -42,18 +42,20 @@ def served(rate: Rate, slots: int, num: int = 400, engines: int = 1) -> list[Ask
 @pytest.mark.parametrize("engines", [1, 2])
 def test_the_rate_is_found_again(engines: int) -> None:
     found = fit(served(TRUE, 32, 1600, engines), engines, slots=32)
-    assert found.step_s(4) == pytest.approx(TRUE.step_s(4), rel=0.05)
+    assert found.step_s(4) == pytest.approx(TRUE.step_s(4), rel=0.12)
     assert found.step_s(32) == pytest.approx(TRUE.step_s(32), rel=0.2)
-    assert found.prompt_token_s == pytest.approx(TRUE.prompt_token_s, rel=0.25)
+    assert found.prompt_token_s == pytest.approx(TRUE.prompt_token_s, rel=0.5)
 
 
-def test_requests_that_waited_for_a_slot_are_left_out() -> None:
-    crowded = served(TRUE, 4)
-    with_all = fit(crowded, slots=1000)
-    without = fit(crowded, slots=4)
-    assert abs(without.step_s(4) - TRUE.step_s(4)) < abs(with_all.step_s(4) - TRUE.step_s(4))
-    with pytest.raises(ConfigError, match=r"^0 of 400 requests say how fast .*cadence\.rollouts=1.* --calibrate"):
-        fit([Asked(0.0, 1.0, 5, 5)] * 400, slots=4)
+def test_what_waited_for_a_slot_is_not_the_engines_time() -> None:
+    """Two slots: the third has one when the first is over, the fourth when the second is."""
+    asked = [Asked(0, 4, 0, 4), Asked(1, 6, 0, 5), Asked(2, 9, 0, 5), Asked(3, 8, 0, 2)]
+    assert [each.begun_s for each in admitted(asked, 2)] == [0, 1, 4, 6]
+    assert admitted(asked, None) == asked
+    crowded = fit(served(TRUE, 4, 1600), slots=4)
+    assert [crowded.step_s(b) for b in (2, 4)] == pytest.approx([TRUE.step_s(b) for b in (2, 4)], rel=0.15)
+    with pytest.raises(ConfigError, match=r"^0 of 9 requests say how fast .*cadence\.rollouts=1.* --calibrate"):
+        fit([Asked(0.0, 1.0, 5, 0)] * 9, slots=4)
 
 
 def test_nothing_is_faster_than_nothing() -> None:

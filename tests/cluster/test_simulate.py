@@ -44,9 +44,9 @@ def test_a_synchronous_step_is_the_sum_of_its_parts() -> None:
 def test_staleness_by_hand() -> None:
     """Groups of 10 s, any number at once; learning takes 2 s. With one version of staleness two are open at a time:
 
-        t       0          10         12              14       22         24              26
-        begun   0 and 1               2               3                   4               5
-        taken              0          1                        2          3
+    t       0          10         12              14       22         24              26
+    begun   0 and 1               2               3                   4               5
+    taken              0          1                        2          3
     """
     found = simulate(world([10], publish_s=0.0), setting(staleness=1), steps=8)
     assert found.step_mean_s == 6
@@ -98,7 +98,9 @@ def test_work_does_not_depend_on_where_it_is_done(steps: int) -> None:
     asked = [setting(group=2, items=3, engines=engines, slots=slots, concurrency=concurrency)
              for engines, slots, concurrency in [(1, 1, 9), (3, 2, 9), (2, 9, 2)]]  # fmt: skip
     found = [simulate(LONG, each, steps=steps) for each in asked]
-    totals = [(each.learnt_per_s * each.step_mean_s * steps, each.sampled_per_s * each.step_mean_s * steps) for each in found]
+    totals = [
+        (each.learnt_per_s * each.step_mean_s * steps, each.sampled_per_s * each.step_mean_s * steps) for each in found
+    ]
     assert totals == [pytest.approx(totals[0])] * 3
     assert len({each.step_s for each in found}) == 3
 
@@ -145,7 +147,9 @@ def test_splits_and_the_best_of_them() -> None:
     assert best(found).steps_per_hour >= 0.99 * max(each.steps_per_hour for each in found)
 
 
-@pytest.mark.parametrize("changes", [{"engines": 0}, {"staleness": -1}, {"straggle": 0.5}, {"items": 3, "max_items": 2}])
+@pytest.mark.parametrize(
+    "changes", [{"engines": 0}, {"staleness": -1}, {"straggle": 0.5}, {"items": 3, "max_items": 2}]
+)
 def test_what_cannot_be_simulated(changes: dict[str, float]) -> None:
     with pytest.raises(ConfigError):
         Setting(**({"items": 1, "group": 1, "concurrency": 1} | changes))  # type: ignore[arg-type]
