@@ -37,7 +37,8 @@ OTHERS = {
     "2 engines with half the slots": Shape(engines=2, slots=8),
     "staleness 1": Shape(staleness=1),
     "staleness 1, 2 engines": Shape(staleness=1, engines=2, slots=8),
-    "staleness 2, stragglers cut at 2 medians": Shape(staleness=2, straggle=2.0),
+    "staleness 1, nothing late": Shape(staleness=1, late=0),
+    "staleness 1, 2 engines, stragglers cut": Shape(staleness=1, late=0, engines=2, slots=8, straggle=2.0),
 }
 QUICK = ("a third of the rollouts at once", "staleness 1")
 _STEPS = 60
@@ -94,7 +95,7 @@ def at(by: Measured, other: Measured) -> Predicted:
     sizes = other.sizes
     setting = Setting(
         engines=sizes.engines, slots=sizes.slots, ranks=sizes.ranks, staleness=sizes.staleness, items=sizes.items,
-        max_items=sizes.max_items, straggle=sizes.straggle, group=sizes.group, concurrency=sizes.concurrency,
+        max_items=sizes.max_items, straggle=sizes.straggle, late=sizes.late, group=sizes.group, concurrency=sizes.concurrency,
         on_wire=sizes.on_wire,
     )  # fmt: skip
     return simulate(by, setting, steps=_STEPS)

@@ -47,6 +47,7 @@ class Shape(NamedTuple):
     slots: int = 16
     concurrency: int = 32
     staleness: int = 0
+    late: int = 4
     straggle: float = 0.0
     items: int = 8
     group: int = 4
@@ -223,7 +224,9 @@ def carry_out(out: Path, shape: Shape, seed: int = 0) -> None:
 async def _run(out: Path, shape: Shape, seed: int) -> None:
     client = Stepped(shape)
     task = SimpleTask("stepped", generated("stepped", _item), Whole(_worth))
-    sample = Sample(items=shape.items, max_staleness=shape.staleness, straggle=shape.straggle)
+    sample = Sample(
+        items=shape.items, max_staleness=shape.staleness, late=shape.late, straggle=shape.straggle
+    )  # fmt: skip
     options = RolloutOptions(group=shape.group, concurrency=shape.concurrency)
     limits = Limits(max_turns=6, max_reply_tokens=500, max_seconds=300, max_concurrency=1000)
     config = {

@@ -31,6 +31,7 @@ def simulate(
     staleness: str | None = None,
     devices: int | None = None,
     engine_devices: int | None = None,
+    late: int | None = None,
     straggle: float | None = None,
     concurrency: int | None = None,
     items: int | None = None,
@@ -64,7 +65,7 @@ def simulate(
     ]
     settings = choices(
         found, splits(devices, engine_devices or 1) if devices else pairs, slots=given["slots"],
-        staleness=given["staleness"], items=items or 0, group=group or 0, concurrency=concurrency or 0, straggle=straggle,
+        staleness=given["staleness"], items=items or 0, group=group or 0, concurrency=concurrency or 0, straggle=straggle, late=late,
     )  # fmt: skip
     predicted = predict(found, list(settings), steps=steps or STEPS, seed=seed or 0)
     if json:

@@ -1,9 +1,9 @@
 """Which groups begin when, and which a step takes: the rules of ``train/queue.py`` in simulated time.
 
-    with B items a step, weights that k steps made, and at most s versions of staleness:
+    with B items a step, weights that k steps made, at most s steps of staleness and l more where a rollout is late:
     may begin     (k + 1 + s) · B groups in all
-    is taken      in step k at the latest where its first rollout began at k - s; step k waits for those, and for as many as
-                  must go now so that later steps can keep to that; then any that are whole, oldest first
+    is taken      what is whole, oldest first; step k waits for those whose first rollout began at k - s - l, and for as many
+                  as later steps could not take in time
 
 A test has both of them decide the same. Leaves out what a rollout is (``play.py``) and what learning takes.
 """
@@ -39,6 +39,8 @@ class Rules(Protocol):
     def staleness(self) -> int: ...
     @property
     def straggle(self) -> float: ...
+    @property
+    def oldest(self) -> int: ...
 
 
 class Open:
@@ -144,8 +146,8 @@ class Queue:
         has_tried_all = 0 < rules.max_items <= len(whole)
         if num_loud < rules.items and not has_tried_all:
             return False
-        for later in range(rules.staleness + 1):
-            last = self._step + later - rules.staleness
+        for later in range(rules.oldest + 1):
+            last = self._step + later - rules.oldest
             due = [each for each in self._open if not each.is_silent and each.step is not None and each.step <= last]
             if sum(each in whole for each in due) < len(due) - later * rules.items:
                 return False

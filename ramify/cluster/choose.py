@@ -39,7 +39,7 @@ def splits(devices: int, engine_devices: int = 1) -> list[Split]:
 
 def choices(
     measured: Measured, found: Sequence[Split], *, slots: Sequence[int] = (), staleness: Sequence[int] = (),
-    items: int = 0, group: int = 0, concurrency: int = 0, straggle: float | None = None,
+    items: int = 0, group: int = 0, concurrency: int = 0, straggle: float | None = None, late: int | None = None,
 ) -> Iterator[Setting]:  # fmt: skip
     """Every combination; what is empty or 0 is as it was in the run."""
     sizes = measured.sizes
@@ -48,7 +48,7 @@ def choices(
             engines=split.engines, ranks=split.ranks, shared=split.shared, slots=num_slots, staleness=most,
             items=items or sizes.items, group=group or sizes.group, concurrency=concurrency or sizes.concurrency,
             on_wire=sizes.on_wire, max_items=max(sizes.max_items, items) if sizes.max_items else 0,
-            straggle=sizes.straggle if straggle is None else straggle,
+            straggle=sizes.straggle if straggle is None else straggle, late=sizes.late if late is None else late,
         )  # fmt: skip
 
 

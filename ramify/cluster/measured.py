@@ -46,6 +46,7 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     staleness: int
     max_items: int = 0
     straggle: float = 0.0
+    late: int = 4
 
 
 class Measured(msgspec.Struct, kw_only=True):
@@ -165,7 +166,7 @@ def _sizes(run: Path, steps: Sequence[Sequence[Sequence[Trajectory]]]) -> Sizes:
         engines=len(inference.get("urls") or ()) or inference.get("servers", 1),
         slots=policy.get("slots") or DEFAULT_SLOTS, ranks=max(shard.get("ranks", 1), 1),
         staleness=sample.get("max_staleness", 0), max_items=sample.get("max_items", 0),
-        straggle=sample.get("straggle", 0.0),
+        straggle=sample.get("straggle", 0.0), late=sample.get("late", 4),
     )  # fmt: skip
 
 

@@ -38,7 +38,8 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     shared: bool = False
     """Engines and trainer are on the same devices: engines stand still while it learns."""
     staleness: int = 0
-    """As ``rl.sample.max_staleness``; so are the next three of ``rl.sample``."""
+    """As ``rl.sample.max_staleness``; so are the next four of ``rl.sample``."""
+    late: int = 4
     items: int
     max_items: int = 0
     straggle: float = 0.0
@@ -49,13 +50,18 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     on_wire: int = 1_000_000
     """Requests at once, of all rollouts together (``limits.max_concurrency``)."""
 
+    @property
+    def oldest(self) -> int:
+        """Versions that the weights have gone on, at most, when a token is learnt from."""
+        return self.staleness + self.late if self.staleness else 0
+
     def __post_init__(self) -> None:
         for name in ("engines", "slots", "ranks", "items", "group", "concurrency", "on_wire"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
-        if self.staleness < 0 or 0 < self.max_items < self.items or (self.straggle and self.straggle < 1):
+        if min(self.staleness, self.late) < 0 or 0 < self.max_items < self.items or (self.straggle and self.straggle < 1):
             raise ConfigError(
-                f"staleness={self.staleness} cannot be negative, max_items={self.max_items} must be 0 or at least items, "
+                f"staleness={self.staleness} and late={self.late} cannot be negative, max_items={self.max_items} must be 0 or at least items, "
                 f"straggle={self.straggle:g} 0 or at least 1"
             )
 

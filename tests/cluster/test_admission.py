@@ -125,12 +125,12 @@ async def _settle() -> None:
 
 
 @pytest.mark.parametrize("max_items", [0, 7])
-@pytest.mark.parametrize("staleness", [0, 1, 2])
-def test_both_take_the_same_groups_at_the_same_events(staleness: int, max_items: int) -> None:
+@pytest.mark.parametrize(("staleness", "late"), [(0, 4), (1, 0), (1, 4), (2, 1)])
+def test_both_take_the_same_groups_at_the_same_events(staleness: int, late: int, max_items: int) -> None:
     def is_silent(number: int) -> bool:
         return bool(max_items) and random.Random(f"silent/{number}").random() < 0.4
 
-    sample = Sample(items=3, max_items=max_items, max_staleness=staleness)
+    sample = Sample(items=3, max_items=max_items, max_staleness=staleness, late=late)
     for seed in range(3):
         events = simulated(sample, is_silent, seed)
         assert asyncio.run(check(sample, is_silent, events)) == NUM_STEPS

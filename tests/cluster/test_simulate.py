@@ -105,10 +105,11 @@ def test_work_does_not_depend_on_where_it_is_done(steps: int) -> None:
     assert len({each.step_s for each in found}) == 3
 
 
-@pytest.mark.parametrize("staleness", [0, 1, 3])
-def test_nothing_is_staler_than_it_may_be(staleness: int) -> None:
-    found = simulate(LONG, setting(group=2, items=2, staleness=staleness, concurrency=5), steps=30)
-    assert found.staleness_max <= staleness
+@pytest.mark.parametrize(("staleness", "late"), [(0, 4), (1, 0), (1, 2), (3, 0)])
+def test_nothing_is_staler_than_it_may_be(staleness: int, late: int) -> None:
+    asked = setting(group=2, items=2, staleness=staleness, late=late, concurrency=5)
+    found = simulate(LONG, asked, steps=30)
+    assert found.staleness_max <= asked.oldest
     assert (found.staleness > 0) is (staleness > 0)
 
 
@@ -148,7 +149,7 @@ def test_splits_and_the_best_of_them() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"engines": 0}, {"staleness": -1}, {"straggle": 0.5}, {"items": 3, "max_items": 2}]
+    "changes", [{"engines": 0}, {"staleness": -1}, {"late": -1}, {"straggle": 0.5}, {"items": 3, "max_items": 2}]
 )
 def test_what_cannot_be_simulated(changes: dict[str, float]) -> None:
     with pytest.raises(ConfigError):
