@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import os
 import secrets
 from collections.abc import Callable
@@ -30,8 +28,11 @@ from ramify.train.config import Run, plain
 from ramify.train.loop import Loop
 from ramify.train.metrics import Measured
 from ramify.train.override import of_name
-from ramify.train.placement.counted import check_reach, settled
+from ramify.train.placement.counted import attached, check_reach, settled
+from ramify.train.placement.here import HereHosts
 from ramify.train.placement.hosts import Hosts, PlacedEngine
+from ramify.train.placement.runner import RunnerSpec
+from ramify.train.placement.runners import Runners
 from ramify.train.rollout import RolloutOptions, Rollouts
 from ramify.train.selfcheck import Seen, SelfCheck
 from ramify.train.signals.compose import Hybrid
@@ -45,10 +46,10 @@ if TYPE_CHECKING:
     from ramify.inference.local.client import LocalClient
     from ramify.train.backends.base import Backend, Trained
 
-_TOLERANCE = {"torch.float32": 1e-5}
+_TOLERANCE = {"torch.float32": 1e-4}
 _FOREIGN_TOLERANCE = {"torch.float32": 1e-3}
 """Where another engine's kernels computed them."""
-_COARSE = 0.1
+_COARSE = 0.3
 """Most that two log-probabilities may differ by in half precision."""
 
 
@@ -64,12 +65,9 @@ class Made:
         self.run, self._say = run, say
         self.hosts: Hosts | None = None
         """What starts processes that are not to be on this machine; open from ``start`` on."""
+        self.runners: Runners | None = None
+        """Those who roll out, where that is not this process."""
         self._kind: Any = of_name(run.compute.backend, BACKENDS, "backend")
-        if run.rl is not None and needs_of(run.rl.algorithm).values and not self._kind.is_here:
-            raise ConfigError(
-                f"an algorithm with a critic needs compute.backend=single, and not {run.compute.backend}: leave the critic "
-                "out (grpo, rloo, …), or train in one process"
-            )
         elsewhere = {"elsewhere": True} if self._is_placed and not self._kind.is_here else {}
         self._kind.check(run.compute, _device_of(run), **elsewhere)
         self.trained: Trained | None = None
@@ -117,8 +115,11 @@ class Made:
         adapters = None if lora is None else Lora(rank=lora.rank, alpha=lora.alpha, targets=lora.targets, seed=run.seed)
         is_folder = bool(spec.path) and type(self.policy.model).__name__ == "Dense" and Path(spec.path).is_dir()
         source = Path(spec.path) if is_folder else self.policy.model.state_dict()
+        critic = run.rl is not None and needs_of(run.rl.algorithm).values and run.rl.critic.model == "shared"
         hosts = {} if self.hosts is None else {"hosts": self.hosts}
-        spread: Trained = self._kind(self.policy, run.compute, out, lora=adapters, source=source, **hosts)
+        spread: Trained = self._kind(
+            self.policy, run.compute, out, lora=adapters, source=source, critic=critic, **hosts
+        )  # fmt: skip
         return spread
 
     async def start(self, out: Path) -> None:
@@ -130,6 +131,44 @@ class Made:
         launch = None if self.hosts is None else partial(PlacedEngine, self.hosts)
         if not isinstance(self.client, LocalClient):
             await self.client.start(out / "inference", lambda folder: save(self.serving, folder), launch)
+            await self._start_runners(out)
+
+    async def _start_runners(self, out: Path) -> None:
+        """Bring up those who roll out in processes of their own, where the placement has any."""
+        from ramify.inference.local.client import LocalClient
+        from ramify.policy.load import save
+
+        num, run = sum(member.role == "rollouts" for seat in self._seats for member in seat.members), self.run
+        if not num or run.rl is None:
+            return
+        assert run.inference is not None
+        assert not isinstance(self.client, LocalClient)
+        client = self.client
+        checkpoint = out / "inference" / "checkpoint"
+        if run.inference.urls:
+            save(self.serving, checkpoint)
+        spec = self._for_runners(checkpoint, tuple(each.name for each in client.engines))
+        self.runners = Runners(
+            self.hosts or HereHosts(),
+            num,
+            spec,
+            out,
+            version=lambda: client.version,
+            seen=self.seen.note,
+            say=self._say,
+        )
+        await self.runners.start()
+
+    def _for_runners(self, checkpoint: Path, urls: tuple[str, ...]) -> RunnerSpec:
+        """What runners need to know of the run."""
+        run = self.run
+        assert run.inference is not None
+        assert run.rl is not None
+        return RunnerSpec(
+            name=self.client.name, task=run.task.name, options=run.task.options, scaffold=run.scaffold, limits=run.limits,
+            sandbox=run.sandbox, inference=attached(run.inference, urls), checkpoint=str(checkpoint.resolve()),
+            dtype=str(self.serving.dtype).removeprefix("torch."), grace_s=run.rl.rollout.grace_s,
+        )  # fmt: skip
 
     @property
     def _is_placed(self) -> bool:
@@ -161,23 +200,16 @@ class Made:
         same = spec is None or spec.engine == "ramify"
         return (_TOLERANCE if same else _FOREIGN_TOLERANCE).get(dtype, _COARSE)
 
-    def _backend_of(self, trained: Trained, out: Path) -> Callable[[Stage], Backend]:
-        from ramify.train.backends.own_critic import OwnCritic
-        from ramify.train.backends.single import Single
-
-        compute = self.run.compute
-
+    def _backend_of(self, trained: Trained) -> Callable[[Stage], Backend]:
         def backend(stage: Stage) -> Backend:
             if not stage.critic:
                 return trained.backend(stage.optim)
             assert self.run.rl is not None
             spec = self.run.rl.critic
             if spec.model == "shared":
-                return Single(self.policy, stage.optim, compute, dumps=out, critic=True)
-            own = dataclasses.replace(self.policy, model=copy.deepcopy(self.policy.model))
-            optim = scheduled(spec.optim, stage.optim.num_steps) if spec.optim is not None else stage.optim
-            critic = Single(own, optim, compute, dumps=out, critic=True)
-            return OwnCritic(trained.backend(stage.optim), critic)
+                return trained.with_critic(stage.optim, None)
+            own = scheduled(spec.optim, stage.optim.num_steps) if spec.optim is not None else stage.optim
+            return trained.with_critic(stage.optim, own)
 
         return backend
 
@@ -230,6 +262,7 @@ class Made:
                     rollouts=Rollouts(
                         self.rlm, self.task, rl.rollout, seed=run.seed, on_stall=self._say,
                         greedy=needs_of(rl.algorithm).greedy, gauge=getattr(self.client, "pressure", None),
+                        runner=self.runners,
                     ),
                     algorithm=rl.algorithm, sample=rl.sample, temperature=rl.rollout.temperature,
                     signals=self._signals(out),
@@ -249,7 +282,7 @@ class Made:
             self.seen, lambda: fingerprint_of(published.weights()), prompt, self._tolerance()
         )  # fmt: skip
         loop = Loop(
-            out, self._stages(out), self._backend_of(trained, out), published, self.evaluate,
+            out, self._stages(out), self._backend_of(trained), published, self.evaluate,
             first=run.evaluate.first, final=run.evaluate.final, cadence=run.cadence, guard=run.guard,
             config=plain(run), check=check, reference_of=lambda folder: trained.reference(folder, starts_at_base),
             listener=listener, say=self._say,
@@ -265,7 +298,9 @@ class Made:
             self.run.rl.rollout if self.run.rl is not None else RolloutOptions(),
             group=spec.attempts, temperature=spec.temperature,
         )  # fmt: skip
-        rollouts = Rollouts(self.rlm, self.task, options, seed=self.run.seed, on_stall=self._say)
+        rollouts = Rollouts(
+            self.rlm, self.task, options, seed=self.run.seed, on_stall=self._say, runner=self.runners
+        )  # fmt: skip
         found = items_of(self.task, split)
         num = spec.num if split != "validation" or spec.validation is None else spec.validation
         items = [found[index] for index in range(min(num, len(found)))]

@@ -76,6 +76,8 @@ async def building(
         sys.setswitchinterval(interval)
         if made.teachers is not None:
             made.teachers.close()
+        if made.runners is not None:
+            await made.runners.close()
         await made.client.close()
         if made.trained is not None:
             made.trained.close()

@@ -3,11 +3,12 @@
     trainer rank      weights, gradients, optimizer: its share of each (fp32); whole layers while they are computed; a second
                       model for a KL, or a critic; activations of a batch, logits of some of its entries
     engine            weights; keys and values of its slots
+    sessions          what they may take in main memory, where rollouts are
     rank 0 besides    the copy of the policy that engines are made of, and the engine itself where it is in this process
 
 Exact where bytes follow from sizes (weights, gradients, optimizer, keys and values: tests compare them with real ones);
 activations are the budget that batches are packed by. Leaves out what libraries take for themselves (CUDA contexts, NCCL
-buffers: a gigabyte or two on a GPU) and what sessions hold.
+buffers: a gigabyte or two on a GPU).
 """
 
 from __future__ import annotations
@@ -77,6 +78,14 @@ def of_engine(run: Run, shape: Shape, device: Device) -> Memory:
     else:
         kept = cache_bytes(shape, device, itemsize, _slots_of(run, device), None)
     return Memory({"weights": weights, "keys and values": kept}, int(device.memory_gb * 1e9))
+
+
+def of_sessions(run: Run, runners: int, room_gb: float) -> Memory:
+    """The sessions of the rollouts that one runner, or the run where there is none, has at once, each at its limit; those
+    of children come on top. Main memory."""
+    assert run.rl is not None
+    at_once = -(-run.rl.rollout.concurrency // runners)
+    return Memory({"sessions, at most": at_once * run.sandbox.memory_bytes}, int(room_gb * 1e9))
 
 
 def itemsize_of(run: Run, device: Device) -> int:

@@ -21,6 +21,8 @@ from ramify.train.placement.counted import counted
 from ramify.train.placement.seats import Seat, seats
 from ramify.train.placement.spec import PlacementSpec, Pool
 
+_ROLES = {"rank 0": "trainer", "engine": "inference"}
+
 
 class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What a plan supposes of the machines."""
@@ -122,12 +124,15 @@ def _parts(run: Run, shape: Shape, num: dict[str, int], devices: tuple[Device, D
         yield Part("other ranks", ranks - 1, trainer.name, memory.of_rank(run, shape, trainer, ranks, 1))
     if num["inference"]:
         yield Part("engine", num["inference"], engine.name, memory.of_engine(run, shape, engine))
+    if run.rl is not None:
+        room = run.placement.rollouts.memory_gb if run.placement is not None else 0.0
+        yield Part("sessions", max(1, num["rollouts"]), "cpu", memory.of_sessions(run, max(1, num["rollouts"]), room))
 
 
 def _too_large(parts: list[Part], spec: PlacementSpec) -> Iterator[str]:
-    by_role = {}
+    by_role: dict[str, Part] = {}
     for part in parts:
-        by_role["inference" if part.role == "engine" else "trainer"] = part
+        by_role.setdefault(_ROLES.get(part.role, part.role), part)
         if not part.memory.fits:
             yield f"{part.role} holds {_size(part.memory.total)} and a {part.device} has {_size(part.memory.room)}"
     for group in spec.colocate:

@@ -14,7 +14,7 @@ import dataclasses
 import json
 import zlib
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import torch
@@ -84,7 +84,8 @@ def load(
 ) -> Policy:  # fmt: skip
     """The policy in a folder, or of a hub name whose files are already on disk.
 
-    ``dtype``: by default fp32 on a CPU, elsewhere as stored. ``device``: by default a GPU where there is one.
+    ``dtype``: by default fp32 on a CPU, elsewhere as stored. ``device``: by default a GPU where there is one; ``meta``: without
+    weights, for who writes its ids and does not compute.
     ``thinking`` switches a hybrid model's thinking where its template can. Raises ConfigError for a folder that is not
     there, weights that are not those of its configuration, a tokenizer that does not fit its template."""
     folder = _folder(path_or_name)
@@ -207,6 +208,11 @@ def _config(folder: Path) -> Any:
 
 
 def _model(folder: Path, config: Any, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    if device.type == "meta":
+        with device:
+            dense = unsupported(config) is None
+            bare = Dense(config) if dense else AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+        return cast(nn.Module, bare.to(dtype).eval())
     if unsupported(config) is not None:
         with doing("loading", note=str(folder)):
             return _module(folder, dtype).to(device).eval()

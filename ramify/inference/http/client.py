@@ -84,9 +84,12 @@ class HttpEngines:
 
     # --- from start to end ---------------------------------------------------------------------------------------
 
-    async def start(self, out: Path, save: Callable[[Path], None], launch: Launch | None = None) -> None:
+    async def start(
+        self, out: Path, save: Callable[[Path], None], launch: Launch | None = None, *, carries: bool = True
+    ) -> None:
         """Start the servers, or attach to them; check each; open the way for weights. ``save`` writes a checkpoint for
-        those that are started, below ``out``, by ``launch`` where it is not on this machine. Raises ConfigError for a server that is not what the policy needs."""
+        those that are started, below ``out``, by ``launch`` where it is not on this machine. Raises ConfigError for a server
+        that is not what the policy needs. ``carries``: False for who only asks, while another gives the weights."""
         try:
             urls = list(self.spec.urls) or self._launch(out, save, launch)
             servers = [ENGINES[self.spec.engine](url, self.spec, self._key) for url in urls]
@@ -94,10 +97,15 @@ class HttpEngines:
             self._in_flight = {server.url: 0 for server in servers}
             await asyncio.gather(*map(self._wait_until_up, servers))
             await asyncio.gather(*map(self._check, servers))
-            await self._open_carrier()
+            if carries:
+                await self._open_carrier()
         except BaseException:
             await self.close()
             raise
+
+    def follow(self, version: int) -> None:
+        """Another has given the servers this version."""
+        self._version = version
 
     def _launch(self, out: Path, save: Callable[[Path], None], launch: Launch | None) -> list[str]:
         checkpoint = out / "checkpoint"

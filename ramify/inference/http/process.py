@@ -68,8 +68,8 @@ class EngineProcess:
         try:
             with log.open("wb") as out:
                 self._process = subprocess.Popen(
-                    command, env={**os.environ, **engine_environment(spec, index)}, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
-                    start_new_session=True, preexec_fn=follow,
+                    command, env={**os.environ, **engine_environment(spec, index)}, stdin=subprocess.DEVNULL,
+                    stdout=out, stderr=out, start_new_session=True, preexec_fn=follow,
                 )  # fmt: skip
         except OSError as error:
             raise ConfigError(

@@ -137,9 +137,9 @@ def join(shard: Shard, device: str, stacks: Path, hosts: Hosts | None = None) ->
             here = "127.0.0.1" if hosts is None else hosts.address
             store = TCPStore(here, shard.port, size, True, timedelta(seconds=_START_S), wait_for_workers=False)
             world = World(0, size, 0, here, store.port)
-            for rank in range(1, size):
-                told = _environment(rank, world, shard.timeout_s, device)
-                processes.append(_started(told) if hosts is None else _placed(hosts, told, rank, stacks))
+            for other in range(1, size):
+                told = _environment(other, world, shard.timeout_s, device)
+                processes.append(_started(told) if hosts is None else _placed(hosts, told, other, stacks))
             _await(store, processes)
         else:
             store = _store(world)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from ramify.errors import ConfigError, nearest
+from ramify.inference.http.spec import InferenceSpec
 from ramify.train.placement.hosts import Hosts
 from ramify.train.placement.seats import Member, Seat, counts, seats
 from ramify.train.placement.spec import KINDS, PlacementSpec
@@ -28,7 +29,20 @@ def counted(run: Run, spec: PlacementSpec) -> dict[str, int]:
             f"placement.inference.count={found['inference']}, but the run starts no engines: give inference (an "
             "InferenceSpec), or leave the count out for the engine in the trainer's process"
         )
+    if found["rollouts"]:
+        _check_runners(run)
     return found | {"trainer": max(1, found["trainer"])}
+
+
+def _check_runners(run: Run) -> None:
+    if run.inference is None:
+        raise ConfigError("placement.rollouts: runners ask engines over HTTP: give inference (an InferenceSpec)")
+    staleness = run.rl.sample.max_staleness if run.rl is not None else 0
+    if staleness and run.inference.engine != "ramify":
+        raise ConfigError(
+            f"placement.rollouts with rl.sample.max_staleness={staleness} needs inference.engine=ramify, which says what "
+            f"version sampled each token; {run.inference.engine} does not: set one of them to 0"
+        )
 
 
 def settled(run: Run) -> tuple[Run, list[Seat]]:
@@ -45,6 +59,13 @@ def settled(run: Run) -> tuple[Run, list[Seat]]:
         shard = msgspec.structs.replace(compute.shard, ranks=num["trainer"])
         compute = msgspec.structs.replace(compute, shard=shard)
     return msgspec.structs.replace(run, compute=compute), seats(spec, num)
+
+
+def attached(spec: InferenceSpec, urls: tuple[str, ...]) -> InferenceSpec:
+    """For who asks the engines that run at ``urls``."""
+    return InferenceSpec(
+        engine=spec.engine, urls=urls, key_variable=spec.key_variable, request_s=spec.request_s, probe_s=spec.probe_s
+    )
 
 
 def by(run: Run, kind: str) -> Run:
@@ -66,8 +87,8 @@ def check_reach(run: Run, hosts: Hosts, num: int) -> None:
     where = hosts.address_of(Member("inference", away[0]))
     if spec.carried_by in ("shared", "cuda_ipc"):
         raise ConfigError(
-            f"inference.carrier={spec.carried_by} ends at this machine, and engine {away[0]} was placed on {where}: use 'nccl' or "
-            "'gloo', or 'file' on a file system that both see"
+            f"inference.carrier={spec.carried_by} ends at this machine, and engine {away[0]} was placed on {where}: use "
+            "'nccl' or 'gloo', or 'file' on a file system that both see"
         )
     if spec.carried_by in ("gloo", "nccl") and spec.carrier_options.get("address", "127.0.0.1") == "127.0.0.1":
         raise ConfigError(

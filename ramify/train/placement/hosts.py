@@ -8,13 +8,18 @@ Without one, processes are started by ``subprocess`` on this machine (``backends
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from ramify.inference.http.process import engine_command, engine_environment
 from ramify.inference.http.spec import InferenceSpec
 from ramify.train.placement.seats import Member
+
+_POLL_S = 0.02
+_KILLED = -9
 
 
 class Started(Protocol):
@@ -45,8 +50,10 @@ class Started(Protocol):
 class Hosts(Protocol):
     """Where processes can be started, each on the seat that it was given."""
 
-    address: str
-    """Of this process, as the others reach it."""
+    @property
+    def address(self) -> str:
+        """Of this process, as the others reach it."""
+        ...
 
     def start(self, member: Member, command: Sequence[str], environment: Mapping[str, str], log: Path) -> Started:
         """``environment`` is added to that of its machine; ``log`` gets all that it writes. Raises ConfigError where the
@@ -64,6 +71,47 @@ class Hosts(Protocol):
     def close(self) -> None:
         """End all that was started. Idempotent."""
         ...
+
+
+class Placed:
+    """Implements ``Started``, by what keeps it."""
+
+    def __init__(
+        self, ask: Callable[..., Any], name: str, pid: int, host: str, log: Path, *, is_here: bool = True
+    ) -> None:
+        """``ask`` carries out a verb of ``Keeper``, and returns None where that is gone, and with it the process."""
+        self._ask, self._name, self._log = ask, name, log
+        self.pid = pid if is_here else 0
+        self.where = f"process {pid} on {host}"
+        self._status: int | None = None
+
+    def poll(self) -> int | None:
+        if self._status is None:
+            told = self._ask("poll", self._name)
+            if told is None:
+                self._status = _KILLED
+            elif told[0]:
+                self._status = told[1]
+        return self._status
+
+    def wait(self) -> int:
+        while (status := self.poll()) is None:
+            time.sleep(_POLL_S)
+        return status
+
+    def kill(self) -> None:
+        self._ask("signal", self._name, int(signal.SIGKILL))
+
+    def terminate(self, timeout_s: float) -> None:
+        until = time.monotonic() + timeout_s
+        self._ask("signal", self._name, int(signal.SIGTERM))
+        while self.poll() is None and time.monotonic() < until:
+            time.sleep(_POLL_S)
+        self.kill()
+        self.wait()
+
+    def said(self) -> str:
+        return str(self._ask("said", self._name) or f"nothing that can be read from here ({self._log})")
 
 
 class PlacedEngine:

@@ -32,19 +32,22 @@ class Keeper:
 
     def about(self) -> dict[str, Any]:
         """Where this is: the name of its host, an address, and the GPUs that it was given."""
-        import ray
+        from ray.util import get_node_ip_address
 
+        address: Any = get_node_ip_address  # has no types
         gpus = [each for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each]
         return {
             "host": socket.gethostname(),
-            "address": ray.util.get_node_ip_address(),
+            "address": address(),
             "gpus": gpus,
             "pid": os.getpid(),
         }
 
-    def start(self, name: str, command: list[str], environment: dict[str, str], log: str, python: str) -> int | str:
-        """Start ``command``, which may begin with ``python``, the interpreter of who asks: that of this machine is meant. Its
-        process id; why not, where it cannot be started."""
+    def start(
+        self, name: str, command: list[str], environment: dict[str, str], log: str, python: str, folder: str
+    ) -> int | str:
+        """Start ``command``, which may begin with ``python``, the interpreter of who asks: that of this machine is meant;
+        in ``folder``, where that is there. Its process id; why not, where it cannot be started."""
         if command[0] == python:
             command = [sys.executable, *command[1:]]
         path = self._logs[name] = Path(log)
@@ -59,7 +62,7 @@ class Keeper:
             with path.open("ab") as out:
                 process = self._processes[name] = subprocess.Popen(
                     command, env={**os.environ, **environment}, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
-                    start_new_session=True, preexec_fn=follow,
+                    start_new_session=True, preexec_fn=follow, cwd=folder if Path(folder).is_dir() else None,
                 )  # fmt: skip
         except OSError as error:
             return f"{error.filename or command[0]}: {error.strerror}"

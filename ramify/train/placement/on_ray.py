@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import secrets
 import shutil
 import signal
 import sys
@@ -23,10 +24,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ramify.errors import ConfigError, TrainError
+from ramify.train.placement.hosts import Placed
 from ramify.train.placement.keeper import Keeper
 from ramify.train.placement.seats import Member, Needs, Seat
 from ramify.train.placement.spec import PlacementSpec
@@ -37,7 +40,6 @@ _ASK_S = 60.0
 """How long a keeper may take to say something."""
 _HERE = 0.001
 """Of the resource that each node has of its own, which holds the first seat on this one."""
-_KILLED = -9
 
 
 class RayHosts:
@@ -69,12 +71,12 @@ class RayHosts:
         """As ``Hosts.start``."""
         index = self._seat_of(member)
         name = f"{member.role}-{member.number}"
-        error = self._ask(index, "start", name, list(command), dict(environment), str(log), sys.executable)
-        if isinstance(error, str):
-            raise ConfigError(
-                f"{member.role} {member.number} cannot be started on {self._about[index]['host']}: {error}"
-            )
-        return Placed(self, index, name, error, log)
+        about = self._about[index]
+        told = self._ask(index, "start", name, list(command), dict(environment), str(log), sys.executable, os.getcwd())
+        if isinstance(told, str):
+            raise ConfigError(f"{member.role} {member.number} cannot be started on {about['host']}: {told}")
+        is_here = about["address"] == self._own
+        return Placed(partial(self._asked, index), name, told, about["host"], log, is_here=is_here)
 
     @property
     def address(self) -> str:
@@ -107,19 +109,12 @@ class RayHosts:
         if self._folder:
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    # --- what processes ask ------------------------------------------------------------------------------------------
-
-    def ask(self, index: int, verb: str, *arguments: Any) -> Any:
+    def _asked(self, index: int, verb: str, *arguments: Any) -> Any:
         """A keeper's answer; None where it is gone."""
         try:
             return self._ask(index, verb, *arguments)
         except TrainError:
             return None
-
-    def place(self, index: int) -> tuple[str, bool]:
-        """(host, whether it is this one)"""
-        about = self._about[index]
-        return about["host"], about["address"] == self._own
 
     def _ask(self, index: int, verb: str, *arguments: Any) -> Any:
         if not self._is_open:
@@ -151,15 +146,22 @@ class RayHosts:
             # Sockets lie in there, whose paths are short: the system's folder for temporary files may be too deep.
             root = tempfile.gettempdir() if len(tempfile.gettempdir()) < 20 else "/tmp"
             self._folder = tempfile.mkdtemp(prefix="ray", dir=root)
+            os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # or Ray writes one into the home folder
             options |= {
                 "address": "local", "num_cpus": os.cpu_count(), "num_gpus": num_gpus, "include_dashboard": False,
                 "_temp_dir": self._folder, "_node_ip_address": "127.0.0.1", "object_store_memory": 80 << 20,
+                "_system_config": {"prestart_worker_first_driver": False},
             }  # fmt: skip
+        until = time.monotonic() + self._spec.start_s
         with _own_handlers():
-            try:
-                ray.init(**options)
-            except (RuntimeError, ConnectionError, ValueError, OSError) as error:
-                raise ConfigError(self._refusal(str(error))) from None
+            while True:
+                try:
+                    ray.init(**options)
+                    return
+                except Exception as error:  # noqa: BLE001 (Ray raises this class itself)
+                    is_slow = "timed out during startup" in str(error)  # after 30 s, which a busy machine may take
+                    if not is_slow or time.monotonic() > until:
+                        raise ConfigError(self._refusal(str(error))) from None
 
     def _refusal(self, said: str) -> str:
         where = f"the cluster of Ray at {self._address}" if self._address else "a cluster of Ray on this machine"
@@ -222,46 +224,6 @@ class RayHosts:
                 f"the cluster gave GPU {given[0]} of this node to the first rank, which is this process and computes on GPU "
                 f"{mine[0]}: start it with CUDA_VISIBLE_DEVICES={','.join(given)}"
             )
-
-
-class Placed:
-    """Implements ``Started``: a process on a seat."""
-
-    def __init__(self, hosts: RayHosts, index: int, name: str, pid: int, log: Path) -> None:
-        self._hosts, self._index, self._name = hosts, index, name
-        host, is_here = hosts.place(index)
-        self.pid = pid if is_here else 0
-        self.where = f"process {pid} on {host}"
-        self._log = log
-        self._status: int | None = None
-
-    def poll(self) -> int | None:
-        if self._status is None:
-            told = self._hosts.ask(self._index, "poll", self._name)
-            if told is None:
-                self._status = _KILLED  # its keeper is gone, and with it the process
-            elif told[0]:
-                self._status = told[1]
-        return self._status
-
-    def wait(self) -> int:
-        while (status := self.poll()) is None:
-            time.sleep(0.02)
-        return status
-
-    def kill(self) -> None:
-        self._hosts.ask(self._index, "signal", self._name, int(signal.SIGKILL))
-
-    def terminate(self, timeout_s: float) -> None:
-        until = time.monotonic() + timeout_s
-        self._hosts.ask(self._index, "signal", self._name, int(signal.SIGTERM))
-        while self.poll() is None and time.monotonic() < until:
-            time.sleep(0.02)
-        self.kill()
-        self.wait()
-
-    def said(self) -> str:
-        return str(self._hosts.ask(self._index, "said", self._name) or f"{self._log} cannot be read from here")
 
 
 def imported() -> Any:

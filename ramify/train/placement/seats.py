@@ -65,13 +65,14 @@ def counts(spec: PlacementSpec, said: Mapping[str, int]) -> dict[str, int]:
         here, there = spec.role(name).count, said.get(name, 0)
         if here and there and here != there:
             raise ConfigError(
-                f"placement.{name}.count={here}, but the run has {there} ({_SAID[name]}): leave one of them out"
+                f"placement.{name}.count={here}, but the run has {there} ({_SAID[name]}): make them the same"
             )
         found[name] = here or there
     return found
 
 
-_SAID = {"trainer": "compute.shard.ranks", "inference": "inference.num", "rollouts": "placement.rollouts"}
+_SAID = {"trainer": "compute.shard.ranks, of the backend fsdp", "inference": "inference.num"}
+"""Where the run says it; runners are said by the placement alone."""
 
 
 def seats(spec: PlacementSpec, num: Mapping[str, int]) -> list[Seat]:
