@@ -83,7 +83,7 @@ class Made:
         weights = self.task.weights
         self.rows = rows_of(run.sft, shown, self.policy, self.scaffold, weights, say) if run.sft is not None else []
         self.client = self._client()
-        self.seen = Seen(self.client, run.rl.sample.max_staleness if run.rl is not None else 0)
+        self.seen = Seen(self.client, run.rl.sample.oldest if run.rl is not None else 0)
         self.rlm = RLM(self.seen, limits=run.limits, scaffold=self.scaffold, sandbox=run.sandbox)
 
     # --- parts ---------------------------------------------------------------------------------------------------

@@ -299,10 +299,10 @@ def _stop_ids(generation: dict[str, Any], config: Any, tokenizer: PreTrainedToke
 
 
 def _architecture(policy: Policy) -> str:
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+    """The name of its class in transformers. The class itself is not asked: it would be imported, which takes seconds."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    known: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(policy.config)]
-    return str(known.__name__)
+    return str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[policy.config.model_type])
 
 
 def _stored_dtype(config: Any) -> torch.dtype:

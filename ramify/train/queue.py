@@ -6,9 +6,9 @@
 
 A group is *open* from when it is begun until a step takes it. With ``items`` groups a step and weights that k steps made:
 
-    may begin     at most (k + 1 + max_staleness) * items groups in all, so that none has to wait longer than it may
-    is taken      in step k at the latest where its first rollout began at k - max_staleness; step k waits for those, and
-                  for as many as must go now so that later steps can keep to that; then any that are whole, oldest first
+    may begin     at most (k + 1 + max_staleness) * items groups in all, so that what is whole waits for no more steps
+    is taken      what is whole, oldest first. One whose rollouts take longer than the steps do is late; step k waits for
+                  those that began at k - max_staleness - late, and for as many as later steps could not take in time
 
 ``max_staleness = 0`` is the synchronous run: a step's groups are those of its own items, whole and in order. With dynamic
 sampling groups without a signal are given up for others, at most ``max_items`` a step. A rollout that takes ``straggle``
@@ -219,14 +219,15 @@ class Queue:
         sample = self._sample
         if not sample.max_staleness and len(whole) < len(self._open):
             return False
+        inside = {id(each) for each in whole}
         num_loud = sum(not each.is_silent for each in whole)
         has_tried_all = 0 < sample.max_items <= len(whole)
         if num_loud < sample.items and not has_tried_all:
             return False
-        for later in range(sample.max_staleness + 1):  # those that are due in so many steps, or before
-            last = self._step + later - sample.max_staleness
+        for later in range(sample.oldest + 1):  # those that are due in so many steps, or before
+            last = self._step + later - sample.oldest
             due = [each for each in self._open if not each.is_silent and each.step is not None and each.step <= last]
-            if sum(each in whole for each in due) < len(due) - later * sample.items:
+            if sum(id(each) in inside for each in due) < len(due) - later * sample.items:
                 return False
         return True
 
@@ -267,10 +268,11 @@ class Queue:
         if not sample.max_staleness:  # those beyond would be too old for the next step
             given_up += [each.account(spare=True) for each in loud[sample.items :]]
             gone = whole
-        self._open = [each for each in self._open if each not in gone]
+        away = {id(each) for each in gone}
+        self._open = [each for each in self._open if id(each) not in away]
         left = {each.rolling.item.id for each in self._open}
-        for id in self.by_id.keys() - left:
-            del self.by_id[id]
+        for item in self.by_id.keys() - left:
+            del self.by_id[item]
         metrics = {"items": float(len(gone))}
         if sample.max_staleness:
             metrics["in_flight"] = float(len(self._open))

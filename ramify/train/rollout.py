@@ -146,7 +146,7 @@ class Rollouts:
         greedy: bool = False, gauge: Gauge | None = None, runner: Runner | None = None,
     ) -> None:  # fmt: skip
         """``on_stall`` is told where a rollout stood that did not end. ``greedy``: one more rollout of each item, at
-        temperature 0, beside its group (``Group.greedy``). ``gauge`` tells how full the engine's cache is; ``runner``: who
+        temperature 0, beside its group (``Group.greedy``). ``gauge`` tells how full the engine's cache is. ``runner``: who
         rolls out, where that is not this process."""
         self._runner = runner
         self._rlm, self._task, self._options, self._seed, self._on_stall = rlm, task, options, seed, on_stall

@@ -184,14 +184,24 @@ class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     minibatches: int = 1
     """Optimizer steps that a step's rollouts are split into, group by group."""
     max_staleness: int = 0
-    """Steps that rollouts may be behind: 0 has each step wait for its own; with 1 or more they go on while the trainer
+    """Steps that rollouts may begin ahead: 0 has each step wait for its own; with 1 or more they go on while the trainer
     learns, and take newer weights as they come, see ``queue.py``."""
+    late: int = 4
+    """Steps more that a slow rollout may take, with ``max_staleness`` above 0, before a step waits for it. At 0 no token is
+    older than ``max_staleness``, and ``max_staleness + 1`` steps take at least as long as the slowest rollout."""
     straggle: float = 0.0
     """A rollout is given up once it has taken so many times the median and its step waits for nothing else; 0: never."""
     pause: bool = False
     """Whether no rollout begins while the policy is evaluated, so that nothing but what has begun competes with it."""
 
+    @property
+    def oldest(self) -> int:
+        """Steps that the weights have gone on, at most, when a token is learnt from."""
+        return self.max_staleness + self.late if self.max_staleness else 0
+
     def __post_init__(self) -> None:
+        if self.late < 0:
+            raise ConfigError(f"rl: late={self.late} must be at least 0")
         if self.straggle and self.straggle < 1:
             raise ConfigError(f"rl: straggle={self.straggle:g} is times the median: at least 1, or 0 for never")
         if self.items < 1 or self.minibatches < 1 or self.max_staleness < 0 or 0 < self.max_items < self.items:

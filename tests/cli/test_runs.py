@@ -98,7 +98,7 @@ def test_replay_says_different(shell: Shell) -> None:
 
 
 def kill_at_second_request(shell: Shell, process: subprocess.Popen[bytes]) -> None:
-    for _ in range(2000):
+    for _ in range(10_000):
         journals = list((shell.folder / "store/runs").glob("*.jsonl"))
         if journals and journals[0].read_text().count('"type":"Requested"') == 2:
             break

@@ -32,12 +32,12 @@ def viewing(shell: Shell, *arguments: str) -> Iterator[str]:
         yield process.stderr.readline().decode().split()[1]
     finally:
         process.send_signal(signal.SIGINT)
-        rest = process.communicate(timeout=30)[1]
+        rest = process.communicate(timeout=100)[1]
     assert (process.returncode, rest) == (0, b"")
 
 
 def read(address: str, path: str) -> dict[str, list[dict[str, object]]]:
-    with urllib.request.urlopen(address.partition("#")[0] + path, timeout=20) as response:
+    with urllib.request.urlopen(address.partition("#")[0] + path, timeout=100) as response:
         found: dict[str, list[dict[str, object]]] = json.load(response)
     return found
 

@@ -14,6 +14,7 @@ from ramify.clients.byte_ids import ByteIds
 from ramify.errors import ConfigError
 from ramify.tasks.base import Item
 from ramify.tasks.simple import SimpleTask, Whole
+from ramify.train.groups import account
 from ramify.train.queue import Queue, Taken
 from ramify.train.rollout import RolloutOptions, Rollouts
 from ramify.train.stages import Sample
@@ -103,7 +104,21 @@ def test_a_step_takes_what_is_whole_and_the_next_waits_for_what_would_be_too_old
         assert numbers(await queue.take(2)) == [4, 5]
         assert queue.standing() == (6, [])
 
-    ran(gates, test, 3, items=2, max_staleness=1)
+    ran(gates, test, 3, items=2, max_staleness=1, late=0)
+
+
+def test_a_slow_group_may_be_late_and_no_later_than_that() -> None:
+    gates = Gates(*range(1, 20))
+
+    async def test(queue: Queue) -> None:
+        assert [numbers(await queue.take(step)) for step in range(3)] == [[1], [2], [3]]
+        queue.newer(3)
+        taking = asyncio.create_task(queue.take(3))
+        await stays(taking)
+        gates.open(0)
+        assert numbers(await taking) == [0]
+
+    ran(gates, test, items=1, max_staleness=1, late=2)
 
 
 def test_a_step_leaves_no_more_to_later_ones_than_they_can_take() -> None:
@@ -123,7 +138,7 @@ def test_a_step_leaves_no_more_to_later_ones_than_they_can_take() -> None:
         assert numbers(await queue.take(2)) == [0]
         assert numbers(await queue.take(3)) == [3]
 
-    ran(gates, test, 4, items=1, max_staleness=2)
+    ran(gates, test, 4, items=1, max_staleness=2, late=0)
 
 
 def test_without_staleness_nothing_begins_before_its_step() -> None:
@@ -210,7 +225,7 @@ def test_a_rollout_that_alone_holds_the_step_up_is_given_up_and_its_group_goes_o
         assert "times the median, and the step waited for nothing else" in lost.errors[0]
         assert sum(each.metrics["stragglers"] for each in taken) == 1
 
-    ran(gates, test, 2, items=2, group=3, max_staleness=max_staleness, straggle=25.0)
+    ran(gates, test, 2, items=2, group=3, max_staleness=max_staleness, late=0, straggle=25.0)
 
 
 def test_a_slow_rollout_that_the_step_need_not_wait_for_is_left_alone() -> None:
@@ -224,7 +239,7 @@ def test_a_slow_rollout_that_the_step_need_not_wait_for_is_left_alone() -> None:
         taken = await queue.take(1)
         assert (0 in numbers(taken), taken.notes) == (True, [])
 
-    ran(gates, test, 2, items=2, max_staleness=1, straggle=1.0)
+    ran(gates, test, 2, items=2, max_staleness=1, late=0, straggle=1.0)
 
 
 def test_while_it_is_paused_nothing_begins_and_what_has_begun_goes_on() -> None:
@@ -252,6 +267,22 @@ def test_what_is_a_bug_is_raised_by_the_next_step() -> None:
             await queue.take(0)
 
     ran(Gates(1), test, items=2, max_staleness=1, queue={"read": read})
+
+
+def test_a_group_goes_on_without_a_rollout_that_failed_and_one_that_lost_all_is_known() -> None:
+    def reward(item: Item, trajectory: Trajectory) -> float:
+        if trajectory.id == "item=0/rollout=1" or item.id == "t/1":
+            raise OSError("the grader is down")
+        return 1.0
+
+    async def test(queue: Queue) -> None:
+        taken = await queue.take(0)
+        found = [account(number, group, {"item=0/rollout=0"}) for number, group in taken.groups]
+        assert [(each.outcome, len(each.rollouts), each.failed) for each in found] == [
+            ("learnt", 2, ["item=0/rollout=1"]), ("lost", 0, [f"item=1/rollout={number}" for number in range(3)]),
+        ]  # fmt: skip
+
+    ran(Gates(*range(9)), test, 1, items=2, group=3, max_staleness=1, reward=reward)
 
 
 def test_a_bound_that_would_give_up_half_of_all() -> None:

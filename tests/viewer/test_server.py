@@ -455,7 +455,7 @@ def test_what_is_written_is_told_to_every_page_and_scores_after_the_end_too(tmp_
                 journal.append(event)
             journal.close()
             store.append(GOLDEN_ID, [Scored(at_s=99.0, by="judge", call="0", turn=0, values={"clear": 1.0})])
-            both = await asyncio.wait_for(asyncio.gather(*pages), 20)
+            both = await asyncio.wait_for(asyncio.gather(*pages), 100)
             async with http.get(f"{url}run", params={"key": GOLDEN_ID}) as response:
                 whole = await response.json()
             assert both == [calls_of(whole)] * 2
