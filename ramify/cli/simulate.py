@@ -65,7 +65,8 @@ def simulate(
     ]
     settings = choices(
         found, splits(devices, engine_devices or 1) if devices else pairs, slots=given["slots"],
-        staleness=given["staleness"], items=items or 0, group=group or 0, concurrency=concurrency or 0, straggle=straggle, late=late,
+        staleness=given["staleness"], items=items or 0, group=group or 0, concurrency=concurrency or 0,
+        straggle=straggle, late=late,
     )  # fmt: skip
     predicted = predict(found, list(settings), steps=steps or STEPS, seed=seed or 0)
     if json:

@@ -43,8 +43,9 @@ def simulated(sample: Sample, is_silent: Callable[[int], bool], seed: int) -> li
     rate = Rate(((1.0, 1.0),))
     took = [draw.choice([1, 2, 3, 30]) + draw.random() for _ in range(500)]
     rules = Setting(
-        items=sample.items, group=1, concurrency=99, staleness=sample.max_staleness, max_items=sample.max_items
-    )
+        items=sample.items, group=1, concurrency=99, staleness=sample.max_staleness, max_items=sample.max_items,
+        late=sample.late,
+    )  # fmt: skip
     stage = Stage(env, [Engine(env, rate, 99)], rate, 99, 99)
 
     def drawn(number: int) -> tuple[list[Rollout], bool]:
