@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from ramify.clients.base import Client
-from ramify.errors import ConfigError
+from ramify.errors import ConfigError, ModelError
 from ramify.progress import doing
 
 PROTOCOL = 1
@@ -22,6 +22,10 @@ PROTOCOL = 1
 misunderstand. Both sides say theirs at the start."""
 TINY = Path(__file__).parents[1] / "policy" / "tiny"
 """The folder of the packaged policy."""
+
+
+class EngineLost(ModelError):
+    """The one engine that was asked is gone; it comes back with the weights of then, or not at all."""
 
 
 @runtime_checkable

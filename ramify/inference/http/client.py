@@ -5,7 +5,8 @@
 
 A tree's calls go to one server, where what they share is computed already; a new tree goes to the one with least to do. A
 reply that an update interrupts is continued from its ids under the new weights, and says which version sampled what. A
-server that no longer answers is dropped, aloud; its trees move. When none is left, whoever asks is told why.
+server that no longer answers is dropped, aloud, and brought back where it may be (``absent.py``); its trees move, or wait
+where there is no other. When none is left, whoever asks is told why.
 """
 
 from __future__ import annotations
@@ -17,11 +18,14 @@ import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
 from ramify.clients.base import Price, Request, Sampling
 from ramify.errors import ConfigError, ModelError, ReplyLost, ServerFailed, TrainError, Unreachable
+from ramify.inference.base import EngineLost
+from ramify.inference.http.absent import Absent
 from ramify.inference.http.api import Conflict
 from ramify.inference.http.process import EngineProcess, ports_for
 from ramify.inference.http.server import Sampled, Server
@@ -39,6 +43,9 @@ _MAX_TREES = 65_536
 _MAX_ABORTS = 64
 """Updates that one reply may live through."""
 _POLL_S = 0.1
+_TOLD = 3
+"""Of the engines that went last an error says why."""
+T = TypeVar("T")
 
 
 class _Lost(Exception):
@@ -64,8 +71,7 @@ class HttpEngines:
         self._alive: list[Server] = []
         self._in_flight: dict[str, int] = {}
         self._trees: OrderedDict[Hashable, Server] = OrderedDict()
-        self._gone: list[str] = []
-        """Why each server that was dropped was."""
+        self.absent = Absent(spec.restarts, self._bring, say)
         self._open = asyncio.Event()
         self._open.set()
         self._updating = asyncio.Lock()
@@ -90,9 +96,13 @@ class HttpEngines:
             servers = [ENGINES[self.spec.engine](url, self.spec, self._key) for url in urls]
             self._alive = servers
             self._in_flight = {server.url: 0 for server in servers}
-            await asyncio.gather(*map(self._wait_until_up, servers))
+            waits = [self._wait_until_up(each, self._start_s(each, self.spec.probe_s)) for each in servers]
+            await asyncio.gather(*waits)
             await asyncio.gather(*map(self._check, servers))
             await self._open_carrier()
+        except _Lost:
+            await self.close()
+            raise ConfigError(f"an engine went away while it was prepared for weights: {self._why()}") from None
         except BaseException:
             await self.close()
             raise
@@ -106,9 +116,12 @@ class HttpEngines:
             self._processes[process.url] = process
         return list(self._processes)
 
-    async def _wait_until_up(self, server: Server) -> None:
+    def _start_s(self, server: Server, else_s: float) -> float:
+        return self.spec.start_s if server.url in self._processes else else_s
+
+    async def _wait_until_up(self, server: Server, wait_s: float) -> None:
         process = self._processes.get(server.url)
-        deadline = time.monotonic() + (self.spec.start_s if process is not None else self.spec.probe_s)
+        deadline = time.monotonic() + wait_s
         while True:
             try:
                 return await server.healthy()
@@ -156,6 +169,7 @@ class HttpEngines:
 
     async def close(self) -> None:
         """Free the carrier and end what was started here. Idempotent."""
+        await self.absent.close()
         servers, self._alive = self._alive, []
         self._carrier.close()
         for server in servers:
@@ -192,13 +206,16 @@ class HttpEngines:
         asked = msgspec.structs.replace(sampling, max_tokens=so_far.left)
         while True:
             await self._open.wait()
+            if only is None and not self._alive and self.absent.is_any_expected:
+                await self._one_is_back()
+                continue
             server, version = only or self._pick(tree), self._version
             self._in_flight[server.url] += 1
             try:
                 stop_ids = self._policy.renderer.stop_ids
                 return version, await server.sample(so_far.ids, asked, stop_ids, request.affinity)
             except (Unreachable, ReplyLost, ServerFailed) as error:
-                if not await self._is_gone(server, error) or only is not None:
+                if not await self.is_gone(server, error) or only is not None:
                     raise
             finally:
                 self._in_flight[server.url] -= 1
@@ -268,7 +285,14 @@ class HttpEngines:
 
     # --- servers that go -----------------------------------------------------------------------------------------
 
-    async def _is_gone(self, server: Server, error: Exception) -> bool:
+    def metrics(self) -> dict[str, float]:
+        """How many engines answer, how often one went away and came back; nothing where none ever went."""
+        if not self.absent.num_lost:
+            return {}
+        lost, back = float(self.absent.num_lost), float(self.absent.num_back)
+        return {"engines": float(len(self._alive)), "engines_lost": lost, "engines_back": back}
+
+    async def is_gone(self, server: Server, error: Exception) -> bool:
         """Whether ``server``, at which ``error`` was met, does not answer any more; it is dropped then, and that is said."""
         if server not in self._alive:
             return True
@@ -281,25 +305,47 @@ class HttpEngines:
             pass
         if server in self._alive:  # another request may have found out meanwhile
             self._alive.remove(server)
-            ended = (
-                f", and ended with status {process.ended}: {process.said()}"
-                if process and process.ended is not None
-                else ""
+            ended = process.ended if process is not None else None
+            how = f", and ended with status {ended}: {process.said()}" if process and ended is not None else ""
+            why = f"{server.url} does not answer any more; it was asked {error}{how}"
+            is_expected = self.absent.left(server.url, why)
+            num, of = len(self._alive), len(self._in_flight)
+            left = f"goes on with {num} of {of} engines" if num else "no engine is left"
+            back = (
+                "it is started again" if process is not None else f"it is waited for, {self.spec.return_s:g} s at most"
             )
-            self._gone.append(f"{server.url} does not answer any more; it was asked {error}{ended}")
-            left = (
-                f"goes on with {len(self._alive)} of {len(self._in_flight)} engines"
-                if self._alive
-                else "no engine is left"
-            )
-            self._say(f"{self._gone[-1]}; {left}")
+            self._say(f"{why}; {left}{f'; {back}' if is_expected else ''}")
             await server.close()
         return True
 
-    def _none_left(self) -> ServerFailed:
-        error = ServerFailed(f"{self.name}: no engine is left: {'; '.join(self._gone) or 'none was started'}")
+    async def _bring(self, url: str) -> Server:
+        """The server of ``url`` once it answers again and fits."""
+        process = self._processes.get(url)
+        if process is not None:
+            await asyncio.to_thread(process.close)  # it may still run, and not answer
+            process.start()
+        server = ENGINES[self.spec.engine](url, self.spec, self._key)
+        try:
+            await self._wait_until_up(server, self._start_s(server, self.spec.return_s))
+            await self._check(server)
+        except BaseException:
+            await server.close()
+            raise
+        return server
+
+    async def _one_is_back(self) -> None:
+        """Return once a server answers, or none is expected any more. Raises ServerFailed where nothing happens."""
+        wait_s = 2 * self.spec.update_s + (self.spec.start_s if self._processes else self.spec.return_s)
+        if not await self.absent.news(wait_s):
+            raise self._none_left(f"; none came back within {wait_s:g} s")
+
+    def _none_left(self, more: str = "") -> ServerFailed:
+        error = ServerFailed(f"{self.name}: no engine is left: {self._why()}{more}")
         error.transient = False
         return error
+
+    def _why(self) -> str:
+        return "; ".join(self.absent.why[-_TOLD:]) or "none was started"
 
     async def _all(self, act: Callable[[Server], Awaitable[None]]) -> None:
         """``act`` at every server. Raises what one refuses; _Lost where some went."""
@@ -311,11 +357,9 @@ class HttpEngines:
         lost = False
         for server, error in failed:
             gone = (Unreachable, ReplyLost, ServerFailed)
-            if not isinstance(error, gone) or not await self._is_gone(server, error):
+            if not isinstance(error, gone) or not await self.is_gone(server, error):
                 raise error
             lost = True
-        if not self._alive:
-            raise TrainError(f"weights cannot be given to anybody: {'; '.join(self._gone)}")
         if lost:
             raise _Lost
 
@@ -326,30 +370,57 @@ class HttpEngines:
         with the last good version where a server does not take them."""
         assert isinstance(weights, list)
         async with self._updating:
-            try:
-                await self._sent(weights, version)
-                self._version = version
-            except (ModelError, ConfigError, OSError, RuntimeError) as error:
-                raise TrainError(
-                    f"the engines did not take version {version} of the weights: {error}; the last good one is version "
-                    f"{self._version}"
-                ) from error
-            finally:
-                self._open.set()
+            await self._give(weights, version)
+            self.absent.took()
+
+    async def welcome(self, weights: object, version: int) -> bool:
+        """Give ``weights``, which answer as ``version`` already, to servers that came back; whether there were any."""
+        assert isinstance(weights, list)
+        async with self._updating:
+            if not self.absent.ready:  # an update came first
+                return False
+            await self._give(weights, version)
+        names = ", ".join(server.url for server in self._alive)
+        self._say(f"an engine is back, with version {version} of the weights; now there are {names}")
+        return True
+
+    async def _give(self, sources: list[Source], version: int) -> None:
+        try:
+            await self._sent(sources, version)
+            self._version = version
+        except (ModelError, ConfigError, OSError, RuntimeError) as error:
+            raise TrainError(
+                f"the engines did not take version {version} of the weights: {error}; the last good one is version "
+                f"{self._version}"
+            ) from error
+        finally:
+            self._open.set()
+            self.absent.tell()
 
     async def _sent(self, sources: list[Source], version: int) -> None:
         whole = False
-        for _ in range(2 + len(self._alive)):
-            try:
-                return await self._send(sources, version, whole)
-            except _Lost:
-                await self._reopen()
-            except Conflict as error:
-                if whole:
-                    raise
-                self._say(f"{error}: all weights are sent")
-            whole = True
-        raise TrainError(f"version {version} of the weights was not taken: {'; '.join(self._gone)}")
+        while True:  # at most as often as servers may go
+            if self.absent.ready:
+                self._open.clear()
+                self._alive += self.absent.take_ready()
+                whole = await self._reopened()
+            elif not self._alive and self.absent.is_any_expected:
+                await self._one_is_back()
+            elif not self._alive:
+                raise TrainError(
+                    f"version {version} of the weights cannot be given to anybody: {self._why()}; the last good one is "
+                    f"version {self._version}"
+                )
+            else:
+                try:
+                    return await self._send(sources, version, whole)
+                except _Lost:
+                    whole = await self._reopened()
+                except Conflict as error:
+                    if whole:
+                        raise
+                    self._say(f"{error}: all weights are sent")
+                    whole = True
 
     async def _send(self, sources: list[Source], version: int, whole: bool) -> None:
         chunks = iter(self._carrier.chunks(sources, version, whole=whole))
@@ -377,21 +448,27 @@ class HttpEngines:
             raise
 
     async def _open_carrier(self) -> None:
-        infos = self._carrier.open(len(self._alive))
-        servers = list(zip(self._alive, infos, strict=True))
+        """Raises _Lost where a server went meanwhile."""
+        infos = dict(zip([each.url for each in self._alive], self._carrier.open(len(self._alive)), strict=True))
         joined = asyncio.ensure_future(asyncio.to_thread(self._carrier.join))
         try:
-            await asyncio.gather(*(server.open_weights(info) for server, info in servers))
+            await self._all(lambda server: server.open_weights(infos[server.url]))
         except ModelError as error:
             raise ConfigError(f"an engine cannot be given weights by '{self.spec.carried_by}': {error}") from None
         finally:
             with contextlib.suppress(RuntimeError):
                 await joined
 
-    async def _reopen(self) -> None:
-        """Another group, of those that are left."""
-        self._carrier.close()
-        await self._open_carrier()
+    async def _reopened(self) -> bool:
+        """Another group, of those that are left; True."""
+        while True:
+            self._carrier.close()
+            try:
+                if self._alive:
+                    await self._open_carrier()
+                return True
+            except _Lost:
+                pass
 
 
 class OneEngine:
@@ -402,13 +479,22 @@ class OneEngine:
         self.name = server.url
 
     async def complete(self, request: Request) -> Reply:
-        return await self._engines.complete_at(request, self._server)
+        return await self._asked(self._engines.complete_at(request, self._server))
 
     async def fingerprint(self) -> str | None:
-        return await self._server.fingerprint()
+        return await self._asked(self._server.fingerprint())
 
     async def logprobs(self, ids: Sequence[int]) -> list[float]:
-        return await self._server.score(ids)
+        return await self._asked(self._server.score(ids))
+
+    async def _asked(self, answer: Awaitable[T]) -> T:
+        """Raises EngineLost where the server is gone."""
+        try:
+            return await answer
+        except (Unreachable, ReplyLost, ServerFailed) as error:
+            if await self._engines.is_gone(self._server, error):
+                raise EngineLost(str(error)) from error
+            raise
 
 
 class _SoFar:
