@@ -213,7 +213,11 @@ class HttpEngines:
             self._in_flight[server.url] += 1
             try:
                 stop_ids = self._policy.renderer.stop_ids
-                return version, await server.sample(so_far.ids, asked, stop_ids, request.affinity)
+                sampled = await server.sample(so_far.ids, asked, stop_ids, request.affinity)
+                if not await self._is_older(server, sampled, version):
+                    return version, sampled
+                if only is not None:
+                    raise EngineLost(self.absent.why[-1])
             except (Unreachable, ReplyLost, ServerFailed) as error:
                 if not await self.is_gone(server, error) or only is not None:
                     raise
@@ -304,19 +308,32 @@ class HttpEngines:
         except ModelError:
             pass
         if server in self._alive:  # another request may have found out meanwhile
-            self._alive.remove(server)
             ended = process.ended if process is not None else None
             how = f", and ended with status {ended}: {process.said()}" if process and ended is not None else ""
             why = f"{server.url} does not answer any more; it was asked {error}{how}"
-            is_expected = self.absent.left(server.url, why)
-            num, of = len(self._alive), len(self._in_flight)
-            left = f"goes on with {num} of {of} engines" if num else "no engine is left"
-            back = (
-                "it is started again" if process is not None else f"it is waited for, {self.spec.return_s:g} s at most"
-            )
-            self._say(f"{why}; {left}{f'; {back}' if is_expected else ''}")
-            await server.close()
+            await self._drop(server, why)
         return True
+
+    async def _is_older(self, server: Server, sampled: Sampled, version: int) -> bool:
+        """Whether the server has weights from before ``version``, which it was given: somebody else started it anew."""
+        first = min((span.version for span in sampled.versions or ()), default=version)
+        if first >= version:
+            return False
+        if server in self._alive:
+            self._drop(
+                server, f"{server.url} answers with version {first} of the weights, and was given version {version}"
+            )
+        return True
+
+    async def _drop(self, server: Server, why: str) -> None:
+        self._alive.remove(server)
+        is_expected = self.absent.left(server.url, why)
+        num, of = len(self._alive), len(self._in_flight)
+        left = f"goes on with {num} of {of} engines" if num else "no engine is left"
+        is_own = server.url in self._processes
+        back = "it is started again" if is_own else f"it is waited for, {self.spec.return_s:g} s at most"
+        self._say(f"{why}; {left}{f'; {back}' if is_expected else ''}")
+        await server.close()
 
     async def _bring(self, url: str) -> Server:
         """The server of ``url`` once it answers again and fits."""
@@ -420,7 +437,7 @@ class HttpEngines:
                     if whole:
                         raise
                     self._say(f"{error}: all weights are sent")
-                    whole = True
+                    whole = await self._reopened()
 
     async def _send(self, sources: list[Source], version: int, whole: bool) -> None:
         chunks = iter(self._carrier.chunks(sources, version, whole=whole))

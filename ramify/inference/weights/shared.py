@@ -38,6 +38,8 @@ from ramify.inference.weights.base import (
 
 _MEMORY = Path("/dev/shm")
 _PREFIX = "ramify-weights-"
+_HELD = "held-"
+"""In the names of those whose makers hold a lock."""
 
 
 class Shared:
@@ -47,7 +49,7 @@ class Shared:
         """``folder`` is where the buffers are; by default in memory."""
         self._chunk_bytes = chunk_bytes
         self._folder = Path(folder) if folder else _MEMORY if _MEMORY.is_dir() else Path(tempfile.gettempdir())
-        self._name = f"{_PREFIX}{secrets.token_hex(8)}"
+        self._name = f"{_PREFIX}{_HELD}{secrets.token_hex(8)}"
         self._locks: dict[int, int] = {}
         """Buffer -> a descriptor that holds its lock."""
         self._buffers: list[_Mapped | None] = [None, None]
@@ -67,12 +69,12 @@ class Shared:
             yield Chunk({**described(part, version), "buffer": number % 2, "length": len(buffer.bytes)})
 
     def close(self) -> None:
-        for which, buffer in enumerate(self._buffers):
+        for buffer in self._buffers:
             if buffer is not None:
                 buffer.close()
-                self._path(which).unlink(missing_ok=True)
         self._buffers = [None, None]
-        for handle in self._locks.values():
+        for which, handle in self._locks.items():
+            self._path(which).unlink(missing_ok=True)
             os.close(handle)
         self._locks.clear()
 
@@ -106,7 +108,7 @@ class Shared:
 
 def sweep(folder: Path) -> None:
     """Remove buffers whose makers are no more."""
-    for path in folder.glob(f"{_PREFIX}*"):
+    for path in folder.glob(f"{_PREFIX}{_HELD}*"):
         with contextlib.suppress(OSError):  # another user's, or gone meanwhile
             handle = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
             try:

@@ -214,7 +214,8 @@ def test_a_server_that_goes_is_dropped_aloud_and_its_trees_move() -> None:
                 await made.engines.complete(request())
             assert not caught.value.transient
             with pytest.raises(
-                TrainError, match=r"version 2 of the weights cannot be given to anybody: .* the last good one is version 1"
+                TrainError,
+                match=r"version 2 of the weights cannot be given to anybody: .* the last good one is version 1",
             ):
                 await made.train(2)
 
