@@ -39,7 +39,11 @@ class State(msgspec.Struct, kw_only=True):
     stage_step: int = 0
     """Steps of that stage that are done."""
     next_item: int = 0
-    """Index of the task item that the next rollout takes; dynamic sampling uses up more than a step's share."""
+    """Running number of the first item that was never begun; dynamic sampling uses up more than a step's share."""
+    first_item: int = 0
+    """Running number of the first item of the run."""
+    pending: list[int] = []
+    """Numbers of items that were begun and not learnt from yet: a run that goes on from here begins with them."""
     version: int = 0
     """Of the policy: how often its weights were published."""
     seconds: float = 0.0

@@ -25,6 +25,7 @@ import numpy as np
 
 from ramify.errors import StoreError, TrainError
 from ramify.progress import doing, heard
+from ramify.train import groups as group_file
 from ramify.train import metrics as metric_file
 from ramify.train.backends.base import Backend, Reference
 from ramify.train.checkpoint import Checkpoints, State, read_state
@@ -156,6 +157,8 @@ class Loop:
             await self._policy.publish()  # the engine may hold weights of its own
         else:
             metric_file.cut(self.out, -1)
+            group_file.cut(self.out, -1)
+            self.state.first_item = self.state.next_item
         self._metrics = Metrics(self.out, self._listener)
         self._since = time.monotonic() - self.state.seconds
         self._cpu_since = time.process_time() - self.state.cpu_s if resume is not None else 0.0
@@ -242,6 +245,7 @@ class Loop:
         if stage.samples:
             values |= self._told(after_step(self._guard, state.guard, values), where)
         self._write(stage.name, values)
+        group_file.write(self.out, work.accounts, state.step)
         if self._check is not None and work.groups:
             self._check.ids(work.groups)
         if work.groups and self._cadence.rollouts and state.stage_step % self._cadence.rollouts == 0:
@@ -408,6 +412,7 @@ class Loop:
         self.state = read_state(checkpoint)
         self.state.config = config
         metric_file.cut(self.out, self.state.step)
+        group_file.cut(self.out, self.state.step)
         stage = self._stages[self.state.stage]
         backend = self._backend_of(stage)
         backend.load(checkpoint / "backend")

@@ -66,11 +66,11 @@ class Rollouts:
 
     async def groups(
         self, items: Sequence[Item], step: int, what: str = "rollouts",
-        after: Callable[[Group], Awaitable[None]] | None = None,
+        after: Callable[[Group], Awaitable[None]] | None = None, first: int = 0,
     ) -> list[Group]:  # fmt: skip
         """One group per item, in order, each with its rollouts in order; what failed is among them. ``what`` is said of
-        it while it goes on. ``after`` is done with each group as soon as it is whole, while others go on. Raises only what
-        is a bug, or a cancellation."""
+        it while it goes on. ``after`` is done with each group as soon as it is whole, while others go on. ``first``: index
+        of the first one, where the step has others before. Raises only what is a bug, or a cancellation."""
         room = asyncio.Semaphore(self._options.concurrency)
 
         async def one(item: Item, index: int, number: int | str) -> Trajectory:
@@ -94,11 +94,11 @@ class Rollouts:
                 async with asyncio.TaskGroup() as tasks:
                     running = [
                         [tasks.create_task(one(item, index, number)) for number in range(self._options.group)]
-                        for index, item in enumerate(items)
+                        for index, item in enumerate(items, first)
                     ]
                     greedy = [
                         tasks.create_task(one(item, index, "greedy")) if self._greedy else None
-                        for index, item in enumerate(items)
+                        for index, item in enumerate(items, first)
                     ]
                     groups = [tasks.create_task(whole(*each)) for each in zip(items, running, greedy, strict=True)]
         except BaseExceptionGroup as errors:

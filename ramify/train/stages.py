@@ -21,6 +21,7 @@ from ramify.train import induction
 from ramify.train.algorithms.base import Algorithm, Stamping, finish, needs_of, remembering
 from ramify.train.backends.base import Optim
 from ramify.train.compile import sequences
+from ramify.train.groups import Account, account
 from ramify.train.loss import Loss
 from ramify.train.metrics import of_rollouts
 from ramify.train.rollout import Rollouts
@@ -30,6 +31,9 @@ from ramify.train.signals.reading import Reader, Signals
 from ramify.train.stamps import Stamped
 from ramify.types.sequence import Sequence as Row
 from ramify.types.trajectory import Group
+
+Numbered = tuple[int, Group]
+"""An item's running number and its group."""
 
 
 class Part(msgspec.Struct, eq=False):
@@ -55,6 +59,8 @@ class Work(msgspec.Struct, eq=False):
     """What a person should know, in sentences."""
     memory: dict[str, float] = msgspec.field(default_factory=dict)
     """What the stage's algorithm remembers after it."""
+    accounts: list[Account] = msgspec.field(default_factory=list)
+    """What became of each group that it used up; their step is said by who writes them down."""
 
 
 class Stage(Protocol):
@@ -179,7 +185,8 @@ class Reinforce:
             return await self._work(step, next_item, reader)
 
     async def _work(self, step: int, next_item: int, reader: Reader | None) -> Work:
-        groups, num_tried = await self._groups(step, next_item, reader)
+        numbered, given_up, num_tried = await self._groups(step, next_item, reader)
+        groups = [group for _, group in numbered]
         _check_any_came_back(groups, step)
         stamping = self._stamp(groups, reader)
         self.memory = {**self.memory, **stamping.memory}
@@ -191,37 +198,48 @@ class Reinforce:
         if reader is not None:
             metrics |= reader.metrics()
             reader.put_on_trees(groups)
-        return Work(parts, metrics, next_item + num_tried, stamping.silence, groups, stamping.notes, dict(self.memory))
+        learnt = {rollout.trajectory.id for rollout in stamping.rollouts}
+        told = [account(number, group, learnt) for number, group in numbered] + given_up
+        return Work(
+            parts, metrics, next_item + num_tried, stamping.silence, groups, stamping.notes, dict(self.memory), told
+        )
 
     def finish(self, rows: Sequence[Row]) -> dict[str, float]:
         return finish(self._algorithm, rows)
 
-    async def _groups(self, step: int, next_item: int, reader: Reader | None) -> tuple[list[Group], int]:
-        """The groups of a step, and how many items they took. With dynamic sampling those without a signal are given up
-        for others."""
+    async def _groups(
+        self, step: int, next_item: int, reader: Reader | None
+    ) -> tuple[list[Numbered], list[Account], int]:
+        """The groups of a step, those given up, and how many items they took. With dynamic sampling those without a signal
+        are given up for others."""
         wanted, most = self._sample.items, self._sample.max_items
         groups = await self._roll(step, next_item, wanted, reader)
         if not most:
-            return groups, wanted
+            return groups, [], wanted
         tried = wanted
-        silent: list[Group] = []
+        silent: list[Numbered] = []
         loud = self._loud(groups, silent, reader)
         while more := num_more(wanted, len(loud), tried, most):
-            loud += self._loud(await self._roll(step, next_item + tried, more, reader), silent, reader)
+            loud += self._loud(await self._roll(step, next_item + tried, more, reader, tried), silent, reader)
             tried += more
-        return [*loud[:wanted], *silent[: max(0, wanted - len(loud))]], tried
+        missing = max(0, wanted - len(loud))
+        given_up = [account(number, group, ()) for number, group in silent[missing:]]
+        given_up += [account(number, group, None) for number, group in loud[wanted:]]
+        return [*loud[:wanted], *silent[:missing]], given_up, tried
 
-    async def _roll(self, step: int, first: int, num: int, reader: Reader | None) -> list[Group]:
+    async def _roll(self, step: int, first: int, num: int, reader: Reader | None, begun: int = 0) -> list[Numbered]:
+        """``begun``: groups of this step before these."""
         items = [self._items[index % len(self._items)] for index in range(first, first + num)]
-        if reader is None:
-            return await self._rollouts.groups(items, step)
-        return await self._rollouts.groups(items, step, after=reader.group)
+        after = None if reader is None else reader.group
+        groups = await self._rollouts.groups(items, step, after=after, first=begun)
+        return list(enumerate(groups, first))
 
-    def _loud(self, groups: Sequence[Group], silent: list[Group], reader: Reader | None) -> list[Group]:
+    def _loud(self, groups: Sequence[Numbered], silent: list[Numbered], reader: Reader | None) -> list[Numbered]:
         """Those of ``groups`` that teach something; the others are added to ``silent``."""
-        loud: list[Group] = []
-        for group in groups:
-            (silent if self._composed(reader).stamp([group], self._task.weights).silence else loud).append(group)
+        loud: list[Numbered] = []
+        for number, group in groups:
+            is_silent = bool(self._composed(reader).stamp([group], self._task.weights).silence)
+            (silent if is_silent else loud).append((number, group))
         return loud
 
     def _composed(self, reader: Reader | None) -> Algorithm:

@@ -28,7 +28,7 @@ class Canned:
         self.rewards = rewards
         self.asked: list[list[str]] = []
 
-    async def groups(self, items: Sequence[Item], step: int) -> list[Group]:
+    async def groups(self, items: Sequence[Item], step: int, **_: Any) -> list[Group]:
         self.asked.append([item.id for item in items])
         return [
             group(*(tree(call("0", 3), reward=reward) for reward in self.rewards.get(int(item.id), (1, 1))))

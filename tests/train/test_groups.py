@@ -1,0 +1,70 @@
+"""The journal of groups: what is written, what a resumed run cuts off, and what its check finds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ramify.build.run import train
+from ramify.train import groups
+from ramify.train.checkpoint import Checkpoints, State
+from ramify.train.groups import Account
+from ramify.train.loop import Cadence
+from ramify.train.metrics import Measured
+from tests.train.small import small
+from tests.train.test_loop import Killed
+
+
+def one(number: int, outcome: groups.Outcome = "learnt") -> Account:
+    return Account(number=number, item=f"t/{number}", version=3, outcome=outcome, rollouts=["a"])
+
+
+def stand(out: Path, **state: int | list[int]) -> None:
+    Checkpoints(out).save(State(**state), {})  # type: ignore[arg-type]
+
+
+def test_groups_that_stand_twice_or_nowhere(tmp_path: Path) -> None:
+    assert groups.accounts(tmp_path).balanced
+    groups.write(tmp_path, [one(4), one(6, "silent")], 1)
+    groups.write(tmp_path, [], 2)
+    groups.write(tmp_path, [one(7), one(5, "lost")], 3)
+    stand(tmp_path, step=3, first_item=4, next_item=10, pending=[8, 9])
+    found = groups.accounts(tmp_path)
+    assert (found.outcomes, found.pending, found.balanced) == ({"learnt": 2, "silent": 1, "lost": 1}, [8, 9], True)
+    groups.write(tmp_path, [one(7)], 4)  # after the last checkpoint: it will come again
+    assert groups.accounts(tmp_path).balanced
+    stand(tmp_path, step=4, first_item=3, next_item=12, pending=[8, 10, 4])
+    found = groups.accounts(tmp_path)
+    assert (found.duplicated, found.missing, found.balanced) == ([4, 7], [3, 9, 11], False)
+
+
+def test_a_torn_line_is_skipped_and_swallows_nothing(tmp_path: Path) -> None:
+    groups.write(tmp_path, [one(0)], 1)
+    with (tmp_path / groups.FILE).open("ab") as file:
+        file.write(b'{"step": 2, "numb')
+    groups.write(tmp_path, [one(1)], 2)
+    assert [each.number for each in groups.read(tmp_path)] == [0, 1]
+    groups.cut(tmp_path, 1)
+    assert [(each.number, each.step) for each in groups.read(tmp_path)] == [(0, 1)]
+
+
+def test_a_run_that_was_killed_and_resumed_accounts_for_each_group_once(tmp_path: Path) -> None:
+    """Killed when the third step of rollouts is measured, one step after a checkpoint."""
+    steps: list[int] = []
+
+    def kill(measured: Measured) -> None:
+        if "loss" in measured.values and measured.stage == "rl":
+            steps.append(measured.step)
+            if len(steps) == 3:
+                raise Killed
+
+    run = small(warmup=None, cadence=Cadence(evaluate=2))
+    with pytest.raises(Killed):
+        train(run, tmp_path, listener=kill)
+    train(run, tmp_path, resume=tmp_path)
+    assert [(each.step - steps[0], each.number) for each in groups.read(tmp_path)] == [
+        (n // 2, 30 + n) for n in range(8)
+    ]
+    found = groups.accounts(tmp_path)
+    assert (found.balanced, found.pending, sum(found.outcomes.values())) == (True, [], 8)
