@@ -52,15 +52,15 @@ def train(
     if restarts is not None:
         from ramify.cli.supervise import supervise
 
-        folder = out or _folder(resume)
-        if folder is None:
+        into = out or _folder(resume)
+        if into is None:
             raise UsageError("--restarts needs --out DIR, where checkpoints are looked for")
         flags = [f"--{name}" for name, is_on in (("plain", plain), ("quiet", quiet)) if is_on]
         given = [
             *(("--progress", progress) if progress else ()),
             *(part for name in track or () for part in ("--track", name)),
         ]
-        return supervise(words, [*flags, *given], Path(folder), resume, restarts, notes.say)
+        return supervise(words, [*flags, *given], Path(into), resume, restarts, notes.say)
     with Screen(notes, form_of("lines" if plain else progress, notes)) as screen:
         with doing("starting"):
             from ramify.build.recipe import recipe, stored  # everything heavy comes with it

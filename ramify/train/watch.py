@@ -86,7 +86,8 @@ class Watch:
         try:
             if self._failed is not None:
                 raise self._failed
-            await asyncio.wait([task, wait.ended], return_when=asyncio.FIRST_COMPLETED)
+            both: list[asyncio.Future[Any]] = [task, wait.ended]
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
             if wait.ended.done() and not _has_value(task):
                 wait.ended.result()
             return task.result()
@@ -135,7 +136,7 @@ class Watch:
         if self._on_stall is not None:
             self._on_stall(str(error))
         wait.loop.call_soon_threadsafe(_end, wait, error)
-        until = time.monotonic() + _GRACE_S
+        until = time.monotonic() + min(_GRACE_S, self._stall_s)
         while wait in self._waits and time.monotonic() < until:
             time.sleep(0.02)
         if wait in self._waits:  # the event loop stands itself

@@ -320,7 +320,7 @@ class HttpEngines:
         if first >= version:
             return False
         if server in self._alive:
-            self._drop(
+            await self._drop(
                 server, f"{server.url} answers with version {first} of the weights, and was given version {version}"
             )
         return True
