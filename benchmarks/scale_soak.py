@@ -7,11 +7,12 @@
 
 Trained is the packaged policy, spoilt by noise, on questions over one document, with rollouts one step off, sessions in the
 default sandbox and an engine in a process of its own, by ``ramify train THIS-FILE --restarts``. Killed (SIGKILL) is one of:
-the engine, a session, the sandbox's supervisor, the trainer; which one and when follows from ``--seed``. A step takes about
-a second, so that the undisturbed runs are shorter than the soak.
+the engine, a session, the sandbox's supervisor, the trainer; which one follows from ``--seed``. A step takes about a second;
+what is being started is not killed before it is there.
 
 A single run is one more draw of what five undisturbed ones are draws of: its score is to lie in their 95 % prediction
-interval, mean ± t(4) · s · √(1 + 1/5). Groups are counted in OUT/groups.jsonl.
+interval, mean ± t(4) · s · √(1 + 1/5). They are made in this process, one after the other, with the engine in it. Groups are
+counted in OUT/groups.jsonl.
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ def run() -> Run:
         ),
         scaffold="tiny",
         limits=Limits(max_turns=5, max_depth=1, max_reply_tokens=100, max_seconds=600, max_concurrency=512),
-        evaluate=EvaluateSpec(num=192, final=()),
-        cadence=Cadence(evaluate=0, checkpoint=3),
+        evaluate=EvaluateSpec(num=96, final=()),
+        cadence=Cadence(evaluate=0, checkpoint=2),
         compute=Compute(precision="fp32"),
         inference=InferenceSpec(restarts=1000),
         stall_s=600.0,
@@ -93,11 +94,12 @@ def soak(out: Path, policy: Path, steps: int, every_s: float, seed: int) -> Soak
             due = time.monotonic() + every_s
             while process.poll() is None and time.monotonic() < due:
                 time.sleep(0.2)
+            wanted = rng.choice(PARTS)
+            while process.poll() is None and not kill(process.pid, wanted, rng):
+                time.sleep(0.2)  # it is being started
             if process.poll() is None:
-                told = kill(process.pid, rng)
-                kills[told or "nothing was there"] += 1
-                minutes = (time.monotonic() - started) / 60
-                print(f"{minutes:5.1f} min: killed {told or 'nothing'}", file=sys.stderr, flush=True)
+                kills[wanted] += 1
+                print(f"{(time.monotonic() - started) / 60:5.1f} min: killed {wanted}", file=sys.stderr, flush=True)
     finally:
         if process.poll() is None:
             process.terminate()
@@ -105,8 +107,8 @@ def soak(out: Path, policy: Path, steps: int, every_s: float, seed: int) -> Soak
     return Soaked(dict(kills), (time.monotonic() - started) / 60, process.returncode)
 
 
-def kill(above: int, rng: random.Random) -> str:
-    """Kill a part of the run that the process ``above`` looks after, drawn among those that are there; which."""
+def kill(above: int, part: str, rng: random.Random) -> bool:
+    """Kill a part of the run that the process ``above`` looks after; whether it was there."""
     below = children()
     trainers = [pid for pid in below.get(above, ()) if " train " in command_of(pid)]
     found: dict[str, list[int]] = {"trainer": trainers, "engine": [], "supervisor": [], "session": []}
@@ -118,14 +120,11 @@ def kill(above: int, rng: random.Random) -> str:
             elif "forkserver" in command:
                 found["supervisor"].append(pid)
                 found["session"] += list(_under(pid, below))
-    wanted = rng.choice(PARTS)
-    which = rng.random()
-    part = next((part for part in (wanted, *PARTS) if found[part]), "")
-    if part:
-        pid = found[part][int(which * len(found[part]))]
-        with contextlib.suppress(ProcessLookupError):  # a session that has ended meanwhile
-            os.kill(pid, signal.SIGKILL)
-    return part
+    if not found[part]:
+        return False
+    with contextlib.suppress(ProcessLookupError):  # a session that has ended meanwhile
+        os.kill(rng.choice(found[part]), signal.SIGKILL)
+    return True
 
 
 def children() -> dict[int, list[int]]:
@@ -154,11 +153,15 @@ def _under(pid: int, below: dict[int, list[int]]) -> Iterator[int]:
 
 
 def _started(out: Path, policy: Path, steps: int, seed: int, *more: str) -> subprocess.Popen[bytes]:
-    overrides = [f"policy.path={policy}", f"rl.steps={steps}", f"seed={seed}"]
-    command = [sys.executable, "-m", "ramify", "train", __file__, *overrides, "--out", str(out), "--plain", *more]
+    words = [__file__, *_overrides(policy, steps, seed)]
+    command = [sys.executable, "-m", "ramify", "train", *words, "--out", str(out), "--plain", *more]
     out.parent.mkdir(parents=True, exist_ok=True)
     with out.with_suffix(".log").open("ab") as log:
         return subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+
+
+def _overrides(policy: Path, steps: int, seed: int) -> list[str]:
+    return [f"policy.path={policy}", f"rl.steps={steps}", f"seed={seed}"]
 
 
 def score(out: Path) -> float | None:
@@ -188,8 +191,10 @@ def spoilt(folder: Path) -> Path:
 def measured(folder: Path, steps: int, every_s: float, seed: int) -> list[object]:
     from engine import Figure
 
+    from ramify.build.run import train
     from ramify.train.groups import accounts
     from ramify.train.metrics import read
+    from ramify.train.override import override
 
     policy = spoilt(folder / "policy")
     out = folder / "soak"
@@ -199,7 +204,8 @@ def measured(folder: Path, steps: int, every_s: float, seed: int) -> list[object
     scores = []
     for number in range(UNDISTURBED):
         calm = folder / f"undisturbed-{number}"
-        _started(calm, policy, steps, seed + 1 + number).wait()
+        recipe = override(run(), [*_overrides(policy, steps, seed + 1 + number), "inference=null"], {})
+        train(recipe, calm, say=lambda text: print(text, file=sys.stderr))
         scores.append(score(calm) or 0.0)
     half = T_4 * stdev(scores) * (1 + 1 / len(scores)) ** 0.5
     low, high = mean(scores) - half, mean(scores) + half
@@ -230,6 +236,7 @@ def main() -> int:
     parser.add_argument("--keep", default="", help="a new folder for all that is written; else it is removed")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON on the last line")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was started ends too
     steps = options.steps or round(STEPS_PER_MINUTE * (3 if options.quick else options.minutes))
     with contextlib.ExitStack() as stack:
         folder = Path(options.keep or stack.enter_context(tempfile.TemporaryDirectory()))

@@ -38,6 +38,9 @@ WARNING = (
     "sandbox 'process': code runs in a process of its own, without the host's environment and under limits of memory "
     "and time, but with your user's rights: it can read your files and use the network. Do not run hostile code in it."
 )
+_STARTS = 3
+"""Of a fork server that is killed before it serves."""
+_BURY_S = 2.0
 _MAX_TEMPLATES = 8
 _MAX_LEFTOVER_BYTES = 16 << 20
 _FDS_PER_SESSION = 4
@@ -91,16 +94,19 @@ class ProcessSandbox:
         return await asyncio.shield(self._server)
 
     async def _start(self) -> Link:
-        server = self.start()
-        self._processes.append(server.process)
-        self._folders.append(server.folder)
-        link = Link(server.control, server.complaints)
-        try:
-            await link.wait_ready()
-        except SandboxError:
-            await link.close()
-            raise
-        return link
+        for left in reversed(range(_STARTS)):
+            server = self.start()
+            self._processes.append(server.process)
+            self._folders.append(server.folder)
+            link = Link(server.control, server.complaints)
+            try:
+                await link.wait_ready()
+                return link
+            except SandboxError:
+                await link.close()
+                if not left or not await _was_killed(server.process):
+                    raise
+        raise AssertionError("a start ends well or raises")
 
     def start(self) -> Server:
         """A fork server."""
@@ -429,6 +435,13 @@ class BranchDoor(ProcessDoor):
 
 
 _SCM_CREDENTIALS = 2
+
+
+async def _was_killed(process: subprocess.Popen[bytes]) -> bool:
+    """Whether somebody ended it, so that another one may fare better."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        return await asyncio.to_thread(process.wait, _BURY_S) < 0
+    return False
 
 
 def _is_gone(server: asyncio.Task[Link]) -> bool:
