@@ -188,25 +188,32 @@ def spoilt(folder: Path) -> Path:
     return folder
 
 
+def undisturbed(folder: Path, policy: Path, steps: int, seed: int) -> list[float]:
+    """The scores of runs that nothing happened to."""
+    from ramify.build.run import train
+    from ramify.train.override import override
+
+    scores = []
+    for number in range(1, 1 + UNDISTURBED):
+        out = folder / f"undisturbed-{number}"
+        recipe = override(run(), [*_overrides(policy, steps, seed + number), "inference=null"], {})
+        train(recipe, out, say=lambda text: print(text, file=sys.stderr))
+        scores.append(score(out) or 0.0)
+    return scores
+
+
 def measured(folder: Path, steps: int, every_s: float, seed: int) -> list[object]:
     from engine import Figure
 
-    from ramify.build.run import train
     from ramify.train.groups import accounts
     from ramify.train.metrics import read
-    from ramify.train.override import override
 
     policy = spoilt(folder / "policy")
     out = folder / "soak"
     ended = soak(out, policy, steps, every_s, seed)
     found = accounts(out)
     learnt = sum(found.outcomes.values())
-    scores = []
-    for number in range(UNDISTURBED):
-        calm = folder / f"undisturbed-{number}"
-        recipe = override(run(), [*_overrides(policy, steps, seed + 1 + number), "inference=null"], {})
-        train(recipe, calm, say=lambda text: print(text, file=sys.stderr))
-        scores.append(score(calm) or 0.0)
+    scores = undisturbed(folder, policy, steps, seed)
     half = T_4 * stdev(scores) * (1 + 1 / len(scores)) ** 0.5
     low, high = mean(scores) - half, mean(scores) + half
     whole = ended.status == 0 and learnt == steps * ITEMS and not found.pending

@@ -108,6 +108,13 @@ class Made:
         spread: Trained = self._kind(self.policy, run.compute, out, lora=adapters, source=source)
         return spread
 
+    def check_fits(self, checkpoint: Path) -> None:
+        """Raises ConfigError with the first tensor that a checkpoint's policy has otherwise than this one."""
+        from ramify.policy.weights import check_weights, read_weights
+
+        folder = checkpoint / "policy"
+        check_weights(self.serving.model, read_weights(folder), str(folder))
+
     async def start(self, out: Path) -> None:
         """Bring up the engines that are not in this process."""
         from ramify.inference.local.client import LocalClient

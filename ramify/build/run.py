@@ -52,7 +52,7 @@ def train(
             listener(each)
 
     async def carry_out() -> State:
-        async with building(run, out, listener=measured, say=say, on_stall=on_stall) as loop:
+        async with building(run, out, checkpoint, listener=measured, say=say, on_stall=on_stall) as loop:
             with trackers.opened(run.name, out, plain(run), resumed_at):
                 return await loop.run(checkpoint)
 
@@ -61,11 +61,15 @@ def train(
 
 @contextlib.asynccontextmanager
 async def building(
-    run: Run, out: Path, *, listener: Callable[[Measured], None] | None = None, say: Callable[[str], None] = print,
+    run: Run, out: Path, checkpoint: Path | None = None, *,
+    listener: Callable[[Measured], None] | None = None, say: Callable[[str], None] = print,
     on_stall: Callable[[str], None] | None = None,
 ) -> AsyncIterator[Loop]:  # fmt: skip
-    """The loop of ``run``, with all that it needs open as long as the block lasts. All checks are done here."""
+    """The loop of ``run``, with all that it needs open as long as the block lasts. All checks are done here, also that it can
+    go on from ``checkpoint``."""
     made = Made(run, say)
+    if checkpoint is not None:
+        made.check_fits(checkpoint)
     interval = sys.getswitchinterval()
     sys.setswitchinterval(_SWITCH_S)
     gc.collect()

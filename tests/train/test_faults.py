@@ -1,6 +1,6 @@
 """Parts of a run that are killed, from outside and for real: the run becomes what it would have been without that.
 
-``OUT/../gate`` holds the run still: whoever scores the first rollout of step K says so in ``at-K``, and waits for ``pass-K``.
+A folder holds the run still: whoever scores the first rollout of step K says so in ``at-K``, and waits for ``pass-K``.
 """
 
 from __future__ import annotations
@@ -10,41 +10,44 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
-from ramify.build.recipe import recipe
 from ramify.build.run import train
+from ramify.inference.http.spec import InferenceSpec
 from ramify.inference.weights.shared import Shared, sweep
 from ramify.sandbox.base import SandboxSpec
 from ramify.tasks.base import Item, generated
 from ramify.tasks.simple import SimpleTask, Whole
 from ramify.train import groups
+from ramify.train.config import EvaluateSpec, Run, TaskSpec
+from ramify.train.loop import Cadence
 from ramify.train.metrics import Measured, read
+from ramify.train.rollout import RolloutOptions
 from ramify.types.trajectory import Trajectory
 from tests.train.small import _even, _make, small, weights_of
 
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="processes are found in /proc")
 GATE = "RAMIFY_TEST_GATE"
 RECIPE = """
-import msgspec
-from ramify.inference.http.spec import InferenceSpec
-from ramify.train.config import EvaluateSpec, TaskSpec
-from ramify.train.loop import Cadence
-from ramify.train.rollout import RolloutOptions
-from tests.train.small import small
+from tests.train.test_faults import short as run
+"""
 
-def run():
+
+def short(**changes: Any) -> Run:
     found = small(
         warmup=None, task=TaskSpec(name="tests.train.test_faults:gated"), evaluate=EvaluateSpec(num=1, final=()),
-        cadence=Cadence(evaluate=0, checkpoint=1), inference=InferenceSpec(),
-    )
+        cadence=Cadence(evaluate=0, checkpoint=1), **changes,
+    )  # fmt: skip
+    assert found.sft is not None
+    assert found.rl is not None
     rollout = RolloutOptions(group=3, concurrency=1, grace_s=300.0)
-    return msgspec.structs.replace(
-        found, sft=msgspec.structs.replace(found.sft, num=10), rl=msgspec.structs.replace(found.rl, rollout=rollout)
-    )
-"""
+    sft, rl = msgspec.structs.replace(found.sft, num=10), msgspec.structs.replace(found.rl, rollout=rollout)
+    return msgspec.structs.replace(found, sft=sft, rl=rl)
 
 
 def _gated(item: Item, trajectory: Trajectory) -> float:
@@ -81,57 +84,90 @@ def kill(pid: int, what: str) -> None:
     raise AssertionError(f"{what} is not there: {list(below(pid))}")
 
 
-def until(holds: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
-    while not holds():
-        assert process.poll() is None, "the run ended before"
-        time.sleep(0.02)
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run that nothing happened to."""
+    out = tmp_path_factory.mktemp("calm") / "out"
+    train(short(), out)
+    return out
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="processes are found in /proc")
-def test_a_killed_engine_and_a_killed_trainer_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "recipe.py").write_text(RECIPE)
-    calm, out, gate = tmp_path / "calm", tmp_path / "out", tmp_path / "gate"
-    train(recipe(tmp_path / "recipe.py", ["inference=null"]), calm)
+def same(out: Path, calm: Path) -> None:
+    """Each group once, with the same outcome, and the same policy at the end."""
+    assert groups.accounts(out).balanced
+    ours, theirs = ([(each.step, each.number, each.outcome) for each in groups.read(each)] for each in (out, calm))
+    assert ours == theirs
+    ended = weights_of(out)
+    for name, weight in weights_of(calm).items():
+        assert (ended[name] - weight).abs().max() < 1e-6
+
+
+@LINUX
+def test_a_killed_engine_changes_nothing(calm: Path, tmp_path: Path) -> None:
+    said: list[str] = []
+    killed: list[int] = []
+
+    def listen(measured: Measured) -> None:
+        if measured.stage == "rl" and len(killed) < 1:
+            killed.append(measured.step)
+            kill(os.getpid(), f"serve-policy {tmp_path}")
+
+    train(short(inference=InferenceSpec(probe_s=60.0)), tmp_path, listener=listen, say=said.append)
+    same(tmp_path, calm)
+    assert len(said) == 2
+    assert said[0].endswith("and ended with status -9: ; no engine is left; it is started again")
+    assert "an engine is back, with version" in said[1]
+    last = [each.values for each in read(tmp_path) if "rl_loss" in each.values][-1]
+    assert (last["engines"], last["engines_lost"], last["engines_back"]) == (1, 1, 1)
+
+
+@LINUX
+def test_a_killed_trainer_goes_on_from_its_last_checkpoint(
+    calm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, gate, log = tmp_path / "recipe.py", tmp_path / "gate", tmp_path / "log"
+    recipe.write_text(RECIPE)
     gate.mkdir()
-    for step in (0, 2):
+    for step in (0, 1, 3):
         (gate / f"pass-{step}").touch()
     monkeypatch.setenv(GATE, str(gate))
-    log = (tmp_path / "log").open("wb")
+    command = [sys.executable, "-m", "ramify", "train", str(recipe), "--out", str(tmp_path / "out"), "--restarts", "1"]
+    with log.open("wb") as file, subprocess.Popen(command, stdout=file, stderr=file) as process:
+        try:
+            while not (gate / "at-2").exists():
+                assert process.poll() is None, log.read_text()
+                time.sleep(0.02)
+            kill(process.pid, " train ")
+            (gate / "pass-2").touch()
+            assert process.wait() == 0, log.read_text()
+        finally:
+            process.terminate()
+    step = [each.step for each in groups.read(calm)][3]  # after the second step of rollouts, of two groups each
+    checkpoint = tmp_path / "out/checkpoints" / f"step-{step:06d}"
+    assert f"the trainer was killed by signal 9 after step {step}; it goes on from {checkpoint}" in log.read_text()
+    same(tmp_path / "out", calm)
+
+
+@LINUX
+def test_a_trainer_that_gets_no_further_is_given_up(tmp_path: Path) -> None:
+    """One whose recipe is wrong is not tried again at all."""
     command = [
         sys.executable,
         "-m",
         "ramify",
         "train",
-        str(tmp_path / "recipe.py"),
+        str(tmp_path / "none.py"),
         "--out",
-        str(out),
+        str(tmp_path),
         "--restarts",
-        "2",
+        "3",
     ]
-    with log, subprocess.Popen(command, stdout=log, stderr=log) as process:
-        try:
-            until((gate / "at-1").exists, process)
-            kill(process.pid, "serve-policy")  # others of its rollouts are still to come
-            (gate / "pass-1").touch()
-            until((gate / "at-3").exists, process)
-            kill(process.pid, f"ramify train {tmp_path}")
-            (gate / "pass-3").touch()
-            assert process.wait() == 0, (tmp_path / "log").read_text()
-        finally:
-            process.terminate()
-    said = (tmp_path / "log").read_text()
-    assert "no engine is left; it is started again" in said
-    assert "an engine is back, with version" in said
-    assert "the trainer was killed by signal 9 after step" in said
-    assert groups.accounts(out).balanced
-    assert [(each.number, each.outcome) for each in groups.read(out)] == [
-        (each.number, each.outcome) for each in groups.read(calm)
-    ]
-    for name, weight in weights_of(calm).items():
-        assert (weights_of(out)[name] - weight).abs().max() < 1e-6
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    assert ended.stderr.count("is no recipe") == 1
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="processes are found in /proc")
+@LINUX
 def test_a_killed_supervisor_of_sessions_is_started_again(tmp_path: Path) -> None:
     killed: list[int] = []
 

@@ -121,14 +121,19 @@ class HttpEngines:
 
     async def _wait_until_up(self, server: Server, wait_s: float) -> None:
         process = self._processes.get(server.url)
-        deadline = time.monotonic() + wait_s
+        deadline, left = time.monotonic() + wait_s, self.spec.restarts
         while True:
             try:
                 return await server.healthy()
             except ModelError as error:
-                if process is not None and process.ended is not None:
+                ended = process.ended if process is not None else None
+                if process is not None and ended is not None and ended < 0 and left:  # killed: another may fare better
+                    left -= 1
+                    process.close()
+                    process.start()
+                elif process is not None and ended is not None:
                     raise ConfigError(
-                        f"the engine at {server.url} ended with status {process.ended} before it answered; its log "
+                        f"the engine at {server.url} ended with status {ended} before it answered; its log "
                         f"{process.log} ends: {process.said()}"
                     ) from None
                 if time.monotonic() > deadline:
