@@ -16,7 +16,7 @@ import contextlib
 import os
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -30,12 +30,13 @@ from ramify.inference.http.api import Conflict
 from ramify.inference.http.process import EngineProcess, ports_for
 from ramify.inference.http.server import Sampled, Server
 from ramify.inference.http.sglang import Sglang
+from ramify.inference.http.so_far import SoFar, tree_of
 from ramify.inference.http.spec import InferenceSpec
 from ramify.inference.http.vllm import Ramify, Vllm
 from ramify.inference.prompts import prompt_ids, spoken, too_long
 from ramify.inference.weights.base import Carrier, Source, carrier_class
 from ramify.policy.load import Policy
-from ramify.types.message import Finish, Reply, Usage, VersionSpan
+from ramify.types.message import Finish, Reply, Usage
 
 ENGINES: dict[str, Callable[[str, InferenceSpec, str], Server]] = {"ramify": Ramify, "vllm": Vllm, "sglang": Sglang}
 _FINISHES: dict[str, Finish] = {"stop": "stop", "length": "length"}
@@ -195,7 +196,7 @@ class HttpEngines:
         ids = prompt_ids(self._policy.renderer, request)
         if len(ids) >= self.window:
             raise too_long(self.name, self.window, request, len(ids))
-        so_far = _SoFar(ids, min(sampling.max_tokens, self.window - len(ids)))
+        so_far = SoFar(ids, min(sampling.max_tokens, self.window - len(ids)))
         for _ in range(_MAX_ABORTS):
             version, part = await self._sampled(so_far, sampling, request, only)
             so_far.add(part, version)
@@ -204,10 +205,10 @@ class HttpEngines:
         return self._reply(so_far, request, time.perf_counter() - started)
 
     async def _sampled(
-        self, so_far: _SoFar, sampling: Sampling, request: Request, only: Server | None
+        self, so_far: SoFar, sampling: Sampling, request: Request, only: Server | None
     ) -> tuple[int, Sampled]:
         """(the version that was asked, what it sampled), by the first server that answers."""
-        tree = _tree(request)
+        tree = tree_of(request)
         asked = msgspec.structs.replace(sampling, max_tokens=so_far.left)
         while True:
             await self._open.wait()
@@ -257,7 +258,7 @@ class HttpEngines:
             return msgspec.structs.replace(sampling, **drawn)
         return sampling
 
-    def _reply(self, so_far: _SoFar, request: Request, seconds: float) -> Reply:
+    def _reply(self, so_far: SoFar, request: Request, seconds: float) -> Reply:
         message = spoken(self._policy.renderer, so_far.sampled, request.sampling.stop)
         return Reply(
             message=message,
@@ -517,44 +518,3 @@ class OneEngine:
             if await self._engines.is_gone(self._server, error):
                 raise EngineLost(str(error)) from error
             raise
-
-
-class _SoFar:
-    """A reply as far as it is."""
-
-    def __init__(self, prompt: Iterable[int], left: int) -> None:
-        self.ids = list(prompt)
-        """Given, then sampled."""
-        self.left = left
-        """Tokens that may still come."""
-        self.sampled: list[int] = []
-        self.logprobs: list[float] = []
-        self.kept: list[tuple[int, ...]] = []
-        self.versions: list[VersionSpan] = []
-        self.cached = 0
-        self.end = ""
-
-    def add(self, part: Sampled, version: int) -> None:
-        begin = len(self.sampled)
-        self.cached = self.cached if self.sampled else part.cached
-        self.ids += part.ids
-        self.sampled += part.ids
-        self.logprobs += part.logprobs
-        self.kept += part.kept or ()
-        self.left -= len(part.ids)
-        self.end = part.end
-        spans = part.versions if part.versions is not None else (VersionSpan(0, len(part.ids), version),)
-        for span in spans:
-            start, end = begin + span.start, begin + span.end
-            last = self.versions[-1] if self.versions else None
-            if last is not None and last.version == span.version:
-                self.versions[-1] = VersionSpan(last.start, end, span.version)
-            elif end > start or not self.versions:
-                self.versions.append(VersionSpan(start, end, span.version))
-
-
-def _tree(request: Request) -> Hashable:
-    """What all calls of one tree have in common: the seed of a rollout; else how its call's conversation begins."""
-    if request.sampling.seed is not None:
-        return request.sampling.seed
-    return request.messages[0].content if request.messages else request.affinity
