@@ -1,6 +1,6 @@
 """What every provider must keep before it is documented, as a suite that ships: ``python -m ramify.sandbox.check NAME``.
 
-Decides how the promises (``promises.py``) are put to a sandbox and reported. A promise that rests on something the
+Decides how the promises (``promises/``) are put to a sandbox and reported. A promise that rests on something the
 provider does not claim to have (``Caps``) is skipped, and says so.
 """
 

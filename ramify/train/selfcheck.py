@@ -69,11 +69,11 @@ class SelfCheck:
     """The checks of one run."""
 
     def __init__(
-        self, seen: Seen, fingerprint: Callable[[], str], prompt: Sequence[Message], tolerance: float = 1e-5
+        self, seen: Seen, fingerprint: Callable[[], str], prompt: Sequence[Message], tolerance: float = 1e-4
     ) -> None:
         """``fingerprint`` is of the trained weights as the engine should have them; ``prompt`` is what the canary is asked;
-        ``tolerance`` the most that two log-probabilities may differ by (1e-5 in fp32; bf16 rounds to three digits, so
-        some 0.1 there)."""
+        ``tolerance`` the most that two log-probabilities may differ by; their mean difference may be a tenth of it. (In fp32
+        one token in thousands differs by 2e-5 and the mean by 1e-6; bf16 rounds to three digits.)"""
         self._seen, self._fingerprint, self._tolerance = seen, fingerprint, tolerance
         self._request = Request(
             tuple(prompt), Sampling(CANARY_TOKENS, temperature=1.0, seed=7, logprobs=True), affinity="canary"
@@ -109,14 +109,15 @@ class SelfCheck:
 
     def _compare(self, engine: InferenceClient, theirs_T: Floats64, ours_T: Floats64, what: str) -> None:
         differences_T = np.nan_to_num(np.abs(ours_T - theirs_T), nan=np.inf)
-        difference = float(differences_T.max(initial=0.0))
-        self.worst = max(self.worst, difference)
-        if not difference <= self._tolerance:
+        largest, mean = float(differences_T.max(initial=0.0)), float(differences_T.mean())
+        self.worst = max(self.worst, largest)
+        if not (largest <= self._tolerance and mean <= self._tolerance / 10):
             at = int(np.argmax(differences_T))
             raise TrainError(
-                f"the canary's log-probabilities differ by {difference:.2g} between engine and trainer, and at most "
-                f"{self._tolerance:g} is allowed ({theirs_T[at]:.5f} by the engine, {ours_T[at]:.5f} by the trainer, at {what} "
-                f"token {at}): they compute different models, or the engine's cache is stale{self._where(engine)}"
+                f"the canary's log-probabilities differ by {largest:.2g} between engine and trainer, {mean:.2g} on average, "
+                f"and at most {self._tolerance:g} and {self._tolerance / 10:g} are allowed ({theirs_T[at]:.5f} by the engine, "
+                f"{ours_T[at]:.5f} by the trainer, at {what} token {at}): they compute different models, or the engine's cache "
+                f"is stale{self._where(engine)}"
             )
 
     def _where(self, engine: InferenceClient) -> str:

@@ -65,8 +65,8 @@ class InferenceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """How long an engine that runs already (``urls``) is waited for when it went away; one that is started again has
     ``start_s``."""
     tolerance: float = 0.0
-    """Most that log-probabilities of engine and trainer may differ by in the canary; 0: 1e-5 for `ramify`, 1e-3 for others
-    in fp32, 0.1 in lower precision."""
+    """Most that two log-probabilities of engine and trainer may differ by in the canary, whose mean difference may be a tenth
+    of it; 0: 1e-4 for `ramify`, 1e-3 for others in fp32, 0.3 in lower precision."""
 
     def __post_init__(self) -> None:
         if self.num < 1:

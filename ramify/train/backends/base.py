@@ -171,6 +171,11 @@ class Trained(Protocol):
         """What the next stage is trained by, with a fresh optimizer."""
         ...
 
+    def with_critic(self, optim: Optim, own: Optim | None) -> Backend:
+        """As ``backend``, with a critic: a value head on the policy's own layers, or where ``own`` says how that is stepped a
+        model of its own, which begins as a copy of the policy."""
+        ...
+
     def reference(self, folder: Path, is_base: bool) -> Reference:
         """The policy that was saved in ``folder``; ``is_base`` says that nothing had been trained then."""
         ...

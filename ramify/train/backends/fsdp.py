@@ -28,9 +28,10 @@ from ramify.policy.weights import check_weights, read_weights
 from ramify.train import whole_step
 from ramify.train.backends import adapters, launch, shards
 from ramify.train.backends.adapters import Lora
-from ramify.train.backends.base import Compute, Optim
+from ramify.train.backends.base import Backend, Compute, Optim
 from ramify.train.backends.export import Weights, export
-from ramify.train.backends.rank import Making, dealt, idle
+from ramify.train.backends.own_critic import OwnCritic
+from ramify.train.backends.rank import Making, dealt, idle, is_of_critic
 from ramify.train.backends.sharding import on_meta
 from ramify.train.backends.single import check_window
 from ramify.train.backends.team import Team
@@ -69,14 +70,15 @@ class Ranks:
         return self._joined.rank
 
     def spread(
-        self, config: Any, source: Source, lora: Lora | None = None, compute: Compute | None = None
-    ) -> OverRanks:
+        self, config: Any, source: Source, lora: Lora | None = None, compute: Compute | None = None, *,
+        critic: bool = False,
+    ) -> OverRanks:  # fmt: skip
         """A model of a Hugging Face configuration, its weights from ``source``; ``compute`` where it is to be otherwise than
-        that of the ranks, whose number stays. Raises ConfigError that names the first
-        tensor that does not fit."""
+        that of the ranks, whose number stays; ``critic``: with a value head, which begins at 0 everywhere. Raises
+        ConfigError that names the first tensor that does not fit."""
         check_source(config, source)
         self._num_models += 1
-        made = Made(config, source, lora, compute or self.compute)
+        made = Made(config, source, lora, compute or self.compute, critic)
         return OverRanks(self, f"model {self._num_models}", made)
 
     def close(self) -> None:
@@ -89,12 +91,14 @@ class OnRanks:
     is_here = False
 
     def __init__(
-        self, policy: Policy, compute: Compute, dumps: Path, *, lora: Lora | None = None, source: Source
-    ) -> None:
-        """``policy`` says which model, and which tokenizer; its weights may change later on."""
+        self, policy: Policy, compute: Compute, dumps: Path, *, lora: Lora | None = None, source: Source,
+        critic: bool = False,
+    ) -> None:  # fmt: skip
+        """``policy`` says which model, and which tokenizer; its weights may change later on. ``critic``: with a value head
+        on it, for ``with_critic``."""
         self._ranks = Ranks(compute, policy.device.type, dumps=dumps)
         try:
-            self._model = self._ranks.spread(policy.config, source, lora)
+            self._model = self._ranks.spread(policy.config, source, lora, critic=critic)
         except BaseException:
             self._ranks.close()
             raise
@@ -108,6 +112,13 @@ class OnRanks:
     def backend(self, optim: Optim) -> Fsdp:
         self._backend = self._model.backend(optim)
         return self._backend
+
+    def with_critic(self, optim: Optim, own: Optim | None) -> Backend:
+        if own is None:
+            self._backend = self._model.backend(optim, critic=True)
+            return self._backend
+        model = self._ranks.spread(self._model.config, dict(self.weights()), self._model.lora, critic=True)
+        return OwnCritic(self.backend(optim), model.backend(own, critic=True))
 
     def reference(self, folder: Path, is_base: bool) -> Base | Fsdp:
         if is_base and self._model.lora is not None and self._backend is not None:
@@ -143,16 +154,17 @@ class Made(NamedTuple):
     source: Source
     lora: Lora | None
     compute: Compute
+    critic: bool
 
 
 class OverRanks:
     """One model over all ranks, as rank 0 has it."""
 
     def __init__(self, ranks: Ranks, key: str, what: Made) -> None:
-        config, source, lora, compute = what
+        config, source, lora, compute, critic = what
         self.ranks, self.key, self.config, self.lora, self.compute = ranks, key, config, lora, compute
         folder = str(source.resolve()) if isinstance(source, Path) else ""
-        ranks.team.call("make", key, Making(config, compute, folder, lora, str(ranks.dumps.resolve())))
+        ranks.team.call("make", key, Making(config, compute, folder, lora, str(ranks.dumps.resolve()), critic))
         made = ranks.own.model(key)
         self._shapes: dict[str, torch.Size] = {name: each.shape for name, each in made.sharded.parameters.items()}
         self._adapted: list[str] = made.names
@@ -169,18 +181,19 @@ class OverRanks:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name -> shape of every parameter, as the model without adapters has it."""
-        return {adapters.plain(n): tuple(s) for n, s in self._shapes.items() if not adapters.is_adapter(n)}
+        """Name -> shape of every parameter of the policy, as the model without adapters has it."""
+        policy = {name: shape for name, shape in self._shapes.items() if not is_of_critic(name)}
+        return {adapters.plain(n): tuple(s) for n, s in policy.items() if not adapters.is_adapter(n)}
 
-    def backend(self, optim: Optim | None = None) -> Fsdp:
-        """From here on the model is trained by a fresh optimizer."""
-        return Fsdp(self, optim or Optim())
+    def backend(self, optim: Optim | None = None, *, critic: bool = False) -> Fsdp:
+        """From here on the model is trained by a fresh optimizer; its value head too, where it was made with one."""
+        return Fsdp(self, optim or Optim(), critic)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Name -> whole tensor, one after another, on the CPU. Of a model with adapters only these come from the ranks, and
         are added to the weights that it began with."""
         if self.lora is None:
-            yield from self._gathered(list(self._shapes))
+            yield from self._gathered(list(self.shapes))
             return
         for name, base, make in self.unmerged():
             yield name, base.detach() if make is None else make()
@@ -249,9 +262,9 @@ class OverRanks:
 class Fsdp:
     """Implements ``Backend``."""
 
-    def __init__(self, model: OverRanks, optim: Optim) -> None:
-        self._model, self._optim = model, optim
-        self._call("stage", optim)
+    def __init__(self, model: OverRanks, optim: Optim, critic: bool = False) -> None:
+        self._model, self._optim, self._critic = model, optim, critic
+        self._call("stage", optim, critic)
         self._steps = 0
 
     @property
@@ -290,7 +303,9 @@ class Fsdp:
         return Base(self)
 
     def values(self, batches: Many[Batch]) -> list[Floats]:
-        raise ConfigError("the backend fsdp has no critic: use compute.backend=single for an algorithm that needs one")
+        if not self._critic:
+            raise ConfigError("this backend has no critic: make it with one, as rl.critic does")
+        return self._asked("values", batches)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Whole tensors, copies; each is put together when it is asked for."""
@@ -332,11 +347,15 @@ class Fsdp:
 
     def of(self, batches: Many[Batch], base: bool) -> list[Floats]:
         """``logprobs``, of the model without its adapters where ``base``."""
+        return self._asked("logprobs", batches, base)
+
+    def _asked(self, verb: str, batches: Many[Batch], *options: Any) -> list[Floats]:
+        """What the ranks say of each batch, in the order of ``batches``."""
         if not batches:
             return []
         shares, each = self._shares(batches)
         found: dict[int, Floats] = {}
-        values = self._call("logprobs", each=[(part, idle(batches[0]), base) for part in each])
+        values = self._call(verb, each=[(part, idle(batches[0]), *options) for part in each])
         for share, columns in zip(shares, values, strict=True):
             found |= zip(share, columns, strict=True)
         return [found[index] for index in range(len(batches))]

@@ -9,7 +9,7 @@ Decides how the two are stepped and saved together. A critic on the policy's own
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Many
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -69,9 +69,14 @@ class OwnCritic:
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         self._policy.load_weights(weights)
 
-    def save(self, folder: Path) -> None:
-        self._policy.save(folder)
-        self._critic.save(folder / _FOLDER)
+    def save(self, folder: Path) -> Callable[[], None] | None:
+        waits = [each for each in (self._policy.save(folder), self._critic.save(folder / _FOLDER)) if each is not None]
+
+        def wait() -> None:
+            for each in waits:
+                each()
+
+        return wait if waits else None
 
     def load(self, folder: Path) -> None:
         self._policy.load(folder)

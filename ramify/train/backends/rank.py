@@ -31,7 +31,7 @@ from ramify.train.backends import adapters, shards
 from ramify.train.backends.adapters import Lora
 from ramify.train.backends.base import Compute, Optim
 from ramify.train.backends.sharding import Sharded, mesh_of, on_meta
-from ramify.train.backends.single import Single
+from ramify.train.backends.single import VALUE_HEAD, Single, value_head
 from ramify.train.backends.team import Pulse
 from ramify.train.loss import Loss, Tally
 from ramify.types.sequence import Batch, Floats
@@ -48,6 +48,8 @@ class Making(NamedTuple):
     lora: Lora | None
     dumps: str
     """For batches whose loss is not finite."""
+    critic: bool = False
+    """With a value head, which begins at 0 everywhere."""
 
 
 class _Model:
@@ -96,6 +98,9 @@ class Rank:
             names = adapters.chosen(model, making.lora)
             sizes = {name: cast(Tensor, model.get_submodule(name).weight).shape for name in names}
             adapters.inject(model, making.lora, names)
+        if making.critic:
+            with torch.device("meta"):
+                model.add_module(VALUE_HEAD, value_head(making.config.hidden_size))
         mesh = mesh_of(self.device, self.size, making.compute.shard.replicas)
         sharded = Sharded(model, mesh, self.device, making.compute, self._pulse.tick)
         made = self._models[key] = _Model(making, model, names, sharded)
@@ -105,6 +110,7 @@ class Rank:
             values = {name: found[adapters.plain(name)] for name in self._base(made)}
         if making.lora is not None:
             values |= dict(adapters.begin(making.lora, names, sizes))
+        values |= {name: torch.zeros(each.shape) for name, each in sharded.parameters.items() if is_of_critic(name)}
         sharded.fill(values)
 
     def put(self, key: str, named: list[tuple[str, Tensor | None]]) -> None:
@@ -123,8 +129,8 @@ class Rank:
     def drop(self, key: str) -> None:
         self._models.pop(key, None)
 
-    def stage(self, key: str, optim: Optim) -> None:
-        """From here on the model is trained by a fresh optimizer."""
+    def stage(self, key: str, optim: Optim, critic: bool) -> None:
+        """From here on the model is trained by a fresh optimizer, its value head too where ``critic``."""
         made = self._models[key]
         compute = made.making.compute
         dumps = Path(made.making.dumps) / (f"rank-{self.index}" if self.index else "")
@@ -132,7 +138,7 @@ class Rank:
             max_tokens=compute.max_tokens, precision="fp32", recompute=compute.recompute, max_logits=compute.max_logits,
             share=compute.share,
         )  # fmt: skip
-        made.single = Single(made.policy, optim, plain, dumps=dumps, spread=made.sharded)
+        made.single = Single(made.policy, optim, plain, dumps=dumps, spread=made.sharded, critic=critic)
 
     # --- verbs: learning -----------------------------------------------------------------------------------------
 
@@ -155,6 +161,12 @@ class Rank:
         made = self._models[key]
         with adapters.without(made.model) if base else nullcontext():
             found = [made.backend.logprobs([idle if batch is None else batch])[0] for batch in batches]
+        return [each for each, batch in zip(found, batches, strict=True) if batch is not None]
+
+    def values(self, key: str, batches: list[Batch | None], idle: Batch) -> list[Floats]:
+        """[E] of each batch that is one, by the value head."""
+        backend = self.of(key)
+        found = [backend.values([idle if batch is None else batch])[0] for batch in batches]
         return [each for each, batch in zip(found, batches, strict=True) if batch is not None]
 
     # --- verbs: checkpoints --------------------------------------------------------------------------------------
@@ -184,7 +196,12 @@ class Rank:
     def _base(self, made: _Model) -> list[str]:
         """Names of what a checkpoint of the model without adapters holds."""
         everything = [*made.sharded.parameters, *made.sharded.buffers]
-        return [name for name in everything if not adapters.is_adapter(name)]
+        return [name for name in everything if not adapters.is_adapter(name) and not is_of_critic(name)]
+
+
+def is_of_critic(name: str) -> bool:
+    """Whether a parameter is the value head's, which is no part of the policy."""
+    return name.startswith(f"{VALUE_HEAD}.")
 
 
 def idle(batch: Batch) -> Batch:

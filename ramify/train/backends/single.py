@@ -45,6 +45,7 @@ from ramify.train.policy_losses import Critic
 from ramify.types.sequence import Batch, Floats
 
 _STATE = "backend.pt"
+VALUE_HEAD = "value_head"
 Wanted = Literal["no", "value", "gradient", "values alone"]
 """Of entries: log-probabilities without entropy, with, with its gradient; or what a critic says and nothing else."""
 _FILL_TOKENS = 4096
@@ -62,7 +63,7 @@ class Single:
         """``policy``'s weights are trained in place, in fp32: lower ones are converted. Batches whose loss is not finite
         are written into ``dumps``, by default the working directory. ``critic``: with a value head on the trunk, which
         begins at 0 everywhere. ``spread``: how the weights lie over ranks, of which this is one; None where they are all
-        here."""
+        here. There the value head lies with them, in the model (``VALUE_HEAD``)."""
         self._policy, self._optim, self._compute = policy, optim or Optim(), compute or Compute()
         self._dumps = dumps or Path()
         self._model: nn.Module = policy.model.float()
@@ -75,7 +76,11 @@ class Single:
         self._cost = _cost(self._model, policy.config, self._device.type)
         self._uses_bf16 = self._wants_bf16()
         _recompute_layers(self._model, self._compute.recompute)
-        self._value_head = _value_head(policy.config.hidden_size).to(self._device) if critic else None
+        self._value_head: nn.Module | None = None
+        if critic and spread is None:
+            self._value_head = value_head(policy.config.hidden_size).to(self._device)
+        elif critic:
+            self._value_head = self._model.get_submodule(VALUE_HEAD)
         self._trained = _trained(self._model, self._value_head)
         self._optimizers = Optimizers(self._trained, self._optim, self._spread.muon)
         self._num_steps = 0
@@ -221,13 +226,13 @@ class Single:
             entropy=entropies if entropy in ("value", "gradient") else None,
             teacher_ids_logprobs=logprobs[:, 1:] if logprobs.shape[1] > 1 else None,
             sequences=(self._tensor(sequences), len(batch.sequences)),
-            values=values,
+            values=None if values is None else values[:, 0],
         )
 
     def _computed(
         self, batch: Batch, streams: Mapping[str, Tensor], entropy: Wanted
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(log-probabilities [E, j], entropies [E], values [E] where there is a critic), all that needs the weights."""
+        """(log-probabilities [E, j], entropies [E], values [E, 1] where there is a critic), all that needs the weights."""
         with self._autocast():
             rows, places = (self._tensor(each) for each in np.unique(batch.sources, return_inverse=True))
             tokens = self._tensor(batch.token_ids), self._tensor(batch.positions)
@@ -239,7 +244,7 @@ class Single:
                 num_ids, max_logits = self._policy.config.vocab_size, self._compute.max_logits
                 max_logits = max_logits or (1 << 26 if self._device.type == "cuda" else 1 << 22)
                 logprobs, entropies = entry_logprobs(h_ED, self._trunk.logits, asked, num_ids, max_logits)
-        return logprobs, entropies, None if self._value_head is None else self._value_head(h_ED.float())[:, 0]
+        return logprobs, entropies, None if self._value_head is None else self._value_head(h_ED.float())
 
     def _top(self, batch: Batch, num: int) -> dict[str, Tensor]:
         """Log-probabilities of each entry's token and of its ``num`` likeliest, at the entry's temperature."""
@@ -358,7 +363,7 @@ def _wanted(loss: Loss, batch: Batch) -> Wanted:
     return "gradient" if loss.entropy else "value"
 
 
-def _value_head(width: int) -> nn.Linear:
+def value_head(width: int) -> nn.Linear:
     head = nn.Linear(width, 1)
     nn.init.zeros_(head.weight)
     nn.init.zeros_(head.bias)
@@ -367,7 +372,11 @@ def _value_head(width: int) -> nn.Linear:
 
 def _trained(model: nn.Module, value_head: nn.Module | None) -> nn.Module:
     """What the optimizer moves."""
-    return model if value_head is None else nn.ModuleDict({"model": model, "value_head": value_head})
+    return (
+        model
+        if value_head is None or hasattr(model, VALUE_HEAD)
+        else nn.ModuleDict({"model": model, VALUE_HEAD: value_head})
+    )
 
 
 def _gain_of_bf16(width: int) -> float:

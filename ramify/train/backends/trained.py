@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -9,6 +11,7 @@ from torch import Tensor
 
 from ramify.policy.load import Policy, load
 from ramify.train.backends.base import Compute, Optim
+from ramify.train.backends.own_critic import OwnCritic
 from ramify.train.backends.single import Single
 from ramify.train.lora import merged, unmerged
 
@@ -27,6 +30,13 @@ class Here:
 
     def backend(self, optim: Optim) -> Single:
         return Single(self._policy, optim, self._compute, dumps=self._dumps)
+
+    def with_critic(self, optim: Optim, own: Optim | None) -> Single | OwnCritic:
+        if own is None:
+            return Single(self._policy, optim, self._compute, dumps=self._dumps, critic=True)
+        copied = dataclasses.replace(self._policy, model=copy.deepcopy(self._policy.model))
+        critic = Single(copied, own, self._compute, dumps=self._dumps, critic=True)
+        return OwnCritic(self.backend(optim), critic)
 
     def reference(self, folder: Path, is_base: bool) -> Single:
         policy = load(folder, self._policy.dtype, self._policy.device)

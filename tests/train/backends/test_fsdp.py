@@ -25,6 +25,7 @@ from ramify.policy.load import Policy
 from ramify.train.backends.adapters import Lora
 from ramify.train.backends.base import Compute, Optim, Shard
 from ramify.train.backends.fsdp import Fsdp, OverRanks, Ranks
+from ramify.train.backends.own_critic import OwnCritic
 from ramify.train.backends.single import Single
 from ramify.train.lora import attach, merged
 from ramify.train.loss import Loss
@@ -131,6 +132,43 @@ def test_formulas_that_look_beyond_a_token(ranks: Ranks, formula: Any):
     ours, theirs = (each.forward_backward(batches, loss) for each in (model.backend(), single))
     assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-6)
     check_gradients(model, single)
+
+
+@pytest.mark.parametrize("kind", ["shared", "own"])
+def test_a_critic_is_that_of_one_process(ranks: Ranks, kind: str, tmp_path: Path):
+    """On the policy's layers and as a model of its own: what it says, how both learn, and what a checkpoint holds."""
+    rows = tree()
+    for row in rows:
+        row.ce = None
+        row.streams["values"] = np.zeros(len(row), np.float32)
+        row.streams["returns"] = np.where(row.rl != 0, 0.7 if row.name.startswith("fork") else -0.3, 0).astype("f4")
+    batches, optim = pack(rows, Packing(max_tokens=60)), Optim(lr=1e-3)
+    single: Any = Single(policy(), optim, FP32, critic=True)
+
+    def over_ranks() -> Any:
+        weights = policy().model.state_dict()
+        critic = ranks.spread(CONFIG, weights, critic=True).backend(optim, critic=True)
+        return critic if kind == "shared" else OwnCritic(spread(ranks).backend(optim), critic)
+
+    if kind == "own":
+        single = OwnCritic(Single(policy(), optim, FP32), single)
+    ours = over_ranks()
+    for step in range(4):
+        for here, there in zip(ours.values(batches), single.values(batches), strict=True):
+            np.testing.assert_allclose(here, there, atol=2e-5)
+            assert (step == 0) == (not here.any())
+        measured = [each.forward_backward(batches, LOSS) for each in (ours, single)]
+        assert measured[0] == pytest.approx(measured[1], rel=1e-3, abs=1e-4)
+        measured = [each.optim_step() for each in (ours, single)]
+        assert measured[0] == pytest.approx(measured[1], rel=1e-3)
+    assert [name for name, _ in ours.weights()] == [name for name, _ in single.weights()]
+    ours.save(tmp_path)
+    again = over_ranks()
+    again.load(tmp_path)
+    for here, there in zip(again.values(batches), ours.values(batches), strict=True):
+        np.testing.assert_array_equal(here, there)
+    with pytest.raises(ConfigError, match="this backend has no critic: make it with one"):
+        spread(ranks).backend().values(batches)
 
 
 def test_in_bf16_it_is_nearly_the_same(ranks: Ranks):

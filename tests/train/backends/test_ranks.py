@@ -19,7 +19,7 @@ from ramify.policy.weights import read_weights
 from ramify.train.algorithms.ppo import PPO
 from ramify.train.backends.base import Compute, Optim, Shard
 from ramify.train.checkpoint import Checkpoints
-from ramify.train.config import LoraSpec, PolicySpec, Run
+from ramify.train.config import CriticSpec, LoraSpec, PolicySpec, Run
 from ramify.train.loop import Cadence
 from ramify.train.loss import Loss
 from ramify.train.metrics import read
@@ -115,7 +115,14 @@ def test_what_does_not_fit_is_said_before_a_run_begins(compute: Compute, told: s
     assert not (tmp_path / "out").exists()
 
 
-def test_a_critic_is_refused(tmp_path: Path) -> None:
-    rl = msgspec.structs.replace(small().rl, algorithm=PPO())
-    with pytest.raises(ConfigError, match=r"an algorithm with a critic needs compute\.backend=single, and not fsdp"):
-        train(small(rl=rl, compute=RANKS), tmp_path / "out")
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["shared", "own"])
+def test_a_critic_lies_over_the_ranks_too(model: Any, tmp_path: Path) -> None:
+    rl = msgspec.structs.replace(tuned().rl, algorithm=PPO(), critic=CriticSpec(model=model), steps=2)
+    one, two = tmp_path / "one", tmp_path / "two"
+    train(tuned(rl=rl), one)
+    train(tuned(rl=rl, compute=RANKS), two)
+    check_close(two, one)
+    losses = [[row.values["value_loss"] for row in read(out) if "value_loss" in row.values] for out in (one, two)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+    assert min(losses[0]) > 0
