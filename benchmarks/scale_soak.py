@@ -41,7 +41,7 @@ from ramify.train.loop import Cadence
 from ramify.train.rollout import RolloutOptions
 from ramify.train.stages import Sample
 
-NOISE = 0.3
+NOISE = 0.1
 """Standard deviation of what is added to each matrix, of its own."""
 ITEMS = 4
 UNDISTURBED = 5

@@ -70,7 +70,7 @@ class Made:
         weights = self.task.weights
         self.rows = rows_of(run.sft, shown, self.policy, self.scaffold, weights, say) if run.sft is not None else []
         self.client = self._client()
-        self.seen = Seen(self.client, run.rl.sample.max_staleness if run.rl is not None else 0)
+        self.seen = Seen(self.client, run.rl.sample.oldest if run.rl is not None else 0)
         self.rlm = RLM(self.seen, limits=run.limits, scaffold=self.scaffold, sandbox=run.sandbox)
 
     # --- parts ---------------------------------------------------------------------------------------------------
@@ -186,7 +186,7 @@ class Made:
                     rl.steps, rl.optim, rl.loss, task=self.task, items=items_of(self.task, "train"),
                     rollouts=Rollouts(
                         self.rlm, self.task, rl.rollout, seed=run.seed, on_stall=self._say,
-                        greedy=needs_of(rl.algorithm).greedy,
+                        greedy=needs_of(rl.algorithm).greedy, gauge=getattr(self.client, "pressure", None),
                     ),
                     algorithm=rl.algorithm, sample=rl.sample, temperature=rl.rollout.temperature,
                     signals=self._signals(out),

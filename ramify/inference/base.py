@@ -13,6 +13,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
+import msgspec
+
 from ramify.clients.base import Client
 from ramify.errors import ConfigError, ModelError
 from ramify.progress import doing
@@ -26,6 +28,18 @@ TINY = Path(__file__).parents[1] / "policy" / "tiny"
 
 class EngineLost(ModelError):
     """The one engine that was asked is gone; it comes back with the weights of then, or not at all."""
+
+
+class Pressure(msgspec.Struct, frozen=True):
+    """How an engine's cache of keys and values bears what is asked. A client whose engine knows has
+    ``async pressure() -> Pressure | None``; None where it does not say."""
+
+    full: float
+    """Share of the cache that running sequences take."""
+    waiting: int
+    """Sequences that wait for their turn."""
+    evicted: int
+    """How many were thrown out of the cache in the middle, to be computed again; counts up."""
 
 
 @runtime_checkable

@@ -1,6 +1,7 @@
 """A policy behind an OpenAI-compatible address: ``ramify serve-policy FOLDER``.
 
     GET  /health                 {"status": "ok", "version": 0}
+    GET  /metrics                how full the cache is, in vLLM's names
     GET  /v1/models              the one model, with its window
     POST /v1/chat/completions    also streamed; logprobs, token ids (return_token_ids), tools where the template has them
     POST /v1/completions         ids in, ids out (``tokens.py``); POST /generate is the same as SGLang has it
@@ -26,8 +27,9 @@ from aiohttp import web
 
 from ramify.clients.base import Known, Request
 from ramify.errors import ModelError, RamifyError, Refused
+from ramify.inference.http import pressure
 from ramify.inference.local.client import LocalClient
-from ramify.serve import completions, tokens
+from ramify.serve import completions, metrics, tokens
 from ramify.serve.completions import Asked
 from ramify.serve.web import Listener, bearer, failed, refuse_open
 from ramify.serve.weights import WeightRoutes, facts
@@ -69,6 +71,7 @@ class PolicyServer:
     async def __aenter__(self) -> PolicyServer:
         app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[self._guarded])
         app.router.add_get("/health", self._health)
+        app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/chat/completions", self._complete)
         app.router.add_post("/v1/completions", self._sample)
@@ -97,6 +100,10 @@ class PolicyServer:
 
     async def _health(self, _: web.Request) -> web.Response:
         return web.json_response({"status": "ok", "version": self._client.version, "in_flight": self._in_flight})
+
+    async def _metrics(self, _: web.Request) -> web.Response:
+        text = pressure.write(await self._client.pressure())
+        return web.Response(body=text.encode(), headers={"Content-Type": metrics.TYPE})
 
     async def _models(self, _: web.Request) -> web.Response:
         model = {"id": self.name, "object": "model", "owned_by": "ramify", "max_model_len": self._client.window}

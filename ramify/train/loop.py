@@ -1,14 +1,16 @@
 """The one training loop: stage after stage, step after step, from work to a newer policy.
 
-    stage.work(step) ── at most max_staleness steps ahead ──┐        rollouts need the newest weights; demonstrations do not
-        ▼                                                   │
-    prepare: old, reference and values of all rows          │        in one thread of its own
-    pack ─ forward_backward ─ optim_step   (each part)      │
-        ▼                                                   │
-    publish ─ self-checks ─ evaluate ─ checkpoint ──────────┘        the next work may begin, unless a guard ends the stage
+    source.work(step)                                  the groups that are whole first, of rollouts that go on meanwhile
+        ▼
+    prepare: old, reference and values of all rows     in one thread of its own
+    pack ─ forward_backward ─ optim_step (each part)
+        ▼
+    publish ─ self-checks ─ source.newer(step + 1)     the engine goes on with newer weights, further groups may begin
+        ▼
+    evaluate ─ checkpoint                              then the next step, unless a guard ends the stage
 
-Synchronous training is ``max_staleness = 0``: work for step k begins once step k-1 is over. Decides the order of things
-and what is written down when. Leaves out where work comes from (``stages.py``), credit, losses, and devices.
+Synchronous training is ``max_staleness = 0``: rollouts of step k begin once step k-1 is over. Decides the order of things
+and what is written down when. Leaves out where work comes from (``stages.py``, ``queue.py``), credit, losses, and devices.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from ramify.train.metrics import Measured, Metrics
 from ramify.train.pack import attach, describe, pack
 from ramify.train.selfcheck import SelfCheck
 from ramify.train.sft import write
-from ramify.train.stages import Part, Stage, Work
+from ramify.train.stages import Part, Source, Stage, Work
 from ramify.train.watch import OneThread, Stalled, Watch
 from ramify.types.sequence import Batch, Floats
 from ramify.types.sequence import Sequence as Row
@@ -121,6 +123,7 @@ class Loop:
         self._listener = listener
         self._metrics: Metrics | None = None
         self._backend: Backend | None = None
+        self._source: Source | None = None
         self._is_published = False
         self._torch = OneThread("ramify-train")
         self.watch = watch or Watch(out, STALL_S)
@@ -177,7 +180,7 @@ class Loop:
                 await self.evaluate(split, "first")
         with doing(stage.name, stage.num_steps, "steps", first=self.state.stage_step) as told:
             async with contextlib.aclosing(self._works(stage)) as works:
-                async for work in self.watch.each(lambda: f"the work of {self._where(stage)}", works):
+                async for work in works:
                     await self._step(stage, work)
                     told.at(self.state.stage_step)
                     if self.state.stopped:
@@ -190,39 +193,20 @@ class Loop:
         state.stage, state.stage_step, state.stopped, state.memory, state.guard = state.stage + 1, 0, "", {}, Memory()
 
     async def _works(self, stage: Stage) -> AsyncGenerator[Work, None]:
-        """The work of each step that is left, begun at most ``max_staleness`` steps before its turn."""
-        first = self.state.stage_step
+        """The work of each step that is left. What is to come goes on meanwhile, as far as ``max_staleness`` allows."""
         if self.state.memory:
             stage.memory = dict(self.state.memory)
-        admitted = asyncio.Semaphore(1 + stage.max_staleness)
-        ready: asyncio.Queue[Work] = asyncio.Queue()
-
-        async def produce() -> None:
-            next_item = self.state.next_item
-            for step in range(first, stage.num_steps):
-                await admitted.acquire()
+        async with stage.source(self.state.next_item, self.state.pending) as source:
+            self._source = source
+            for step in range(self.state.stage_step, stage.num_steps):
                 started = time.monotonic()
-                work = await stage.work(step, next_item)
+                work = await self.watch.bounded(f"the work of {self._where(stage)}", source.work(step))
                 work.metrics["work_s"] = time.monotonic() - started
-                next_item = work.next_item
-                ready.put_nowait(work)
-
-        producer = asyncio.create_task(produce())
-        try:
-            for _ in range(first, stage.num_steps):
-                getting = asyncio.create_task(ready.get())
-                await asyncio.wait([getting, producer], return_when=asyncio.FIRST_COMPLETED)
-                if not getting.done():
-                    getting.cancel()
-                    producer.result()  # raises what ended it early
-                yield await getting
-                admitted.release()
-        finally:
-            producer.cancel()
-            await asyncio.wait([producer])
+                yield work
 
     async def _step(self, stage: Stage, work: Work) -> None:
-        state = self.state
+        state, source = self.state, self._source
+        assert source is not None
         started = time.monotonic()
         values = dict(work.metrics) | metric_file.staleness(work.groups, self._policy.version)
         where = self._where(stage)
@@ -236,7 +220,7 @@ class Loop:
                 values |= await self._in_torch(self._prepare, stage, work)
             values |= _over_parts([await self._in_torch(self._learn, stage, part) for part in work.parts])
             values["learn_s"] = time.monotonic() - started
-            state.step, state.stage_step, state.next_item = state.step + 1, state.stage_step + 1, work.next_item
+            state.step, state.stage_step = state.step + 1, state.stage_step + 1
             state.memory = work.memory
             if stage.samples and work.parts:
                 await self._publish()
@@ -250,6 +234,8 @@ class Loop:
             self._check.ids(work.groups)
         if work.groups and self._cadence.rollouts and state.stage_step % self._cadence.rollouts == 0:
             self._keep(work.groups)
+        if not state.stopped:
+            source.newer(state.stage_step)
         await self._at_intervals(stage)
 
     def _where(self, stage: Stage) -> str:
@@ -259,13 +245,16 @@ class Loop:
         done, cadence = self.state.stage_step, self._cadence
         is_last = done == stage.num_steps or bool(self.state.stopped)
         is_evaluated = stage.samples and (is_last or (cadence.evaluate and done % cadence.evaluate == 0))
+        assert self._source is not None
         if is_evaluated or (is_last and self.state.stage + 1 == len(self._stages)):
-            await self.evaluate("validation", stage.name)
+            with self._source.paused():
+                await self.evaluate("validation", stage.name)
         if is_evaluated and done < stage.num_steps and not self.state.stopped:
             told = after_evaluation(self._guard, self.state.guard, self.state.score)
             self._told(told, f"step {self.state.step} ({stage.name})")
             is_last = bool(self.state.stopped)
         if is_evaluated or is_last or (cadence.checkpoint and done % cadence.checkpoint == 0):
+            self.state.next_item, self.state.pending = self._source.standing()
             await self._in_torch(self._save)
 
     def _told(self, told: Told, where: str) -> dict[str, float]:

@@ -1,17 +1,19 @@
-"""Groups of rollouts: several attempts at each of a step's items, through the one engine, scored by the task.
+"""Groups of rollouts: several attempts at each item, through the one engine, scored by the task.
 
-    items ── group attempts at each, concurrency at once ──> ``evaluate.attempt``: prepare, RLM, score ──> [Group]
+    item ── group attempts, as there is room for ──> ``evaluate.attempt``: prepare, RLM, score ──> Group, once all are over
 
-Decides the seeds: each rollout has its own, from the run's seed, the step, the item and the attempt. A rollout that fails
-is recorded and its group goes on (``attempt`` says what is a failure). Leaves out credit (``algorithms/``), and which
-weights answer (``loop.py``).
+Decides the seeds: each rollout has its own, from the run's seed, its name and its item, and never from the time at which
+it began. A rollout that fails is recorded and its group goes on (``attempt`` says what is a failure); so is one that is
+given up. Leaves out credit (``algorithms/``), which weights answer (``loop.py``), and which items come when (``queue.py``).
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Sequence
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from typing import Any
 
 import msgspec
 
@@ -21,7 +23,8 @@ from ramify.errors import ConfigError
 from ramify.evaluate.attempt import GRACE_S, attempt
 from ramify.progress import doing
 from ramify.tasks.base import Item, Task
-from ramify.types.trajectory import Group, Trajectory
+from ramify.train.room import Gauge, Room
+from ramify.types.trajectory import Group, Stop, Trajectory
 
 
 class RolloutOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -31,6 +34,9 @@ class RolloutOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """Attempts at each item."""
     concurrency: int = 128
     """Rollouts at once; each holds a session, and its children one each."""
+    min_concurrency: int = 8
+    """Where the engine tells how full its cache is: how few at once there may be while sequences are thrown out of it; 0
+    for ``concurrency`` whatever it tells."""
     temperature: float = 1.0
     top_p: float | None = None
     top_k: int | None = None
@@ -44,11 +50,90 @@ class RolloutOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
                 f"rollout group={self.group} and concurrency={self.concurrency} must be at least 1, "
                 f"temperature={self.temperature} and grace_s={self.grace_s} above 0"
             )
+        if self.min_concurrency < 0:
+            raise ConfigError(f"rollout min_concurrency={self.min_concurrency} must be at least 0")
 
     def sampling(self, max_tokens: int, seed: int, *, greedy: bool = False) -> Sampling:
         if greedy:
             return Sampling(max_tokens, 0.0, seed=seed, logprobs=True)
         return Sampling(max_tokens, self.temperature, self.top_p, seed=seed, logprobs=True, top_k=self.top_k)
+
+
+class Attempt:
+    """One rollout, from when it was asked for to its end."""
+
+    def __init__(
+        self, name: str, item: Item, room: Room, run: Callable[[], Coroutine[Any, Any, Trajectory]],
+        over: Callable[[Attempt], None],
+    ) -> None:  # fmt: skip
+        """``over`` is called when it has ended, or was given up."""
+        self.name = name
+        self.began_at: float | None = None
+        """By the monotonic clock; None while it waits for a place."""
+        self.took_s: float | None = None
+        """None while it goes on, and where it was given up."""
+        self.result: asyncio.Future[Trajectory] = asyncio.get_running_loop().create_future()
+        self._item, self._room, self._run_it, self._over = item, room, run, over
+        self._task = asyncio.get_running_loop().create_task(self._run())
+        self._task.add_done_callback(self._ended)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing of it goes on any more."""
+        return self._task.done()
+
+    def give_up(self, why: str) -> None:
+        """Let its group go on without it. It may take a while to end; nobody waits for that."""
+        if not self.result.done():
+            gone = Trajectory(self.name, self._item.question, task=self._item.id, errors=[why], stop=Stop.CANCELLED)
+            self.result.set_result(gone)
+            self._over(self)
+        self._task.cancel()
+
+    async def close(self) -> None:
+        """End it, and wait for that."""
+        self._task.cancel()
+        await asyncio.wait([self._task])
+        self.result.cancel()
+
+    async def _run(self) -> Trajectory:
+        async with self._room:
+            self.began_at = time.monotonic()
+            trajectory = await self._run_it()
+            self.took_s = time.monotonic() - self.began_at
+            return trajectory
+
+    def _ended(self, task: asyncio.Task[Trajectory]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if self.result.done():
+            return
+        if task.cancelled():
+            self.result.cancel()
+        elif error is not None:
+            self.result.set_exception(error)
+        else:
+            self.result.set_result(task.result())
+            self._over(self)
+
+
+class Rolling:
+    """A group on its way: the attempts at one item."""
+
+    def __init__(self, item: Item, attempts: Sequence[Attempt], greedy: Attempt | None) -> None:
+        self.item = item
+        self.attempts = [*attempts, *([greedy] if greedy is not None else [])]
+        self._greedy = greedy
+
+    async def whole(self) -> Group:
+        """Once all are over. Raises what is a bug in one of them, as soon as it comes."""
+        found = await asyncio.gather(*(each.result for each in self.attempts))
+        greedy = found.pop() if self._greedy is not None else None
+        return Group(self.item.id, list(found), greedy)
+
+    @property
+    def began(self) -> bool:
+        """Whether any of its rollouts has."""
+        return any(each.began_at is not None for each in self.attempts)
 
 
 class Rollouts:
@@ -57,53 +142,54 @@ class Rollouts:
 
     def __init__(
         self, rlm: RLM, task: Task, options: RolloutOptions, *, seed: int = 0, on_stall: Callable[[str], None] = print,
-        greedy: bool = False,
+        greedy: bool = False, gauge: Gauge | None = None,
     ) -> None:  # fmt: skip
         """``on_stall`` is told where a rollout stood that did not end. ``greedy``: one more rollout of each item, at
-        temperature 0, beside its group (``Group.greedy``)."""
+        temperature 0, beside its group (``Group.greedy``). ``gauge`` tells how full the engine's cache is."""
         self._rlm, self._task, self._options, self._seed, self._on_stall = rlm, task, options, seed, on_stall
         self._greedy = greedy
+        self.per_item = options.group + greedy
+        """Attempts at each item, the greedy one among them."""
+        followed = gauge if options.min_concurrency else None
+        self.room = Room(options.concurrency, followed, least=options.min_concurrency)
+
+    def begin(self, item: Item, name: str, over: Callable[[Attempt], None] = lambda _: None) -> Rolling:
+        """The group ``name`` of attempts at ``item``, each of which begins when there is room for it; ``over`` is called
+        after each. To be ended by ``close``."""
+
+        def one(number: int | str) -> Attempt:
+            whole = f"{name}/rollout={number}"
+            return Attempt(whole, item, self.room, lambda: self._rollout(item, whole, number == "greedy"), over)
+
+        return Rolling(
+            item, [one(number) for number in range(self._options.group)], one("greedy") if self._greedy else None
+        )
 
     async def groups(
         self, items: Sequence[Item], step: int, what: str = "rollouts",
-        after: Callable[[Group], Awaitable[None]] | None = None, first: int = 0,
+        after: Callable[[Group], Awaitable[None]] | None = None,
     ) -> list[Group]:  # fmt: skip
         """One group per item, in order, each with its rollouts in order; what failed is among them. ``what`` is said of
-        it while it goes on. ``after`` is done with each group as soon as it is whole, while others go on. ``first``: index
-        of the first one, where the step has others before. Raises only what is a bug, or a cancellation."""
-        room = asyncio.Semaphore(self._options.concurrency)
+        it while it goes on. ``after`` is done with each group as soon as it is whole, while others go on. Raises only what
+        is a bug, or a cancellation."""
 
-        async def one(item: Item, index: int, number: int | str) -> Trajectory:
-            async with room:
-                name = f"step={step}/group={index}/rollout={number}"
-                trajectory = await self._rollout(item, name, number == "greedy")
-                work.more()
-                return trajectory
-
-        async def whole(
-            item: Item, attempts: Sequence[asyncio.Task[Trajectory]], sure: asyncio.Task[Trajectory] | None
-        ) -> Group:
-            group = Group(item.id, [await each for each in attempts], None if sure is None else await sure)
+        async def whole(rolling: Rolling) -> Group:
+            group = await rolling.whole()
             if after is not None:
                 await after(group)
             return group
 
-        num = len(items) * (self._options.group + self._greedy)
-        try:
-            with doing(what, num, "attempts") as work:
+        with doing(what, len(items) * self.per_item, "attempts") as work:
+            names = (f"step={step}/group={index}" for index in range(len(items)))
+            begun = [self.begin(item, name, lambda _: work.more()) for item, name in zip(items, names, strict=True)]
+            try:
                 async with asyncio.TaskGroup() as tasks:
-                    running = [
-                        [tasks.create_task(one(item, index, number)) for number in range(self._options.group)]
-                        for index, item in enumerate(items, first)
-                    ]
-                    greedy = [
-                        tasks.create_task(one(item, index, "greedy")) if self._greedy else None
-                        for index, item in enumerate(items, first)
-                    ]
-                    groups = [tasks.create_task(whole(*each)) for each in zip(items, running, greedy, strict=True)]
-        except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from None
-        return [each.result() for each in groups]
+                    found = [tasks.create_task(whole(each)) for each in begun]
+            except BaseExceptionGroup as errors:
+                raise errors.exceptions[0] from None
+            finally:
+                await close([attempt for each in begun for attempt in each.attempts])
+        return [each.result() for each in found]
 
     async def _rollout(self, item: Item, name: str, greedy: bool) -> Trajectory:
         seed = random.Random(f"{self._seed}/{name}/{item.id}").getrandbits(31)
@@ -112,3 +198,8 @@ class Rollouts:
             self._rlm, self._task, item, name=name, sampling=sampling, metadata={"rollout": name},
             grace_s=self._options.grace_s, on_stall=self._on_stall,
         )  # fmt: skip
+
+
+async def close(attempts: Iterable[Attempt]) -> None:
+    """End what still goes on."""
+    await asyncio.gather(*(each.close() for each in attempts))

@@ -38,14 +38,14 @@ CANARY_TOKENS = 16
 class Seen:
     """A client that remembers which ids went through it, as hashes; everything else is the wrapped client's."""
 
-    def __init__(self, client: InferenceClient, max_staleness: int = 0) -> None:
+    def __init__(self, client: InferenceClient, oldest: int = 0) -> None:
         """It remembers what went through since ``forget`` was called so many times and once more: rollouts of a later step
         may be over before those of this one are learnt from."""
         self.name, self.window, self.price = client.name, client.window, client.price
         self.client = client
         self.on_reply: Callable[[], None] | None = None
         """Told of each reply."""
-        self._paths: deque[set[int]] = deque([set()], maxlen=max_staleness + 1)
+        self._paths: deque[set[int]] = deque([set()], maxlen=oldest + 1)
 
     async def complete(self, request: Request) -> Reply:
         reply = await self.client.complete(request)

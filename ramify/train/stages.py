@@ -1,16 +1,18 @@
 """What a run goes through, one stage after the other, and what each step of a stage learns from.
 
     warm-up  random strings said twice             ┐
-    sft      demonstrations, stored trajectories   ├── work(step) ──> Work: sequences of one or more optimizer steps
-    rl       rollouts by the policy as it is now   ┘                  (everything after this is the same for all)
+    sft      demonstrations, stored trajectories   ├── source.work(step) ──> Work: sequences of one or more optimizer steps
+    rl       rollouts by the policy as it is now   ┘                         (everything after this is the same for all)
 
-Decides sizes and options of each stage, dynamic sampling, and how a step's rollouts are split into minibatches. Leaves out
-what is done with the work (``loop.py``).
+Decides sizes and options of each stage, and how a step's rollouts are split into minibatches. Leaves out which rollouts
+those are (``queue.py``), and what is done with the work (``loop.py``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from typing import Protocol
 
 import msgspec
@@ -24,16 +26,13 @@ from ramify.train.compile import sequences
 from ramify.train.groups import Account, account
 from ramify.train.loss import Loss
 from ramify.train.metrics import of_rollouts
+from ramify.train.queue import Queue, Taken
 from ramify.train.rollout import Rollouts
 from ramify.train.sft import order
-from ramify.train.signals.filters import num_more
 from ramify.train.signals.reading import Reader, Signals
 from ramify.train.stamps import Stamped
 from ramify.types.sequence import Sequence as Row
 from ramify.types.trajectory import Group
-
-Numbered = tuple[int, Group]
-"""An item's running number and its group."""
 
 
 class Part(msgspec.Struct, eq=False):
@@ -49,8 +48,6 @@ class Work(msgspec.Struct, eq=False):
 
     parts: list[Part]
     metrics: dict[str, float]
-    next_item: int
-    """Index of the first item of the training split that has not been used."""
     silence: str = ""
     """Why there is nothing to learn; empty where there is."""
     groups: list[Group] = msgspec.field(default_factory=list)
@@ -61,6 +58,26 @@ class Work(msgspec.Struct, eq=False):
     """What the stage's algorithm remembers after it."""
     accounts: list[Account] = msgspec.field(default_factory=list)
     """What became of each group that it used up; their step is said by who writes them down."""
+
+
+class Source(Protocol):
+    """Where the work of a stage comes from, as long as the stage lasts."""
+
+    async def work(self, step: int) -> Work:
+        """That of step ``step``, from 0; asked for in order, once the steps before are over."""
+        ...
+
+    def newer(self, step: int) -> None:
+        """The weights are those that ``step`` steps of the stage made, and the engine has them."""
+        ...
+
+    def standing(self) -> tuple[int, list[int]]:
+        """As ``State.next_item`` and ``State.pending`` have it."""
+        ...
+
+    def paused(self) -> AbstractContextManager[None]:
+        """While something else wants the engine."""
+        ...
 
 
 class Stage(Protocol):
@@ -86,8 +103,8 @@ class Stage(Protocol):
         """Put onto the rows of a whole work what follows from those streams; what was measured."""
         ...
 
-    async def work(self, step: int, next_item: int) -> Work:
-        """Step ``step``, from 0, the same whenever it is asked for."""
+    def source(self, next_item: int, pending: Sequence[int]) -> AbstractAsyncContextManager[Source]:
+        """``next_item`` and ``pending`` as the run's state has them."""
         ...
 
 
@@ -99,9 +116,27 @@ class Given:
 
     def __init__(self) -> None:
         self.memory: dict[str, float] = {}
+        self._standing: tuple[int, list[int]] = (0, [])
 
     def finish(self, rows: Sequence[Row]) -> dict[str, float]:
         return {}
+
+    @contextlib.asynccontextmanager
+    async def source(self, next_item: int, pending: Sequence[int]) -> AsyncIterator[Source]:
+        self._standing = (next_item, list(pending))
+        yield self
+
+    async def work(self, step: int) -> Work:
+        raise NotImplementedError
+
+    def newer(self, step: int) -> None:
+        """Nothing depends on the weights."""
+
+    def standing(self) -> tuple[int, list[int]]:
+        return self._standing
+
+    def paused(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
 
 class WarmUp(Given):
@@ -114,9 +149,9 @@ class WarmUp(Given):
         self.num_steps, self.optim = num_steps, scheduled(optim, num_steps)
         self._ids, self._batch_tokens, self._seed = ids, batch_tokens, seed
 
-    async def work(self, step: int, next_item: int) -> Work:
+    async def work(self, step: int) -> Work:
         rows = induction.induction(step, self._ids, self._batch_tokens, self._seed)
-        return Work([Part(rows, None)], {}, next_item)
+        return Work([Part(rows, None)], {})
 
 
 class Imitate(Given):
@@ -133,8 +168,8 @@ class Imitate(Given):
         self.num_steps = len(self._order)
         self.optim = scheduled(optim, self.num_steps)
 
-    async def work(self, step: int, next_item: int) -> Work:
-        return Work([Part([self._rows[index] for index in self._order[step]], None)], {}, next_item)
+    async def work(self, step: int) -> Work:
+        return Work([Part([self._rows[index] for index in self._order[step]], None)], {})
 
 
 class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -149,8 +184,26 @@ class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     minibatches: int = 1
     """Optimizer steps that a step's rollouts are split into, group by group."""
     max_staleness: int = 0
+    """Steps that rollouts may begin ahead: 0 has each step wait for its own; with 1 or more they go on while the trainer
+    learns, and take newer weights as they come, see ``queue.py``."""
+    late: int = 4
+    """Steps more that a slow rollout may take, with ``max_staleness`` above 0, before a step waits for it. At 0 no token is
+    older than ``max_staleness``, and ``max_staleness + 1`` steps take at least as long as the slowest rollout."""
+    straggle: float = 0.0
+    """A rollout is given up once it has taken so many times the median and its step waits for nothing else; 0: never."""
+    pause: bool = False
+    """Whether no rollout begins while the policy is evaluated, so that nothing but what has begun competes with it."""
+
+    @property
+    def oldest(self) -> int:
+        """Steps that the weights have gone on, at most, when a token is learnt from."""
+        return self.max_staleness + self.late if self.max_staleness else 0
 
     def __post_init__(self) -> None:
+        if self.late < 0:
+            raise ConfigError(f"rl: late={self.late} must be at least 0")
+        if self.straggle and self.straggle < 1:
+            raise ConfigError(f"rl: straggle={self.straggle:g} is times the median: at least 1, or 0 for never")
         if self.items < 1 or self.minibatches < 1 or self.max_staleness < 0 or 0 < self.max_items < self.items:
             raise ConfigError(
                 f"rl: items={self.items} and minibatches={self.minibatches} must be at least 1, max_items={self.max_items} "
@@ -176,71 +229,40 @@ class Reinforce:
         self._task, self._items, self._rollouts, self._algorithm = task, items, rollouts, algorithm
         self._sample, self._temperature, self._signals = sample, temperature, signals
 
-    async def work(self, step: int, next_item: int) -> Work:
-        if self._signals is None:
-            return await self._work(step, next_item, None)
-        num = self._sample.max_items or self._sample.items
-        items = [self._items[index % len(self._items)] for index in range(next_item, next_item + num)]
-        async with self._signals.step(step, items) as reader:
-            return await self._work(step, next_item, reader)
+    @contextlib.asynccontextmanager
+    async def source(self, next_item: int, pending: Sequence[int]) -> AsyncIterator[Source]:
+        async with contextlib.AsyncExitStack() as stack:
+            reader = None if self._signals is None else await stack.enter_async_context(self._signals.opened())
+            queue = Queue(
+                self._rollouts, self._items, self._sample, self.num_steps, next_item=next_item, pending=pending,
+                read=None if reader is None else reader.group,
+                is_silent=lambda group: bool(self._composed(reader).stamp([group], self._task.weights).silence),
+            )  # fmt: skip
+            stack.push_async_callback(queue.close)
+            yield Sampled(self, queue, reader)
 
-    async def _work(self, step: int, next_item: int, reader: Reader | None) -> Work:
-        numbered, given_up, num_tried = await self._groups(step, next_item, reader)
-        groups = [group for _, group in numbered]
+    def finish(self, rows: Sequence[Row]) -> dict[str, float]:
+        return finish(self._algorithm, rows)
+
+    def made_of(self, taken: Taken, step: int, reader: Reader | None) -> Work:
+        """The work of step ``step``, whose groups are ``taken``."""
+        groups = [group for _, group in taken.groups]
         _check_any_came_back(groups, step)
         stamping = self._stamp(groups, reader)
         self.memory = {**self.memory, **stamping.memory}
-        metrics = {**stamping.metrics, "items": float(num_tried), **_measured(groups)}
+        metrics = {**stamping.metrics, **taken.metrics, **_measured(groups)}
         metrics |= of_rollouts(groups, self._task.weights)
         parts = self._parts(stamping)
         if not needs_of(self._algorithm).streams:  # else they are not known yet
             _note_advantages(stamping.rollouts)
         if reader is not None:
-            metrics |= reader.metrics()
+            metrics |= reader.metrics(groups)
             reader.put_on_trees(groups)
+            reader.forget(groups)
         learnt = {rollout.trajectory.id for rollout in stamping.rollouts}
-        told = [account(number, group, learnt) for number, group in numbered] + given_up
-        return Work(
-            parts, metrics, next_item + num_tried, stamping.silence, groups, stamping.notes, dict(self.memory), told
-        )
-
-    def finish(self, rows: Sequence[Row]) -> dict[str, float]:
-        return finish(self._algorithm, rows)
-
-    async def _groups(
-        self, step: int, next_item: int, reader: Reader | None
-    ) -> tuple[list[Numbered], list[Account], int]:
-        """The groups of a step, those given up, and how many items they took. With dynamic sampling those without a signal
-        are given up for others."""
-        wanted, most = self._sample.items, self._sample.max_items
-        groups = await self._roll(step, next_item, wanted, reader)
-        if not most:
-            return groups, [], wanted
-        tried = wanted
-        silent: list[Numbered] = []
-        loud = self._loud(groups, silent, reader)
-        while more := num_more(wanted, len(loud), tried, most):
-            loud += self._loud(await self._roll(step, next_item + tried, more, reader, tried), silent, reader)
-            tried += more
-        missing = max(0, wanted - len(loud))
-        given_up = [account(number, group, ()) for number, group in silent[missing:]]
-        given_up += [account(number, group, None) for number, group in loud[wanted:]]
-        return [*loud[:wanted], *silent[:missing]], given_up, tried
-
-    async def _roll(self, step: int, first: int, num: int, reader: Reader | None, begun: int = 0) -> list[Numbered]:
-        """``begun``: groups of this step before these."""
-        items = [self._items[index % len(self._items)] for index in range(first, first + num)]
-        after = None if reader is None else reader.group
-        groups = await self._rollouts.groups(items, step, after=after, first=begun)
-        return list(enumerate(groups, first))
-
-    def _loud(self, groups: Sequence[Numbered], silent: list[Numbered], reader: Reader | None) -> list[Numbered]:
-        """Those of ``groups`` that teach something; the others are added to ``silent``."""
-        loud: list[Numbered] = []
-        for number, group in groups:
-            is_silent = bool(self._composed(reader).stamp([group], self._task.weights).silence)
-            (silent if is_silent else loud).append((number, group))
-        return loud
+        accounts = [account(number, group, learnt) for number, group in taken.groups] + taken.given_up
+        notes = [*taken.notes, *stamping.notes]
+        return Work(parts, metrics, stamping.silence, groups, notes, dict(self.memory), accounts)
 
     def _composed(self, reader: Reader | None) -> Algorithm:
         """The algorithm with what it remembers, and with what signals read."""
@@ -256,6 +278,23 @@ class Reinforce:
         num = min(self._sample.minibatches, len(stamping.rollouts))
         shares = {name: value / num for name, value in stamping.denominators.items()} if num else {}
         return [Part(sequences(stamping.rollouts[index::num], self._temperature), shares) for index in range(num)]
+
+
+class Sampled:
+    """The work of ``Reinforce``, as its groups become whole."""
+
+    def __init__(self, stage: Reinforce, queue: Queue, reader: Reader | None) -> None:
+        self._stage, self._queue, self._reader = stage, queue, reader
+        self.newer, self.standing, self.paused = queue.newer, queue.standing, queue.paused
+
+    async def work(self, step: int) -> Work:
+        if self._reader is not None:
+            await self._reader.turn_to(step, self._queue.by_id)
+        taken = await self._queue.take(step)
+        if self._reader is not None:  # a signal may have come to be wanted since a group was whole
+            for _, group in taken.groups:
+                await self._reader.group(group)
+        return self._stage.made_of(taken, step, self._reader)
 
 
 def scheduled(optim: Optim, num_steps: int) -> Optim:

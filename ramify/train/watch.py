@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
@@ -98,12 +98,6 @@ class Watch:
             if not task.done():
                 task.cancel()
                 await asyncio.wait([task], timeout=_GRACE_S)
-
-    async def each(self, what: Callable[[], str], items: AsyncIterator[T]) -> AsyncIterator[T]:
-        """Those of ``items``, each waited for as above; ``what`` is asked before each."""
-        over: Any = object()
-        while (item := await self.bounded(what(), anext(items, over))) is not over:
-            yield item
 
     def close(self) -> None:
         self._closing.set()

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from ramify.errors import Refused
+from ramify.inference.base import Pressure
 from ramify.inference.local.engine import Engine
 from ramify.inference.local.generation import Generation
 from ramify.inference.local.sampling import Draw
@@ -107,11 +108,23 @@ def test_turns_go_on_where_they_were() -> None:
     assert running.num_computed == sum(len(each.ids) - 1 for each in done)  # the last token of a path is never needed
 
 
+def test_it_tells_how_full_it_is() -> None:
+    running = engine(MADE, cache_bytes=256 * 128 * 4, slots=3)
+    assert running.pressure == Pressure(0.0, 0, 0)
+    for request in requests(5):
+        running.add(Generation(**{**request, "max_tokens": 20, "stop_ids": ()}))
+    running.step()
+    assert running.pressure == Pressure(0.75, 2, 0)  # three slots of 128 tokens, where there is memory for four
+    drained(running)
+    assert running.pressure == Pressure(0.0, 0, 0)
+
+
 def test_memory_that_is_short_preempts_and_loses_nothing() -> None:
     """Replies grow until fewer slots fit; those that lost theirs begin again from their ids."""
     asked = [{**request, "max_tokens": 90, "stop_ids": ()} for request in requests(6)]
     done, running = run(asked, cache_bytes=256 * 128 * 5, slots=5)
     assert running.num_preempted > 0
+    assert running.pressure.evicted == running.num_preempted
     assert_as_expected(done, asked)
 
 

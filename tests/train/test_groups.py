@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from ramify.build.run import train
 from ramify.train import groups
-from ramify.train.checkpoint import Checkpoints, State
+from ramify.train.checkpoint import Checkpoints, State, read_state
 from ramify.train.groups import Account
 from ramify.train.loop import Cadence
 from ramify.train.metrics import Measured
+from ramify.train.rollout import RolloutOptions
+from ramify.train.stages import Sample
 from tests.train.small import small
 from tests.train.test_loop import Killed
 
@@ -49,7 +52,8 @@ def test_a_torn_line_is_skipped_and_swallows_nothing(tmp_path: Path) -> None:
     assert [(each.number, each.step) for each in groups.read(tmp_path)] == [(0, 1)]
 
 
-def test_a_run_that_was_killed_and_resumed_accounts_for_each_group_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_a_run_that_was_killed_and_resumed_accounts_for_each_group_once(tmp_path: Path, max_staleness: int) -> None:
     """Killed when the third step of rollouts is measured, one step after a checkpoint."""
     steps: list[int] = []
 
@@ -60,11 +64,23 @@ def test_a_run_that_was_killed_and_resumed_accounts_for_each_group_once(tmp_path
                 raise Killed
 
     run = small(warmup=None, cadence=Cadence(evaluate=2))
+    rl = msgspec.structs.replace(
+        run.rl, sample=Sample(items=2, max_staleness=max_staleness), rollout=RolloutOptions(group=2, concurrency=3)
+    )
+    run = msgspec.structs.replace(run, rl=rl)
     with pytest.raises(Killed):
         train(run, tmp_path, listener=kill)
+    state = read_state(Checkpoints(tmp_path).all()[-1])
+    known = [each.number for each in groups.read(tmp_path) if each.step <= state.step]
+    assert (
+        sorted([*known, *state.pending]) == list(range(30, 34 + 4 * max_staleness)) == list(range(30, state.next_item))
+    )
+    assert len(state.pending) == 4 * max_staleness
     train(run, tmp_path, resume=tmp_path)
-    assert [(each.step - steps[0], each.number) for each in groups.read(tmp_path)] == [
-        (n // 2, 30 + n) for n in range(8)
-    ]
-    found = groups.accounts(tmp_path)
-    assert (found.balanced, found.pending, sum(found.outcomes.values())) == (True, [], 8)
+    found = list(groups.read(tmp_path))
+    assert [each.step - steps[0] for each in found] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert sorted(each.number for each in found) == list(range(30, 38))
+    assert {each.number for each in found if each.step - steps[0] in (2, 3)} >= set(state.pending)
+    assert all(each.version is not None and len(each.rollouts) == 2 for each in found)
+    ended = groups.accounts(tmp_path)
+    assert (ended.balanced, ended.pending, sum(ended.outcomes.values())) == (True, [], 8)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,72 +14,97 @@ from ramify.tasks.simple import SimpleTask
 from ramify.train.algorithms.dr_grpo import DrGRPO
 from ramify.train.backends.base import Optim
 from ramify.train.loss import Loss
+from ramify.train.rollout import Attempt, Rolling, Rollouts
+from ramify.train.room import Room
 from ramify.train.stages import Imitate, Reinforce, Sample, WarmUp, Work
-from ramify.types.trajectory import Group
-from tests.train.trees import call, group, tree
+from ramify.types.trajectory import Trajectory
+from tests.train.trees import call, tree
 
 ITEMS = [Item("?", id=f"{index}") for index in range(7)]
 
 
-class Canned:
+class Canned(Rollouts):
     """Rollouts that are made already: item n's attempts have the rewards that ``rewards`` gives n."""
 
     def __init__(self, rewards: dict[int, tuple[float | None, ...]]) -> None:
         self.rewards = rewards
-        self.asked: list[list[str]] = []
+        self.asked: list[str] = []
+        self.room, self.per_item = Room(99), 2
 
-    async def groups(self, items: Sequence[Item], step: int, **_: Any) -> list[Group]:
-        self.asked.append([item.id for item in items])
-        return [
-            group(*(tree(call("0", 3), reward=reward) for reward in self.rewards.get(int(item.id), (1, 1))))
-            for item in items
-        ]
+    def begin(self, item: Item, name: str, over: Callable[[Attempt], None] = lambda _: None) -> Rolling:
+        self.asked.append(f"{name} {item.id}")
+
+        def one(number: int, reward: float | None) -> Attempt:
+            async def run() -> Trajectory:
+                rolled = tree(call("0", 3), reward=reward)
+                rolled.id, rolled.task = f"{name}/rollout={number}", item.id
+                return rolled
+
+            return Attempt(name, item, self.room, run, over)
+
+        return Rolling(item, [one(*each) for each in enumerate(self.rewards.get(int(item.id), (1, 1)))], None)
 
 
-def work(canned: Canned, *, next_item: int = 0, **sample: Any) -> Work:
+def work(canned: Canned, *, next_item: int = 0, **sample: Any) -> tuple[Work, int]:
+    """The first step, and the first item that was not begun."""
     task = SimpleTask("t", {"train": ITEMS}, lambda answer, item: 0.0)
     stage = Reinforce(
-        4, Optim(), Loss(), task=task, items=ITEMS, rollouts=canned, algorithm=DrGRPO(),  # type: ignore[arg-type]
+        4, Optim(), Loss(), task=task, items=ITEMS, rollouts=canned, algorithm=DrGRPO(),
         sample=Sample(**sample), temperature=1.0,
     )  # fmt: skip
-    return asyncio.run(stage.work(0, next_item))
+
+    async def first() -> tuple[Work, int]:
+        async with stage.source(next_item, []) as source:
+            found = await source.work(0)
+            return found, source.standing()[0]
+
+    return asyncio.run(first())
 
 
 def test_minibatches_share_rollouts_and_denominator() -> None:
-    found = work(Canned({0: (1, 0, 0), 1: (1, 0)}), items=2, minibatches=2)
+    found, next_item = work(Canned({0: (1, 0, 0), 1: (1, 0)}), items=2, minibatches=2)
     assert [[round(float(row.advantages.max() + row.advantages.min()), 3) for row in part.rows] for part in found.parts] == [
         [0.667, -0.333, -0.5], [-0.333, 0.5],
     ]  # fmt: skip
     assert [part.denominators for part in found.parts] == [{"rl": 2.5}, {"rl": 2.5}]
     assert found.metrics["items"] == 2
-    assert (found.next_item, found.silence) == (2, "")
+    assert (next_item, found.silence) == (2, "")
 
 
 def test_fewer_rollouts_than_minibatches() -> None:
-    found = work(Canned({0: (1, 0)}), items=1, minibatches=5)
+    found, _ = work(Canned({0: (1, 0)}), items=1, minibatches=5)
     assert [len(part.rows) for part in found.parts] == [1, 1]
-    silent = work(Canned({}), items=2, minibatches=5)
+    silent, _ = work(Canned({}), items=2, minibatches=5)
     assert (silent.parts, silent.silence) == ([], "in each of 2 groups all rollouts did equally well")
 
 
 def test_dynamic_sampling_tries_other_items() -> None:
     canned = Canned({3: (1, 0), 5: (0, 1)})
-    found = work(canned, items=2, max_items=6)
-    assert canned.asked == [["0", "1"], ["2", "3"], ["4", "5"]]
-    assert ([row for part in found.parts for row in part.rows] != [], len(found.groups), found.next_item) == (
-        True,
-        2,
-        6,
-    )
+    found, next_item = work(canned, items=2, max_items=6)
+    assert canned.asked == [f"step=0/group={index} {index}" for index in range(6)]
+    assert ([row for part in found.parts for row in part.rows] != [], len(found.groups), next_item) == (True, 2, 6)
     assert [each.trajectories[0].rewards["correct"] for each in found.groups] == [1, 0]
+    assert [(each.number, each.outcome) for each in found.accounts] == [
+        (3, "learnt"), (5, "learnt"), (0, "silent"), (1, "silent"), (2, "silent"), (4, "silent"),
+    ]  # fmt: skip
 
 
 def test_dynamic_sampling_gives_up_and_goes_round() -> None:
     canned = Canned({6: (1, 0)})
-    found = work(canned, items=2, max_items=4, next_item=5)
-    assert canned.asked == [["5", "6"], ["0", "1"]]
-    assert len(found.groups) == 2
-    assert found.next_item == 9
+    found, next_item = work(canned, items=2, max_items=4, next_item=5)
+    assert [each.split()[1] for each in canned.asked] == ["5", "6", "0", "1"]
+    assert [each.task for each in found.groups] == ["6", "5"]
+    assert next_item == 9
+
+
+def test_dynamic_sampling_tries_as_many_at_once_as_should_be_enough() -> None:
+    """Half of the first four have a signal: four more for the two that are missing, of which one is not needed."""
+    canned = Canned(dict.fromkeys((0, 3, 4, 5, 6), (1, 0)))
+    found, next_item = work(canned, items=4, max_items=12)
+    assert (len(canned.asked), next_item) == (8, 8)
+    assert [(each.number, each.outcome) for each in found.accounts] == [
+        *((number, "learnt") for number in (0, 3, 4, 5)), (1, "silent"), (2, "silent"), (6, "spare"), (7, "spare"),
+    ]  # fmt: skip
 
 
 def test_a_step_whose_rollouts_all_failed() -> None:
@@ -92,7 +117,7 @@ def test_schedules_take_the_length_of_their_stage() -> None:
     assert warm.optim.num_steps == 9
     with pytest.raises(ConfigError, match="nothing to learn from"):
         Imitate([], Optim(), 100, 1, 0)
-    rows = asyncio.run(warm.work(0, 0)).parts[0].rows
+    rows = asyncio.run(warm.work(0)).parts[0].rows
     imitate = Imitate(rows, Optim(schedule="cosine"), 2 * len(rows[0]), 3, 0)
     assert imitate.optim.num_steps == imitate.num_steps >= 3 * len(rows) // 2
 

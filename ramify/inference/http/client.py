@@ -24,9 +24,10 @@ import msgspec
 
 from ramify.clients.base import Price, Request, Sampling
 from ramify.errors import ConfigError, ModelError, ReplyLost, ServerFailed, TrainError, Unreachable
-from ramify.inference.base import EngineLost
+from ramify.inference.base import EngineLost, Pressure
 from ramify.inference.http.absent import Absent
 from ramify.inference.http.api import Conflict
+from ramify.inference.http.pressure import together
 from ramify.inference.http.process import EngineProcess, ports_for
 from ramify.inference.http.server import Sampled, Server
 from ramify.inference.http.sglang import Sglang
@@ -285,6 +286,17 @@ class HttpEngines:
             told = ", ".join(f"{server.url}: {value}" for server, value in found.items())
             raise TrainError(f"the engines have different weights ({told}): the weight sync failed")
         return next(iter(found.values()), None)
+
+    async def pressure(self) -> Pressure | None:
+        """How their caches bear what is asked: of the fullest, and what waits at all of them."""
+
+        async def of(server: Server) -> Pressure | None:
+            try:
+                return await server.pressure()
+            except ModelError:
+                return None
+
+        return together(await asyncio.gather(*map(of, self._alive)))
 
     async def sleep(self) -> None:
         """Let the engines give their memory back, for a trainer on the same device."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 from ramify.clients.base import Sampling
+from ramify.inference.base import Pressure
 from ramify.types.message import VersionSpan
 
 
@@ -57,6 +58,10 @@ class Server(Protocol):
 
     async def score(self, ids: Sequence[int]) -> list[float]:
         """Log-probability at temperature 1 of each of ``ids`` but the first."""
+        ...
+
+    async def pressure(self) -> Pressure | None:
+        """How its cache bears what is asked; None where it does not say."""
         ...
 
     async def takes_id(self, id: int) -> bool:

@@ -16,7 +16,8 @@ from typing import Any
 
 from ramify.clients.base import Sampling
 from ramify.errors import BadReply, ConfigError, Refused
-from ramify.inference.base import PROTOCOL
+from ramify.inference.base import PROTOCOL, Pressure
+from ramify.inference.http import pressure
 from ramify.inference.http.api import Api
 from ramify.inference.http.server import Facts, Sampled
 from ramify.inference.http.spec import InferenceSpec, check_version
@@ -76,6 +77,9 @@ class Sglang:
             return [float(logprob) for logprob, *_ in answer["meta_info"]["input_token_logprobs"][1:]]
         except (KeyError, TypeError, ValueError) as error:
             raise self._bad(error) from None
+
+    async def pressure(self) -> Pressure | None:
+        return pressure.read(str((await self._api.get("/metrics", self._spec.probe_s)).get("text", "")))
 
     async def takes_id(self, id: int) -> bool:
         try:

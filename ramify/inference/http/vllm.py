@@ -16,7 +16,8 @@ from typing import Any
 
 from ramify.clients.base import Sampling
 from ramify.errors import BadReply, ConfigError, Refused
-from ramify.inference.base import PROTOCOL
+from ramify.inference.base import PROTOCOL, Pressure
+from ramify.inference.http import pressure
 from ramify.inference.http.api import Api
 from ramify.inference.http.server import Facts, Sampled
 from ramify.inference.http.spec import InferenceSpec, check_version
@@ -146,6 +147,9 @@ class Vllm:
         told = await self._api.get("/server_info?config_format=json", 4 * self._spec.probe_s)
         model = (told.get("vllm_config") or {}).get("model_config") or {}
         return str(model.get("dtype", "")).removeprefix("torch."), None, str(model.get("logprobs_mode", ""))
+
+    async def pressure(self) -> Pressure | None:
+        return pressure.read(str((await self._api.get("/metrics", self._spec.probe_s)).get("text", "")))
 
     async def takes_id(self, id: int) -> bool:
         """Whether ``id`` is of its vocabulary, for a server that does not say how large that is."""

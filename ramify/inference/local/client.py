@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from ramify.clients.base import Price, Request, Sampling
 from ramify.errors import ConfigError, Refused, ServerFailed
+from ramify.inference.base import Pressure
 from ramify.inference.local.choose import runner_of
 from ramify.inference.local.engine import Engine, Room
 from ramify.inference.local.generation import Generation
@@ -75,6 +76,10 @@ class LocalClient:
     @property
     def version(self) -> int:
         return self.engine.version
+
+    async def pressure(self) -> Pressure:
+        """How its cache bears what is asked."""
+        return self.engine.pressure
 
     async def complete(self, request: Request) -> Reply:
         """One reply. Raises Refused where the prompt does not fit; cancelling it frees its slot before the next step."""

@@ -19,6 +19,7 @@ import msgspec
 import torch
 
 from ramify.errors import Refused
+from ramify.inference.base import Pressure
 from ramify.inference.local.generation import Generation
 from ramify.inference.local.runner import Runner
 from ramify.inference.local.sampling import draw
@@ -63,6 +64,13 @@ class Engine:
     @property
     def is_idle(self) -> bool:
         return not self._waiting and not any(self._slots.owner)
+
+    @property
+    def pressure(self) -> Pressure:
+        """May be asked from any thread."""
+        num_running = sum(owner is not None for owner in list(self._slots.owner))
+        taken = num_running * self._slots.capacity * self.runner.bytes_per_token
+        return Pressure(min(taken / self.room.cache_bytes, 1.0), len(self._waiting), self.num_preempted)
 
     def add(self, generation: Generation) -> None:
         """Take a sequence whose prompt and reply fit the window. Raises Refused where the cache could never hold it."""

@@ -19,6 +19,8 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
+import msgspec
+
 from ramify.clients.base import Client
 from ramify.clients.pool import Pool
 from ramify.engine.limits import Limits
@@ -60,8 +62,8 @@ class Signals:
         self._judges: Judges | None = None
 
     @contextlib.asynccontextmanager
-    async def step(self, number: int, items: Sequence[Item]) -> AsyncIterator[Reader]:
-        """A reader for step ``number``; ``items`` are those that may be rolled out."""
+    async def opened(self) -> AsyncIterator[Reader]:
+        """A reader, for as long as rollouts go on."""
         async with contextlib.AsyncExitStack() as stack:
             judges = None
             if self._pool is not None:
@@ -69,40 +71,68 @@ class Signals:
                 if self._judges is None or self._judges.pool is not pool:
                     self._judges = Judges(pool, self._budget, own=self._own, cache=self._cache)
                 judges = self._judges
-            wanted = {name: each for name, each in self._signals.items() if self._hybrid.wants(name, number)}
             context = Context(
-                step=number, items={item.id: item for item in items}, weights=self._weights, asking=judges,
-                scorers=await self._teachers.at(number) if self._teachers is not None else {}, writing=self._writing,
+                step=0, items={}, weights=self._weights, asking=judges, writing=self._writing,
                 temperature=self._temperature,
             )  # fmt: skip
-            yield Reader(wanted, context, self._teachers, judges, self._say)
+            yield Reader(self._signals, self._hybrid, context, self._teachers, judges, self._say)
 
 
 class Reader:
-    """The readings of one step."""
+    """The readings of one step after the other. A group may be read in one step and taken by a later one."""
 
     def __init__(
-        self, signals: Mapping[str, Signal], context: Context, teachers: Scoring | None, judges: Judges | None,
-        say: Callable[[str], None],
+        self, signals: Mapping[str, Signal], hybrid: Hybrid, context: Context, teachers: Scoring | None,
+        judges: Judges | None, say: Callable[[str], None],
     ) -> None:  # fmt: skip
         self.context = context
-        self.readings: dict[str, dict[str, Reading]] = {name: {} for name in signals}
-        self._signals, self._teachers, self._judges, self._say = signals, teachers, judges, say
+        self._found: dict[str, dict[str, Reading]] = {name: {} for name in signals}
+        """Of all groups that no step has done with."""
+        self._signals, self._hybrid, self._teachers, self._judges, self._say = signals, hybrid, teachers, judges, say
+        self._wanted: dict[str, Signal] = {}
+        """Signals that this step weighs."""
         self._at_work: dict[str, tuple[int, float]] = {}
         """Signal -> (groups that it reads now, since when)."""
         self._seconds = dict.fromkeys(signals, 0.0)
-        self._before = dict(teachers.measured()) if teachers is not None else {}
-        self._cost_before = judges.ledger.cost or 0.0 if judges is not None else 0.0
-        self._calls_before = judges.ledger.spent.calls if judges is not None else 0
+        self._before: dict[str, float] = {}
         self._said: set[str] = set()
         self._whole_at = self._read_at = time.perf_counter()
         """When the last group so far was whole, and when the last reading ended."""
 
+    async def turn_to(self, step: int, items: Mapping[str, Item]) -> None:
+        """From now on groups are read for step ``step``. ``items``: those of groups that may be read, by id."""
+        scorers = await self._teachers.at(step) if self._teachers is not None else {}
+        self.context = msgspec.structs.replace(self.context, step=step, items=items, scorers=scorers)
+        self._wanted = {name: each for name, each in self._signals.items() if self._hybrid.wants(name, step)}
+        self._said = set()
+        self._before = self._spent()
+        self._seconds = dict.fromkeys(self._signals, 0.0)
+        self._whole_at = self._read_at = time.perf_counter()
+
     async def group(self, group: Group) -> None:
-        """Let all signals read ``group``."""
+        """Let all signals read ``group`` that the step weighs, and that have not."""
+        unread = {
+            name: signal
+            for name, signal in self._wanted.items()
+            if any(each.id not in self._found[name] for each in group.trajectories)
+        }
+        if not unread:
+            return
         self._whole_at = time.perf_counter()
-        await asyncio.gather(*(self._read(name, signal, group) for name, signal in self._signals.items()))
+        await asyncio.gather(*(self._read(name, signal, group) for name, signal in unread.items()))
         self._read_at = time.perf_counter()
+
+    @property
+    def readings(self) -> dict[str, dict[str, Reading]]:
+        """Signal -> trajectory id -> what it found."""
+        return {name: self._found[name] for name in self._wanted}
+
+    def forget(self, groups: Sequence[Group]) -> None:
+        """These groups are done with."""
+        for found in self._found.values():
+            for group in groups:
+                for each in group.trajectories:
+                    found.pop(each.id, None)
 
     def composed(self, algorithm: Algorithm) -> Algorithm:
         """The recipe's hybrid, as it is at this step, with what was read."""
@@ -118,18 +148,23 @@ class Reader:
                     {name: found[trajectory.id] for name, found in self.readings.items() if trajectory.id in found},
                 )
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self, groups: Sequence[Group]) -> dict[str, float]:
+        """Of the step, whose groups are ``groups``."""
+        ids = {each.id for group in groups for each in group.trajectories}
         found: dict[str, float] = {"signals_wait_s": max(0.0, self._read_at - self._whole_at)}
-        for name, readings in self.readings.items():
+        for name, all_readings in self.readings.items():
+            readings = {id: reading for id, reading in all_readings.items() if id in ids}
             found |= {f"{name}/{what}": value for what, value in abstentions(readings).items()}
             found[f"{name}/s"] = self._seconds[name]
             found[f"{name}/read"] = float(sum(not each.abstained for each in readings.values()))
-        if self._teachers is not None:
-            now = self._teachers.measured()
-            found |= {name: value - self._before.get(name, 0.0) for name, value in now.items()}
+        return found | {name: value - self._before.get(name, 0.0) for name, value in self._spent().items()}
+
+    def _spent(self) -> dict[str, float]:
+        """Since the run began."""
+        found = dict(self._teachers.measured()) if self._teachers is not None else {}
         if self._judges is not None:
-            found["judge_calls"] = float(self._judges.ledger.spent.calls - self._calls_before)
-            found["judge_cost"] = (self._judges.ledger.cost or 0.0) - self._cost_before
+            found["judge_calls"] = float(self._judges.ledger.spent.calls)
+            found["judge_cost"] = self._judges.ledger.cost or 0.0
         return found
 
     async def _read(self, name: str, signal: Signal, group: Group) -> None:
@@ -152,7 +187,7 @@ class Reader:
                 f"signal '{name}' gave {len(found)} readings for {len(group.trajectories)} trajectories of {group.task}: it "
                 "gives one for each, in order"
             )
-        self.readings[name] |= {each.id: reading for each, reading in zip(group.trajectories, found, strict=True)}
+        self._found[name] |= {each.id: reading for each, reading in zip(group.trajectories, found, strict=True)}
 
     def _tell(self, text: str) -> None:
         """Each kind of failure once a step."""

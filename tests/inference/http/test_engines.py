@@ -21,6 +21,8 @@ from aiohttp import web
 
 from ramify.clients.base import Request, Sampling
 from ramify.errors import ConfigError, Refused, ServerFailed, TrainError
+from ramify.inference.base import Pressure
+from ramify.inference.http import pressure
 from ramify.inference.http.client import HttpEngines
 from ramify.inference.http.spec import InferenceSpec, check_version
 from ramify.inference.local.client import LocalClient
@@ -112,6 +114,7 @@ def test_the_protocols_of_others_over_our_own_server(engine: str) -> None:
             ids = [*reply.prompt_ids, *reply.token_ids]
             assert (await local.logprobs(ids))[-12:] == pytest.approx(reply.logprobs, abs=1e-5)
             assert await made.engines.logprobs(ids) == pytest.approx(await local.logprobs(ids), abs=1e-6)
+            assert await made.engines.pressure() == Pressure(0.0, 0, 0)
             await made.train(1)
             assert {fingerprint(each.policy.model) for each in made.locals} == {fingerprint(made.trained.model)}
             assert [each.version for each in made.locals] == [1, 1]
@@ -121,6 +124,23 @@ def test_the_protocols_of_others_over_our_own_server(engine: str) -> None:
             await local.close()
 
     run(test)
+
+
+def test_what_servers_say_of_their_caches() -> None:
+    said = """# TYPE vllm:kv_cache_usage_perc gauge
+vllm:kv_cache_usage_perc{engine="0",model_name="a b"} 0.25
+vllm:kv_cache_usage_perc{engine="1",model_name="a b"} 8.75e-01
+vllm:num_requests_waiting{engine="0"} 3.0
+vllm:num_requests_waiting{engine="1"} 2.0
+vllm:num_requests_waiting_by_reason{engine="0"} 9.0
+vllm:num_preemptions_total{engine="1"} 12.0
+"""
+    assert pressure.read(said) == Pressure(0.875, 5, 12)
+    assert pressure.read('sglang:token_usage{x="1"} 0.5\nsglang:num_queue_reqs 4\n') == Pressure(0.5, 4, 0)
+    assert pressure.read("# nothing of a cache\nvllm:num_requests_waiting 3\n") is None
+    assert pressure.read(pressure.write(Pressure(0.5, 4, 7))) == Pressure(0.5, 4, 7)
+    assert pressure.together([None, Pressure(0.5, 4, 7), Pressure(0.7, 1, 2)]) == Pressure(0.7, 5, 9)
+    assert pressure.together([None]) is None
 
 
 def test_a_tree_stays_at_its_server_and_trees_are_spread() -> None:

@@ -1,0 +1,215 @@
+"""Rollouts that do not wait against rollouts that do: wall time of a step, and the reward that is reached.
+
+    python benchmarks/scale_async.py            wall per step over a scripted engine, a tenth of rollouts ten times as slow
+    python benchmarks/scale_async.py --reward   also the tiny recipe, synchronous and one step ahead, three seeds; minutes
+
+The engine answers after 50 ms, or 500, by the rollout's seed; everything else is real: the loop, the queue, rollouts of one
+turn without a session, the trainer over a policy of some thousand parameters. Rewards are of runs that begin from one policy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import random
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from statistics import fmean, median, stdev
+from typing import Any
+
+import msgspec
+import torch
+from engine import Figure, show
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from ramify import RLM, Limits, ScriptedClient
+from ramify.build.recipe import recipe
+from ramify.build.run import train
+from ramify.clients.base import Request
+from ramify.clients.byte_ids import NUM_IDS, ByteIds
+from ramify.policy.dense import Dense
+from ramify.policy.load import Policy
+from ramify.tasks.base import Item
+from ramify.tasks.simple import SimpleTask
+from ramify.train import groups
+from ramify.train.algorithms.dr_grpo import DrGRPO
+from ramify.train.backends.base import Compute, Optim
+from ramify.train.backends.single import Single
+from ramify.train.config import PolicySpec, Run
+from ramify.train.loop import Cadence, Loop
+from ramify.train.loss import Loss
+from ramify.train.metrics import Measured, read
+from ramify.train.rollout import RolloutOptions, Rollouts
+from ramify.train.stages import Reinforce, Sample
+from ramify.types.message import Reply
+
+STEPS, WARM = 20, 4
+FAST_S, SLOW_S, SLOW = 0.05, 0.5, 0.1
+SHAPE = Qwen3Config(
+    vocab_size=NUM_IDS, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+    num_key_value_heads=1, head_dim=16, tie_word_embeddings=True, max_position_embeddings=4096, bos_token_id=None,
+    eos_token_id=3, pad_token_id=0,
+)  # fmt: skip
+SIDES = {
+    "synchronous": Sample(items=8),
+    "staleness 1": Sample(items=8, max_staleness=1),
+    "staleness 1, none late": Sample(items=8, max_staleness=1, late=0),
+    "staleness 2": Sample(items=8, max_staleness=2),
+}
+
+
+def figures(quick: bool) -> Iterator[Figure]:
+    torch.set_num_threads(1)
+    rounds = [{name: measured(sample, seed) for name, sample in SIDES.items()} for seed in range(1 if quick else 3)]
+    wall = {name: median(each[name]["wall_s"] for each in rounds) for name in SIDES}
+    beside: dict[str, float | str] = {"synchronous, s": f"{wall['synchronous']:.3g}"}
+    for name in list(SIDES)[1:]:
+        ratio = median(each["synchronous"]["wall_s"] / each[name]["wall_s"] for each in rounds)
+        oldest = max(each[name]["oldest"] for each in rounds)
+        age = fmean(each[name]["staleness"] for each in rounds)
+        figure = f"synchronous wall per step to that of {name}"
+        about = {**beside, "mean staleness": f"{age:.2g}", "oldest token": oldest}
+        yield Figure(figure, ratio, "×", about, least=2.0 if name == "staleness 1" else None)
+
+
+# --- wall time ---------------------------------------------------------------------------------------------------------
+
+
+class LongTailed(ScriptedClient):
+    """One rollout in ten takes ten times as long, whichever its seed says; so does what it answers."""
+
+    async def complete(self, request: Request) -> Reply:
+        await asyncio.sleep(SLOW_S if random.Random(request.sampling.seed).random() < SLOW else FAST_S)
+        return await super().complete(request)
+
+
+class Published:
+    """What publishes the policy to the scripted engine: its version, which tokens carry."""
+
+    def __init__(self, ids: ByteIds) -> None:
+        self._ids = ids
+
+    @property
+    def version(self) -> int:
+        return self._ids.version
+
+    async def publish(self) -> None:
+        self._ids.version += 1
+
+    def save(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def load(self, folder: Path) -> None: ...
+
+
+def measured(sample: Sample, seed: int) -> dict[str, float]:
+    with tempfile.TemporaryDirectory() as folder:
+        rows = asyncio.run(trained(sample, seed, Path(folder)))
+        assert groups.accounts(Path(folder)).balanced
+    rows = rows[WARM:]
+    return {
+        "wall_s": (rows[-1].at_s - rows[0].at_s) / (len(rows) - 1),
+        "staleness": fmean(row.values["staleness"] for row in rows),
+        "oldest": max(row.values["staleness_max"] for row in rows),
+    }
+
+
+async def trained(sample: Sample, seed: int, out: Path) -> list[Measured]:
+    """The steps of one run."""
+    ids = ByteIds()
+    answers = iter(random.Random(seed).choices(("heads", "tails"), k=1_000_000))
+    client = LongTailed(lambda messages: next(answers), ids=ids)
+    task = SimpleTask("coin", {"train": [Item("heads or tails?", gold="heads", id=str(n)) for n in range(64)]}, right)
+    torch.manual_seed(seed)
+    model = Dense(SHAPE)
+    model.load_state_dict(AutoModelForCausalLM.from_config(SHAPE).state_dict())
+    policy = Policy(model.eval(), None, None, SHAPE, 0, "dense")  # type: ignore[arg-type]
+    backend = Single(policy, Optim(lr=1e-4), Compute(precision="fp32"))
+    async with RLM(client, scaffold="tiny", limits=Limits(max_seconds=60), sandbox="inprocess") as rlm:
+        rollouts = Rollouts(rlm, task, RolloutOptions(group=4), seed=seed)
+        stage = Reinforce(
+            STEPS, Optim(), Loss(), task=task, items=task.splits["train"], rollouts=rollouts, algorithm=DrGRPO(),
+            sample=sample, temperature=1.0,
+        )  # fmt: skip
+        loop = Loop(out, [stage], lambda _: backend, Published(ids), nothing, cadence=Cadence(evaluate=0), say=print)
+        await loop.run()
+    return [row for row in read(out) if "loss" in row.values]
+
+
+def right(answer: Any, item: Item) -> float:
+    return float(answer == item.gold)
+
+
+async def nothing(split: str) -> Mapping[str, float]:
+    return {}
+
+
+# --- reward ------------------------------------------------------------------------------------------------------------
+
+
+def rewards(folder: Path, steps: int = 15) -> Iterator[Figure]:
+    """The test reward after ``steps`` steps of rollouts from one policy, which saw few demonstrations. What ``folder`` holds
+    already is not done again."""
+    tiny = recipe(Path(__file__).parents[1] / "recipes/tiny.py")
+    assert tiny.sft is not None
+    if not (folder / "sft/policy").is_dir():
+        few = msgspec.structs.replace(tiny.evaluate, num=64, validation=64, final=())
+        sft = msgspec.structs.replace(tiny.sft, num=DEMONSTRATIONS)
+        train(msgspec.structs.replace(tiny, sft=sft, rl=None, evaluate=few), folder / "sft", say=lambda _: None)
+    sides = {"synchronous": 0, "staleness 1": 1}
+    reached = {side: [reward(tiny, folder, ahead, seed, steps) for seed in range(3)] for side, ahead in sides.items()}
+    differences = [a - b for a, b in zip(reached["staleness 1"], reached["synchronous"], strict=True)]
+    margin = T95 * stdev(differences) / math.sqrt(len(differences))
+    beside: dict[str, float | str] = {
+        side: " ".join(f"{each:.3f}" for each in found) for side, found in reached.items()
+    }
+    beside["95 % interval"] = f"±{margin:.3f}"
+    about = f"test reward of staleness 1 less that of synchronous, {steps} steps"
+    yield Figure(about, fmean(differences), "", beside, least=-margin)
+
+
+DEMONSTRATIONS = 2000
+"""Enough for the language that the task is answered in: most of what is right, rollouts have to find."""
+T95 = 4.303
+"""Of Student's distribution with two degrees of freedom: three seeds in pairs."""
+
+
+def reward(tiny: Run, folder: Path, ahead: int, seed: int, steps: int) -> float:
+    """That of one run, on the first items of the test split."""
+    assert tiny.rl is not None
+    out = folder / f"ahead-{ahead}-seed-{seed}"
+    if not (out / "policy").is_dir():
+        sample = msgspec.structs.replace(tiny.rl.sample, max_staleness=ahead, first_item=DEMONSTRATIONS)
+        run = msgspec.structs.replace(
+            tiny, seed=seed, policy=PolicySpec(path=str(folder / "sft/policy")), warmup=None, sft=None,
+            rl=msgspec.structs.replace(tiny.rl, steps=steps, sample=sample), cadence=Cadence(evaluate=0),
+            evaluate=msgspec.structs.replace(tiny.evaluate, num=256, validation=64, final=("test",)),
+        )  # fmt: skip
+        train(run, out, say=lambda _: None)
+    assert groups.accounts(out).balanced
+    return next(row.values["test/reward"] for row in read(out) if "test/reward" in row.values)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Rollouts that do not wait against rollouts that do.")
+    parser.add_argument("--quick", action="store_true", help="one round")
+    parser.add_argument("--reward", action="store_true", help="the reward that is reached, too")
+    parser.add_argument("--keep", type=Path, help="a folder for its runs, which are not done again")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON on the last line")
+    options = parser.parse_args()
+    found = list(figures(options.quick))
+    if options.reward:
+        with tempfile.TemporaryDirectory() as folder:
+            found += rewards(options.keep or Path(folder))
+    show(found)
+    if options.json:
+        print(json.dumps({"figures": [figure.as_json() for figure in found]}))
+    return 1 if any(figure.holds is False for figure in found) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
