@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import os
 import sys
 import threading
 import time
@@ -27,6 +28,8 @@ from ramify.errors import TrainError
 
 T = TypeVar("T")
 FILE = "stalled.txt"
+_WAITING = (f"{os.sep}asyncio{os.sep}", f"{os.sep}threading.py")
+"""In the places that only wait for others, which an error leaves out."""
 _GRACE_S = 10.0
 """How long the event loop may take to notice that a wait was ended, and what was waited for to be given up."""
 
@@ -252,4 +255,5 @@ def _stack_of(wait: _Wait) -> list[str]:
 
 def _last(stack: list[str]) -> str:
     places = [line for line in stack if line.lstrip().startswith("File ")]
+    places = [line for line in places if not any(each in line for each in _WAITING)] or places
     return " ".join(places[-1].split()) if places else "a place that cannot be told"

@@ -11,7 +11,9 @@ from typing import Any, cast
 import pytest
 
 from ramify.errors import ConfigError, TrainError
+from ramify.train.backends.base import Optim
 from ramify.train.loop import Loop
+from ramify.train.stages import Given, Work
 from ramify.train.watch import FILE, OneThread, Stalled, Watch
 from tests.train.small import small
 
@@ -48,7 +50,9 @@ def test_a_thread_that_stands_still(tmp_path: Path) -> None:
     async def test() -> None:
         watch = Watch(tmp_path, 0.3, others=lambda: "rank 1 is somewhere else", on_stall=told.append)
         thread = OneThread("ramify-train")
-        with pytest.raises(Stalled, match=r"learning stands still: nothing moved for 0.3 s\. It stands at File .*wait"):
+        with pytest.raises(
+            Stalled, match=r"learning stands still: nothing moved for 0.3 s\. It stands at File .* in stand_here"
+        ):
             await watch.bounded("learning", thread.run(stand_here), thread="ramify-train")
         release.set()
         thread.close()
@@ -92,14 +96,14 @@ def test_what_fails_elsewhere_ends_every_wait(tmp_path: Path) -> None:
     asyncio.run(test())
 
 
-class Endless:
+class Endless(Given):
     """A stage whose work never comes."""
 
-    name, num_steps, samples, max_staleness, critic, streams = "rl", 3, True, 1, False, frozenset[str]()
-    optim, loss, memory = None, None, dict[str, float]()
+    name, num_steps, optim = "rl", 3, Optim()
 
-    async def work(self, step: int, next_item: int) -> Any:
+    async def work(self, step: int) -> Work:
         await asyncio.Event().wait()
+        raise AssertionError
 
 
 class Published:
@@ -115,11 +119,10 @@ async def nothing(split: str) -> dict[str, float]:
 
 
 def test_a_run_whose_rollouts_never_end_stops_with_all_stacks(tmp_path: Path) -> None:
-    stage: Any = Endless()
-    loop = Loop(tmp_path, [stage], lambda _: cast(Any, None), Published(), nothing, watch=Watch(tmp_path, 2.0))
-    with pytest.raises(Stalled, match=r"the work of step 1 \(rl\) stands still: .* in _works"):
+    loop = Loop(tmp_path, [Endless()], lambda _: cast(Any, None), Published(), nothing, watch=Watch(tmp_path, 2.0))
+    with pytest.raises(Stalled, match=r"the work of step 1 \(rl\) stands still: .* in work"):
         asyncio.run(loop.run())
-    assert "in work\n  waits for" in (tmp_path / FILE).read_text()
+    assert "in work\n  File" in (tmp_path / FILE).read_text()
 
 
 def test_how_long_a_run_may_stand_still_is_positive() -> None:
