@@ -41,9 +41,9 @@ from ramify.train.loop import Cadence
 from ramify.train.rollout import RolloutOptions
 from ramify.train.stages import Sample
 
-NOISE = 0.1
+NOISE = 0.15
 """Standard deviation of what is added to each matrix, of its own."""
-ITEMS = 4
+ITEMS = 8
 UNDISTURBED = 5
 T_4 = 2.776
 """97.5th percentile of Student's t with four degrees of freedom."""
@@ -61,7 +61,7 @@ def run() -> Run:
         rl=RlSpec(
             steps=24,
             sample=Sample(items=ITEMS, max_staleness=1),
-            rollout=RolloutOptions(group=4),
+            rollout=RolloutOptions(group=4, temperature=1.3),
             optim=Optim(lr=3e-4, warmup_steps=3, max_grad_norm=0.5),
         ),
         scaffold="tiny",
