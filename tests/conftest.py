@@ -1,4 +1,5 @@
-"""What holds for all tests: rooms whose sessions live in the default sandbox are skipped, aloud, where there is none."""
+"""What holds for all tests: their order, and that rooms whose sessions live in the default sandbox are skipped, aloud, where
+there is none."""
 
 from __future__ import annotations
 
@@ -14,6 +15,8 @@ from ramify.sandbox.base import SandboxSpec, open_sandbox
 
 IN_THE_DEFAULT = ("engine", "cli", "docs", "real")
 """Rooms of tests whose runs name no sandbox."""
+FIRST = ("sandbox", "viewer", "docs", "train", "cli", "inference", "serve")
+"""Rooms whose files take longest. They come first, so that no process of many is left alone with one at the end."""
 _HERE = Path(__file__).parent
 
 
@@ -33,6 +36,7 @@ def room(path: Path) -> str:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: FIRST.index(room(item.path)) if room(item.path) in FIRST else len(FIRST))
     affected = [item for item in items if room(item.path) in IN_THE_DEFAULT]
     if affected and why_not():
         for item in affected:

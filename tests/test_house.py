@@ -23,7 +23,7 @@ FLOORS = [
     {"evaluate"},
     {"train"},
     {"build"},
-    {"viewer", "serve"},
+    {"viewer", "serve", "cluster"},
     {"cli"},
     {"__main__"},
 ]

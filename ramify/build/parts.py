@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import secrets
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +28,12 @@ from ramify.train.config import Run, plain
 from ramify.train.loop import Loop
 from ramify.train.metrics import Measured
 from ramify.train.override import of_name
+from ramify.train.placement.counted import attached, check_reach, settled
+from ramify.train.placement.here import HereHosts
+from ramify.train.placement.hosts import Hosts, PlacedEngine
+from ramify.train.placement.runner import RunnerSpec
+from ramify.train.placement.runners import Runners
+from ramify.train.placement.services import Services
 from ramify.train.rollout import RolloutOptions, Rollouts
 from ramify.train.selfcheck import Seen, SelfCheck
 from ramify.train.signals.compose import Hybrid
@@ -54,9 +63,17 @@ class Made:
 
         if run.threads:
             torch.set_num_threads(run.threads)
+        run, self._seats = settled(run)
         self.run, self._say = run, say
+        self.hosts: Hosts | None = None
+        """What starts processes that are not to be on this machine; open from ``start`` on."""
+        self.services: Services | None = None
+        """Servers that the run asks besides engines."""
+        self.runners: Runners | None = None
+        """Those who roll out, where that is not this process."""
         self._kind: Any = of_name(run.compute.backend, BACKENDS, "backend")
-        self._kind.check(run.compute, _device_of(run))
+        elsewhere = {"elsewhere": True} if self._is_placed and not self._kind.is_here else {}
+        self._kind.check(run.compute, _device_of(run), **elsewhere)
         self.trained: Trained | None = None
         self.teachers: Teachers | None = None
         self.task: Task = task_of(run.task.name, **run.task.options)
@@ -79,6 +96,10 @@ class Made:
         if self.run.inference is not None:
             from ramify.inference.http.client import HttpEngines
 
+            if (
+                self._is_placed and not self.run.inference.urls
+            ):  # engines on other machines answer to those alone that have it
+                os.environ.setdefault(self.run.inference.key_variable, secrets.token_urlsafe(24))
             engine = self.run.inference.engine
             return HttpEngines(self.serving, self.run.inference, name=f"{engine}:{self.run.name}", say=self._say)
         from ramify.inference.local.client import LocalClient
@@ -99,7 +120,10 @@ class Made:
         is_folder = bool(spec.path) and type(self.policy.model).__name__ == "Dense" and Path(spec.path).is_dir()
         source = Path(spec.path) if is_folder else self.policy.model.state_dict()
         critic = run.rl is not None and needs_of(run.rl.algorithm).values and run.rl.critic.model == "shared"
-        spread: Trained = self._kind(self.policy, run.compute, out, lora=adapters, source=source, critic=critic)
+        hosts = {} if self.hosts is None else {"hosts": self.hosts}
+        spread: Trained = self._kind(
+            self.policy, run.compute, out, lora=adapters, source=source, critic=critic, **hosts
+        )  # fmt: skip
         return spread
 
     def check_fits(self, checkpoint: Path) -> None:
@@ -110,12 +134,77 @@ class Made:
         check_weights(self.serving.model, read_weights(folder), str(folder))
 
     async def start(self, out: Path) -> None:
-        """Bring up the engines that are not in this process."""
+        """Take the seats of the placement, and bring up the engines that are not in this process."""
         from ramify.inference.local.client import LocalClient
         from ramify.policy.load import save
 
+        self.hosts = self._placed()
+        if self.run.placement is not None and self.run.placement.services:
+            self.services = Services(self.hosts or HereHosts(), self.run.placement.services, out)
+            await self.services.start()
+        launch = None if self.hosts is None else partial(PlacedEngine, self.hosts)
         if not isinstance(self.client, LocalClient):
-            await self.client.start(out / "inference", lambda folder: save(self.serving, folder))
+            await self.client.start(out / "inference", lambda folder: save(self.serving, folder), launch)
+            await self._start_runners(out)
+
+    async def _start_runners(self, out: Path) -> None:
+        """Bring up those who roll out in processes of their own, where the placement has any."""
+        from ramify.inference.local.client import LocalClient
+        from ramify.policy.load import save
+
+        num, run = sum(member.role == "rollouts" for seat in self._seats for member in seat.members), self.run
+        if not num or run.rl is None:
+            return
+        assert run.inference is not None
+        assert not isinstance(self.client, LocalClient)
+        client = self.client
+        checkpoint = out / "inference" / "checkpoint"
+        if run.inference.urls:
+            save(self.serving, checkpoint)
+        spec = self._for_runners(checkpoint, tuple(each.name for each in client.engines))
+        self.runners = Runners(
+            self.hosts or HereHosts(),
+            num,
+            spec,
+            out,
+            version=lambda: client.version,
+            seen=self.seen.note,
+            say=self._say,
+        )
+        await self.runners.start()
+
+    def _for_runners(self, checkpoint: Path, urls: tuple[str, ...]) -> RunnerSpec:
+        """What runners need to know of the run."""
+        run = self.run
+        assert run.inference is not None
+        assert run.rl is not None
+        return RunnerSpec(
+            name=self.client.name, task=run.task.name, options=run.task.options, scaffold=run.scaffold, limits=run.limits,
+            sandbox=run.sandbox, inference=attached(run.inference, urls), checkpoint=str(checkpoint.resolve()),
+            dtype=str(self.serving.dtype).removeprefix("torch."), grace_s=run.rl.rollout.grace_s,
+        )  # fmt: skip
+
+    @property
+    def _is_placed(self) -> bool:
+        return self.run.placement is not None and self.run.placement.kind == "ray"
+
+    def _placed(self) -> Hosts | None:
+        """What starts processes, where it is not this machine. Raises ConfigError where the seats cannot be had."""
+        import torch
+
+        from ramify.train.placement.on_ray import RayHosts
+
+        if not self._is_placed:
+            return None
+        assert self.run.placement is not None
+        hosts = RayHosts(self.run.placement, self._seats, num_gpus=torch.cuda.device_count())
+        try:
+            num = sum(member.role == "inference" for seat in self._seats for member in seat.members)
+            check_reach(self.run, hosts, num)
+        except BaseException:
+            hosts.close()
+            raise
+        return hosts
 
     def _tolerance(self) -> float:
         """Most that log-probabilities of engine and trainer may differ by."""
@@ -187,6 +276,7 @@ class Made:
                     rollouts=Rollouts(
                         self.rlm, self.task, rl.rollout, seed=run.seed, on_stall=self._say,
                         greedy=needs_of(rl.algorithm).greedy, gauge=getattr(self.client, "pressure", None),
+                        runner=self.runners,
                     ),
                     algorithm=rl.algorithm, sample=rl.sample, temperature=rl.rollout.temperature,
                     signals=self._signals(out),
@@ -230,7 +320,9 @@ class Made:
             self.run.rl.rollout if self.run.rl is not None else RolloutOptions(),
             group=spec.attempts, temperature=spec.temperature,
         )  # fmt: skip
-        rollouts = Rollouts(self.rlm, self.task, options, seed=self.run.seed, on_stall=self._say)
+        rollouts = Rollouts(
+            self.rlm, self.task, options, seed=self.run.seed, on_stall=self._say, runner=self.runners
+        )  # fmt: skip
         found = items_of(self.task, split)
         num = spec.num if split != "validation" or spec.validation is None else spec.validation
         items = [found[index] for index in range(min(num, len(found)))]

@@ -18,7 +18,7 @@ from ramify.train.loop import Loop
 from ramify.train.metrics import Measured
 from ramify.train.trackers.base import Trackers
 
-FREE = ("cadence.", "compute.shard.", "evaluate.", "guard.", "inference", "name", "stall_s", "tracker")
+FREE = ("cadence.", "compute.shard.", "evaluate.", "guard.", "inference", "name", "placement", "stall_s", "tracker")
 """Fields of a run that a resumed one may have otherwise: they change no weight, but for how long it is trained."""
 _SWITCH_S = 5e-4
 """How long one thread may keep the interpreter from another: the loop's, which speaks to sessions, waits for the engine's
@@ -83,6 +83,12 @@ async def building(
         sys.setswitchinterval(interval)
         if made.teachers is not None:
             made.teachers.close()
+        if made.runners is not None:
+            await made.runners.close()
         await made.client.close()
         if made.trained is not None:
             made.trained.close()
+        if made.services is not None:
+            await made.services.close()
+        if made.hosts is not None:
+            made.hosts.close()

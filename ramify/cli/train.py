@@ -40,6 +40,7 @@ def train(
     progress: str | None = None,
     track: list[str] | None = None,
     restarts: int | None = None,
+    placement: str | None = None,
 ) -> int:
     recipes = [word for word in words if "=" not in word]
     overrides = [word for word in words if "=" in word]
@@ -58,6 +59,7 @@ def train(
         flags = [f"--{name}" for name, is_on in (("plain", plain), ("quiet", quiet)) if is_on]
         given = [
             *(("--progress", progress) if progress else ()),
+            *(("--placement", placement) if placement else ()),
             *(part for name in track or () for part in ("--track", name)),
         ]
         return supervise(words, [*flags, *given], Path(into), resume, restarts, notes.say)
@@ -65,9 +67,11 @@ def train(
         with doing("starting"):
             from ramify.build.recipe import recipe, stored  # everything heavy comes with it
             from ramify.build.run import train
+            from ramify.train.placement.counted import by
 
             run = recipe(recipes[0], overrides) if recipes else stored(str(resume), overrides)
             run = msgspec.structs.replace(run, trackers=(*run.trackers, *(track or ())))
+            run = by(run, placement) if placement else run
         folder = Path(out or _folder(resume) or f"runs/{run.name}")
         if _was_restarted() and any(folder.glob("checkpoints/step-*")):
             resume = str(folder)
@@ -167,6 +171,12 @@ COMMAND = Command(
             "restarts",
             int,
             "when training dies, start it again from the last checkpoint; give up where it got no further N times",
+        ),
+        Option(
+            "placement",
+            str,
+            "who starts the run's processes: local, or ray, which starts a cluster or joins RAY_ADDRESS",
+            "local|ray",
         ),
         Option("track", list, f"also send what is measured to {TRACKERS}, or module:Class; repeat it", "NAME"),
         Option("plain", bool, "lines instead of a live view, as where stderr is no terminal", has_no=False),

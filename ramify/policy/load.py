@@ -14,7 +14,7 @@ import dataclasses
 import json
 import zlib
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import torch
@@ -62,7 +62,7 @@ class Policy:
     @property
     def window(self) -> int:
         """Tokens that prompt and reply together may have."""
-        return Shape.of(self.config).window if isinstance(self.model, Dense) else _window(self.config)
+        return Shape.of(self.config).window if isinstance(self.model, Dense) else window_of(self.config)
 
     @property
     def device(self) -> torch.device:
@@ -84,7 +84,8 @@ def load(
 ) -> Policy:  # fmt: skip
     """The policy in a folder, or of a hub name whose files are already on disk.
 
-    ``dtype``: by default fp32 on a CPU, elsewhere as stored. ``device``: by default a GPU where there is one.
+    ``dtype``: by default fp32 on a CPU, elsewhere as stored. ``device``: by default a GPU where there is one; ``meta``: without
+    weights, for who writes its ids and does not compute.
     ``thinking`` switches a hybrid model's thinking where its template can. Raises ConfigError for a folder that is not
     there, weights that are not those of its configuration, a tokenizer that does not fit its template."""
     folder = _folder(path_or_name)
@@ -194,6 +195,11 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
+def read_config(path_or_name: str | Path) -> Any:
+    """The configuration of a folder, or of a hub name whose files are on disk, and nothing else of it. Raises ConfigError."""
+    return _config(_folder(path_or_name))
+
+
 def _config(folder: Path) -> Any:
     try:
         return AutoConfig.from_pretrained(folder)
@@ -202,6 +208,11 @@ def _config(folder: Path) -> Any:
 
 
 def _model(folder: Path, config: Any, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    if device.type == "meta":
+        with device:
+            dense = unsupported(config) is None
+            bare = Dense(config) if dense else AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+        return cast(nn.Module, bare.to(dtype).eval())
     if unsupported(config) is not None:
         with doing("loading", note=str(folder)):
             return _module(folder, dtype).to(device).eval()
@@ -288,10 +299,10 @@ def _stop_ids(generation: dict[str, Any], config: Any, tokenizer: PreTrainedToke
 
 
 def _architecture(policy: Policy) -> str:
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+    """The name of its class in transformers. The class itself is not asked: it would be imported, which takes seconds."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    known: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(policy.config)]
-    return str(known.__name__)
+    return str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[policy.config.model_type])
 
 
 def _stored_dtype(config: Any) -> torch.dtype:
@@ -299,7 +310,8 @@ def _stored_dtype(config: Any) -> torch.dtype:
     return getattr(torch, stored) if isinstance(stored, str) else stored
 
 
-def _window(config: Any) -> int:
+def window_of(config: Any) -> int:
+    """Tokens that prompt and reply together may have. Raises ConfigError where the configuration does not say."""
     inner = config.get_text_config()
     for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
         if (window := getattr(inner, name, None)) is not None:

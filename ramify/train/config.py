@@ -8,6 +8,7 @@
     ├── rl         ┘
     ├── limits, sandbox, scaffold      how the engine runs a rollout
     ├── inference                      which engines answer, where it is not the one in this process
+    ├── placement                      where processes stand, on this machine or by Ray
     └── evaluate, cadence, trackers    what is measured and kept, how often, and who is told
 
 A recipe is a function that returns one (``recipes/tiny.py``); ``ramify train`` overrides its fields by dotted names.
@@ -31,6 +32,7 @@ from ramify.train.backends.base import Compute, Optim
 from ramify.train.guards import Guard
 from ramify.train.loop import Cadence
 from ramify.train.loss import Loss
+from ramify.train.placement.spec import PlacementSpec
 from ramify.train.policy_losses import POLICY_LOSSES
 from ramify.train.rollout import RolloutOptions
 from ramify.train.signals.asking import BUDGET
@@ -216,6 +218,8 @@ class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     stall_s: float = 1800.0
     """How long the run may stand still, without a reply, a rollout or a step that ends, before it ends with all stacks in
     OUT/stalled.txt."""
+    placement: PlacementSpec | None = None
+    """Where processes stand, and who starts them; None: on this machine."""
     threads: int = 0
     """Of torch, for one operation; 0: its own choice. One is best for small models, and on machines that are shared."""
 

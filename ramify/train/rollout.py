@@ -23,6 +23,7 @@ from ramify.errors import ConfigError
 from ramify.evaluate.attempt import GRACE_S, attempt
 from ramify.progress import doing
 from ramify.tasks.base import Item, Task
+from ramify.train.placement.runners import Runner
 from ramify.train.room import Gauge, Room
 from ramify.types.trajectory import Group, Stop, Trajectory
 
@@ -142,10 +143,12 @@ class Rollouts:
 
     def __init__(
         self, rlm: RLM, task: Task, options: RolloutOptions, *, seed: int = 0, on_stall: Callable[[str], None] = print,
-        greedy: bool = False, gauge: Gauge | None = None,
+        greedy: bool = False, gauge: Gauge | None = None, runner: Runner | None = None,
     ) -> None:  # fmt: skip
         """``on_stall`` is told where a rollout stood that did not end. ``greedy``: one more rollout of each item, at
-        temperature 0, beside its group (``Group.greedy``). ``gauge`` tells how full the engine's cache is."""
+        temperature 0, beside its group (``Group.greedy``). ``gauge`` tells how full the engine's cache is. ``runner``: who
+        rolls out, where that is not this process."""
+        self._runner = runner
         self._rlm, self._task, self._options, self._seed, self._on_stall = rlm, task, options, seed, on_stall
         self._greedy = greedy
         self.per_item = options.group + greedy
@@ -194,6 +197,8 @@ class Rollouts:
     async def _rollout(self, item: Item, name: str, greedy: bool) -> Trajectory:
         seed = random.Random(f"{self._seed}/{name}/{item.id}").getrandbits(31)
         sampling = self._options.sampling(self._rlm.limits.max_reply_tokens, seed, greedy=greedy)
+        if self._runner is not None:
+            return await self._runner.attempt(item, name, sampling)
         return await attempt(
             self._rlm, self._task, item, name=name, sampling=sampling, metadata={"rollout": name},
             grace_s=self._options.grace_s, on_stall=self._on_stall,

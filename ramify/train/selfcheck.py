@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -54,6 +54,16 @@ class Seen:
         if reply.prompt_ids is not None and reply.token_ids is not None:
             self._paths[-1].add(hash((*reply.prompt_ids, *reply.token_ids)))
         return reply
+
+    def note(self, paths: Iterable[int]) -> None:
+        """What went through elsewhere, as ``take`` gave it."""
+        self._paths[-1].update(paths)
+
+    def take(self) -> tuple[int, ...]:
+        """What went through since this was last asked."""
+        taken = tuple(self._paths[-1])
+        self._paths[-1].clear()
+        return taken
 
     def has_seen(self, ids: tuple[int, ...]) -> bool:
         return any(hash(ids) in paths for paths in self._paths)

@@ -50,7 +50,7 @@ class Shell:
 
     def run(self, *arguments: str, stdin: str | None = None, **env: str) -> Done:
         done = subprocess.run(
-            [*COMMAND, *arguments], cwd=self.folder, env={**self.env, **env}, capture_output=True, timeout=100,
+            [*COMMAND, *arguments], cwd=self.folder, env={**self.env, **env}, capture_output=True, timeout=250,
             **({"input": stdin.encode()} if stdin is not None else {"stdin": subprocess.DEVNULL}),
         )  # fmt: skip
         return Done(done.returncode, done.stdout.decode(), done.stderr.decode())

@@ -51,7 +51,7 @@ def test_one_json_object(shell: Shell) -> None:
     answer = json.loads(done.out)
     seconds, run, usage = answer.pop("seconds"), answer.pop("run"), answer.pop("usage")
     assert answer == {"answer": 3, "stop": "final", "error": None, "citations": [], "cost": None}
-    assert (usage["calls"], usage["unknown_calls"], 0 < seconds < 30, run[:2]) == (2, 0, True, "20")
+    assert (usage["calls"], usage["unknown_calls"], 0 < seconds < 250, run[:2]) == (2, 0, True, "20")
     assert set(usage) == {
         "input_tokens", "output_tokens", "cached_tokens", "reasoning_tokens", "calls", "unknown_calls",
         "cache_write_tokens",
@@ -206,7 +206,7 @@ def test_a_pipe_that_says_nothing_is_told_of(shell: Shell) -> None:
     process = shell.start("ask", "-m", shell.model(["yes"]), "hm?", stdin=subprocess.PIPE)
     assert process.stderr is not None
     assert process.stderr.readline().startswith(b"reading standard input; ")
-    out, _ = process.communicate(timeout=20)
+    out, _ = process.communicate(timeout=100)
     assert (process.returncode, out) == (0, b"yes\n")
 
 

@@ -20,7 +20,7 @@ CASES = {
     "a model without a provider": (["-m", "gpt-5", "q"], 1, r"'gpt-5' has no provider: write provider:model"),
     "missing key": (["-m", "openai:gpt-5", "q"], 1, r"no API key: set OPENAI_API_KEY"),
     "missing script": (["-m", "scripted:nowhere.json", "q"], 1, r"script nowhere.json: No such file"),
-    "nothing listens": (["-m", "openai:m@http://127.0.0.1:9/v1", "q", "--max-seconds", "1"], 4, r"127\.0\.0\.1:9"),
+    "nothing listens": (["-m", "openai:m@http://127.0.0.1:9/v1", "q", "--max-seconds", "3"], 4, r"127\.0\.0\.1:9"),
     "unreadable path": ([*MODEL, "q", "nowhere.txt"], 1, r"nowhere.txt does not exist"),
     "nearest path": ([*MODEL, "q", "log.tx"], 1, r"did you mean log.txt\?"),
     "a pipe without a writer": ([*MODEL, "q", "pipe"], 1, r"pipe is a pipe that nobody writes to: start what writes"),
@@ -129,6 +129,13 @@ def test_a_bug_is_one_line_and_a_traceback_where_asked_for(shell: Shell) -> None
     assert done.err.startswith("ramify: internal error: TypeError: ")
     assert "RAMIFY_DEBUG=1" in done.err
     assert "Traceback" in shell.run("ask", "q", **env, RAMIFY_DEBUG="1").err
+
+
+def test_a_full_disk_is_no_bug(shell: Shell) -> None:
+    with Path("/dev/full").open("wb") as full:
+        process = shell.start("doctor", stdout=full)
+    assert re.fullmatch(rb"ramify: No space left on device; .*\n", process.communicate(timeout=60)[1])
+    assert process.returncode == 1
 
 
 def test_an_early_error_leaves_nothing_behind(shell: Shell) -> None:

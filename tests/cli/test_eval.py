@@ -101,15 +101,16 @@ def test_a_model_that_always_fails(shell: Shell) -> None:
 
 
 def test_an_interrupted_evaluation_goes_on(shell: Shell) -> None:
-    process = shell.start(
-        *(word for word in start(shell, RIGHT, "--items", "120", "--concurrency", "2") if word != "-q")
-    )
+    words = start(shell, RIGHT, "--items", "120", "--concurrency", "2")
+    slowly = "lambda answer, item: (time.sleep(0.1), numeric(answer, item))[1]"  # so that it is not over too soon
+    shell.write("my_task.py", "import time\n" + MINE.replace("else numeric", f"else ({slowly})"))
+    process = shell.start(*(word for word in words if word != "-q"))
     records = Records(Path(shell.env["RAMIFY_HOME"]))
-    give_up = time.monotonic() + 30
+    give_up = time.monotonic() + 100
     while not _num_lines(shell) > 3 and time.monotonic() < give_up:
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=100)
     assert process.returncode == Exit.STOPPED
     begun = records.load("last")
     assert 0 < len(begun.outcomes) < 120

@@ -28,7 +28,7 @@ def started(shell: Shell, script: list[object], until: bytes) -> subprocess.Pope
 def test_once_answers_with_what_there_is(shell: Shell) -> None:
     process = started(shell, [SLEEP, "FINAL(at least 3)"], b"turn 1: reply")
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=20)
+    out, err = process.communicate(timeout=100)
     assert (process.returncode, out) == (3, b"at least 3\n")
     assert b"answering with what there is; Ctrl-C again to stop" in err
     assert err.decode().splitlines()[-1].startswith("cancelled · ")
@@ -37,7 +37,7 @@ def test_once_answers_with_what_there_is(shell: Shell) -> None:
 def test_once_while_the_model_is_silent(shell: Shell) -> None:
     process = started(shell, [{"fail": "stalled"}, "FINAL(nothing yet)"], b"call 0 (rlm")
     process.send_signal(signal.SIGINT)
-    out, _ = process.communicate(timeout=20)
+    out, _ = process.communicate(timeout=100)
     assert (process.returncode, out) == (3, b"nothing yet\n")
 
 
@@ -48,7 +48,7 @@ def test_twice_stops(shell: Shell) -> None:
     while b"Ctrl-C again" not in process.stderr.readline():
         pass
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=20)
+    out, err = process.communicate(timeout=100)
     assert (process.returncode, out, err.splitlines()[-1]) == (130, b"", b"ramify: stopped")
     assert "cancelled" in shell.run("runs").out
 
@@ -57,7 +57,7 @@ def test_twice_stops(shell: Shell) -> None:
 def test_terminated(shell: Shell, script: list[object]) -> None:
     process = started(shell, script, b"call 0 (rlm")
     process.send_signal(signal.SIGTERM)
-    out, _ = process.communicate(timeout=20)
+    out, _ = process.communicate(timeout=100)
     assert (process.returncode, out) == (143, b"")
 
 

@@ -96,7 +96,7 @@ def on_a_terminal(shell: Shell, *arguments: str) -> str:
     except OSError:
         pass  # Linux says so where the other end is closed
     os.close(ours)
-    assert process.wait(20) == 0
+    assert process.wait(100) == 0
     return written.decode()
 
 
@@ -105,7 +105,7 @@ def test_on_a_terminal(shell: Shell) -> None:
     sub = shell.model([{"match": "", "reply": evil}], "sub.json")
     first = code(
         f"import time\n# {evil}\nreplies = llm_query_batched(['x'] * 20)\n"
-        "child = rlm_query('[dim]child[/]', context='y')\ntime.sleep(0.3)"
+        "child = rlm_query('[dim]child[/]', context='y')\ntime.sleep(1.5)"
     )
     shell.write("log.txt", "abc")
     model = shell.model([first, code(f"FINAL({evil!r})")])

@@ -113,7 +113,7 @@ def test_the_terminal_is_left_as_it_was(shell: Shell, number: int, code: Exit) -
     except OSError:
         pass  # Linux says so where the other end is closed
     os.close(ours)
-    assert process.wait(20) == code
+    assert process.wait(100) == code
     assert written.count(HIDDEN) == 1
     assert written.index(HIDDEN) < written.rindex(SHOWN)
     assert b"Traceback" not in written

@@ -29,7 +29,7 @@ def serving(shell: Shell, *options: str, code: int = 0) -> Iterator[tuple[str, s
         assert " at http://127.0.0.1:" in line, line
         yield line.split(" at ")[1].split()[0], process
         process.send_signal(signal.SIGINT)
-        assert process.wait(30) == code
+        assert process.wait(100) == code
         assert process.stdout.read() == b""
     finally:
         if process.poll() is None:

@@ -39,7 +39,7 @@ def test_serve_and_ask(tmp_path: Path) -> None:
         assert "turn 1: reply" in asked.stderr, asked.stderr
     finally:
         serving.send_signal(signal.SIGINT)
-        assert serving.wait(30) == 0
+        assert serving.wait(100) == 0
         serving.stderr.close()
 
 

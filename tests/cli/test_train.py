@@ -19,7 +19,7 @@ SHORT = ("warmup=null", "sft.num=20", "rl.steps=1", "threads=1")
 @pytest.mark.slow
 def test_a_run_is_carried_out_and_gone_on_with(shell: Shell) -> None:
     recipe = shell.write("small.py", RECIPE)
-    done = shell.run("train", recipe, "--out", "out", "seed=4", *SHORT)
+    done = shell.run("train", recipe, "--out", "out", "seed=4", *SHORT, PYTHONPROFILEIMPORTTIME="1")
     assert (done.code, done.out) == (
         0,
         "out/policy holds the trained policy: ramify ask --model local:out/policy …\n",
@@ -27,6 +27,8 @@ def test_a_run_is_carried_out_and_gone_on_with(shell: Shell) -> None:
     out = shell.folder / "out"
     assert (out / "policy/model.safetensors").is_file()
     assert "validation/reward" in done.err
+    assert "| torch\n" in done.err.replace("|   ", "| ")
+    assert "transformers.modeling_utils" not in done.err  # nothing here needs it, and it takes seconds
     again = shell.run("train", "--resume", "out", "--quiet")
     assert (again.code, again.err) == (0, "")
     other = shell.run("train", recipe, "--resume", "out", *SHORT)
@@ -42,7 +44,7 @@ def test_a_run_that_is_interrupted_says_how_to_go_on(shell: Shell) -> None:
         if b"validation/reward" in text and b" rl " in text:
             break
     running.send_signal(signal.SIGINT)
-    _, err = running.communicate(timeout=60)
+    _, err = running.communicate(timeout=200)
     assert running.returncode == 130, err.decode()
     assert err.decode().splitlines()[-1] == "stopped; go on with: ramify train --resume out"
     out = shell.folder / "out"

@@ -80,4 +80,4 @@ def says(body: bytes, status: int = 200, **headers: str) -> Says:
 
 
 def run(main: Coroutine[Any, Any, Any]) -> Any:
-    return asyncio.run(asyncio.wait_for(main, 30))
+    return asyncio.run(asyncio.wait_for(main, 100))

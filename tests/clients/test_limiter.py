@@ -86,7 +86,7 @@ def test_a_cancelled_waiter_leaves_no_trace(granted):
         await asyncio.gather(waiting, return_exceptions=True)
         if not granted:
             gate.release()
-        await asyncio.wait_for(gate.acquire(), 1)
+        await asyncio.wait_for(gate.acquire(), 30)
         return gate.in_flight
 
     assert run(main()) == 1
@@ -101,7 +101,7 @@ def test_waiters_cancelled_during_a_pause_do_not_block_those_behind():
         await asyncio.sleep(0)
         for task in early:
             task.cancel()
-        await asyncio.wait_for(gate.acquire(), 1)
+        await asyncio.wait_for(gate.acquire(), 30)
         return gate.in_flight
 
     assert run(main()) == 1

@@ -25,7 +25,7 @@ def post(url, body, **headers):
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     asked = urllib.request.Request(url, data, {"Content-Type": "application/json", **headers})
     try:
-        with urllib.request.urlopen(asked, timeout=5) as answer:
+        with urllib.request.urlopen(asked, timeout=60) as answer:
             return answer.status, dict(answer.headers), answer.read()
     except urllib.error.HTTPError as error:
         with error:
@@ -124,11 +124,13 @@ def test_a_reply_survives_the_wire_whole():
 
 
 def test_async_scripts_run_side_by_side():
-    async def script(messages):
-        await asyncio.sleep(0.05)
-        return "x"
-
     async def main():
+        all_here = asyncio.Barrier(5)
+
+        async def script(messages):
+            await all_here.wait()
+            return "x"
+
         async with ScriptedServer(script) as server:
             pool = Pool(base_urls={"vllm": server.url})
             await asyncio.gather(*(pool.ask(pool.client("vllm:m"), request(), Books()) for _ in range(5)))
@@ -156,12 +158,12 @@ def test_from_the_command_line(tmp_path):
     with subprocess.Popen([*command, str(script)], stdout=subprocess.PIPE, text=True) as process:
         url = process.stdout.readline().strip()
         status, _, body = post(url + "/chat/completions", ASK)
-        with urllib.request.urlopen(url.removesuffix("/v1") + "/served", timeout=5) as answer:
+        with urllib.request.urlopen(url.removesuffix("/v1") + "/served", timeout=60) as answer:
             counts = json.load(answer)
-        with urllib.request.urlopen(url + "/models", timeout=5) as answer:
+        with urllib.request.urlopen(url + "/models", timeout=60) as answer:
             models = json.load(answer)
         process.send_signal(signal.SIGINT)
-        assert process.wait(5) == 0
+        assert process.wait(60) == 0
     assert (status, json.loads(body)["choices"][0]["message"]["content"]) == (200, "hello")
     assert counts == {"answered": 1, "most_in_flight": 1, "usage": {"input_tokens": 2, "output_tokens": 2, "calls": 1}}
     assert models["data"][0]["max_model_len"] == 128_000

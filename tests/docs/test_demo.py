@@ -23,7 +23,7 @@ def undocumented():
     return counts
 
 
-def ran(tmp_path, *words, timeout=100):
+def ran(tmp_path, *words, timeout=250):
     """The example's process, once it is over: amid settings of a user's, none of which may change what it shows."""
     home, folder = tmp_path / "home", tmp_path / "temporary"
     home.mkdir()

@@ -55,7 +55,7 @@ def test_every_block_is_run_or_says_why_not():
 def test_shell(block: Block, reader):
     """A line at a time, so that a failure names it; after one run that can be shown, resumed and deleted."""
     first = ["ramify", "ask", "--model", "openai:m", "--no-direct", "Which host failed first?", "server.log", "--quiet"]
-    subprocess.run(first, env=reader, check=True, timeout=60)
+    subprocess.run(first, env=reader, check=True, timeout=200)
     (run,) = os.listdir(f"{reader['RAMIFY_HOME']}/runs") if os.path.isdir(f"{reader['RAMIFY_HOME']}/runs") else ["?"]
     reader["RAMIFY_MODEL"] = "openai:gpt-5-mini"  # most examples leave the model to the configuration
     for line in block.code.splitlines():
@@ -64,7 +64,7 @@ def test_shell(block: Block, reader):
             continue  # a key; the reader has one
         done = subprocess.run(
             ["bash", "-euo", "pipefail", "-c", line], env=reader, stdin=subprocess.DEVNULL, capture_output=True, text=True,
-            timeout=60, check=False,
+            timeout=200, check=False,
         )  # fmt: skip
         assert done.returncode == 0, f"{block.place}: {line}\n{done.stderr}"
         assert done.stdout.strip() or "runs" in line, f"{block.place}: {line} says nothing"

@@ -103,10 +103,10 @@ def test_a_deadline_cuts_cells_and_calls_in_flight(cell: str) -> None:
         return "FINAL(in time)" if "Answer now" in messages[-1].content else code(f"x = 1\n{cell}")
 
     began = time.monotonic()
-    with rlm(client(script), limits={"max_seconds": 1.0}) as r:
+    with rlm(client(script), limits={"max_seconds": 3.0}) as r:
         result = r.completion("text", "?")
     assert (result.stop, result.response) == (Stop.DEADLINE, "in time")
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 50
     assert result.usage.unknown_calls == ("llm_query" in cell)
 
 

@@ -28,7 +28,7 @@ def test_a_session_that_a_question_did_not_need_serves_the_next() -> None:
 
 def test_a_deadline_stops_a_later_questions_code() -> None:
     script = [code("x = 5", "FINAL(x)"), code("x = 6\nwhile True: pass"), "FINAL(9)", code("FINAL(x)")]
-    with rlm(script, limits=Limits(max_seconds=3)) as r, r.conversation("text") as c:
+    with rlm(script, limits=Limits(max_seconds=6)) as r, r.conversation("text") as c:
         results = [c.ask("?") for _ in range(3)]
     assert [(each.stop, each.answer) for each in results] == [(Stop.FINAL, 5), (Stop.DEADLINE, "9"), (Stop.FINAL, 6)]
 

@@ -118,7 +118,7 @@ def test_no_schedule_passes_a_limit(seed: int, max_calls: int, max_tokens: int, 
             check()
             return True
 
-        assert all(await asyncio.wait_for(asyncio.gather(*(asker() for _ in range(40))), 10))
+        assert all(await asyncio.wait_for(asyncio.gather(*(asker() for _ in range(40))), 100))
         assert ledger.outstanding.calls == 0
         assert ledger.outstanding.tokens == 0
 

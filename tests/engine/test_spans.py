@@ -193,7 +193,7 @@ print(json.dumps([[s.name, f"{s.context.trace_id:032x}", f"{s.parent.span_id:016
 
 def test_runs_of_a_program_and_of_a_server_belong_to_their_callers_trace() -> None:
     """In a process of its own, which alone can set OpenTelemetry up for all of it."""
-    done = subprocess.run([sys.executable, "-c", PROGRAM, "on"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", PROGRAM, "on"], cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     spans = json.loads(done.stdout)
     assert [name for name, *_ in spans] == [
@@ -205,5 +205,5 @@ def test_runs_of_a_program_and_of_a_server_belong_to_their_callers_trace() -> No
 
 
 def test_without_a_provider_nothing_is_traced() -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr

@@ -23,7 +23,7 @@ SPEC = SandboxSpec(provider="process", allow_weaker=True)
 
 
 def rlm(script: Any, **options: Any) -> RLM:
-    limits = Limits(**{"max_seconds": 20.0, **options.pop("limits", {})})
+    limits = Limits(**{"max_seconds": 200.0, **options.pop("limits", {})})
     client = script if isinstance(script, ScriptedClient) else ScriptedClient(script, price=Price(1.0, 2.0))
     return RLM(client, sandbox=SPEC, limits=limits, **{"scaffold": "tiny", **options})
 

@@ -79,7 +79,7 @@ def wait_until_healthy(port: int, process: subprocess.Popen[bytes], log: Path) -
 
 
 def is_healthy(port: int) -> bool:
-    connection = HTTPConnection("127.0.0.1", port, timeout=5)
+    connection = HTTPConnection("127.0.0.1", port, timeout=60)
     try:
         connection.request("GET", "/health")
         return connection.getresponse().status == 200
@@ -92,7 +92,7 @@ def is_healthy(port: int) -> bool:
 def end(process: subprocess.Popen[bytes]) -> None:
     process.terminate()
     try:
-        process.wait(10)
+        process.wait(60)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()

@@ -351,7 +351,7 @@ def services(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str],
         name = provider.split("-")[0]
         made = makers[name]() if name in makers else prime_sdk(provider == "prime", tmp_path)
         monkeypatch.setitem(sys.modules, made.__name__, made)
-        return SandboxSpec(provider=name, memory_bytes=256 << 20, max_output_bytes=100_000, **fields)
+        return SandboxSpec(provider=name, memory_bytes=256 << 20, max_output_bytes=100_000, grace_s=3.0, **fields)
 
     return put
 

@@ -41,7 +41,7 @@ def on_a_machine_of(tier: str, folder: Path, *arguments: str) -> Said:
     }  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-c", _START, tier, *arguments], cwd=folder, env=env, capture_output=True, text=True,
-        timeout=60, stdin=subprocess.DEVNULL, check=False,
+        timeout=200, stdin=subprocess.DEVNULL, check=False,
     )  # fmt: skip
     if "this machine cannot be made poorer" in done.stderr:
         pytest.skip(f"A MACHINE OF TIER {tier} CANNOT BE HAD HERE: {done.stderr[-200:]}")

@@ -23,7 +23,7 @@ from ramify.sandbox.base import SandboxSpec, open_sandbox
 from ramify.sandbox.check import check_one
 from ramify.sandbox.promises import PROMISES, Promise, echo
 
-SPEC = SandboxSpec(provider="docker", memory_bytes=256 << 20, max_output_bytes=100_000, grace_s=1.5)
+SPEC = SandboxSpec(provider="docker", memory_bytes=256 << 20, max_output_bytes=100_000, grace_s=3.0)
 LOCAL = [promise for promise in PROMISES if not any(name.startswith("isolates") for name in promise.needs)]
 
 

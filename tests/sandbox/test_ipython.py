@@ -13,7 +13,7 @@ from ramify.sandbox.check import check_one
 from ramify.sandbox.promises import PROMISES, Promise, echo
 from ramify.types.trajectory import Cell
 
-SPEC = SandboxSpec(provider="ipython", memory_bytes=256 << 20, max_output_bytes=100_000, grace_s=1.5)
+SPEC = SandboxSpec(provider="ipython", memory_bytes=256 << 20, max_output_bytes=100_000, grace_s=3.0)
 needs_ipython = pytest.mark.skipif(importlib.util.find_spec("IPython") is None, reason="IPython is not installed")
 
 

@@ -52,7 +52,7 @@ def is_alive(pid: int) -> bool:
     return state != "Z"
 
 
-async def until(fact: Callable[[], bool], timeout_s: float = 10.0) -> bool:
+async def until(fact: Callable[[], bool], timeout_s: float = 100.0) -> bool:
     end = time.monotonic() + timeout_s
     while not fact() and time.monotonic() < end:
         await asyncio.sleep(0.01)

@@ -11,11 +11,12 @@ from ramify.sandbox.check import check_one
 from ramify.sandbox.promises import PROMISES, Promise
 
 Held = tuple[asyncio.Runner, Sandbox, SandboxSpec]
+LIMITS = {"max_output_bytes": 100_000, "grace_s": tiers.GRACE_S}
 SPECS = {
-    "process": SandboxSpec(provider="process", memory_bytes=256 << 20, max_output_bytes=100_000),
-    "inprocess": SandboxSpec(provider="inprocess", max_output_bytes=100_000),
+    "process": SandboxSpec(provider="process", memory_bytes=256 << 20, **LIMITS),
+    "inprocess": SandboxSpec(provider="inprocess", **LIMITS),
     **{
-        f"jail {tier}": SandboxSpec(provider="jail", tier=tier, memory_bytes=256 << 20, max_output_bytes=100_000)
+        f"jail {tier}": SandboxSpec(provider="jail", tier=tier, memory_bytes=256 << 20, **LIMITS)
         for tier in tiers.TIERS
     },
 }

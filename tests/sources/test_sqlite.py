@@ -106,7 +106,7 @@ def test_an_endless_query_is_stopped(path: Path):
     began = time.perf_counter()
     with pytest.raises(TimeoutError, match=r"sql: stopped after 0\.2 s: narrow it"):
         run_query(path, "WITH RECURSIVE c(n) AS (SELECT 1 UNION ALL SELECT n+1 FROM c) SELECT max(n) FROM c", (), 0.2)
-    assert time.perf_counter() - began < 10
+    assert time.perf_counter() - began < 60
 
 
 def test_too_many_rows_or_bytes_are_refused(tmp_path: Path):

@@ -117,12 +117,12 @@ def test_the_index_is_read_instead_of_thousands_of_journals(store: Store):
     for number in range(2000):
         (store.root / "runs" / f"20260101-{number:06}-x.jsonl").write_bytes(line)
     whole = store.runs()
-    began = time.perf_counter()
+    began = time.process_time()  # this process's own: others may be at work meanwhile
     assert store.runs() == whole
-    warm_s = time.perf_counter() - began
-    began = time.perf_counter()
+    warm_s = time.process_time() - began
+    began = time.process_time()
     store.load("last")
-    assert warm_s < 2000 * (time.perf_counter() - began)
+    assert warm_s < 2000 * (time.process_time() - began)
     assert len(whole) == 2000
 
 

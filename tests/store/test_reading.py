@@ -108,7 +108,7 @@ def test_following_yields_what_is_there_and_what_comes(store: Store):
         return seen
 
     with process:
-        assert asyncio.run(asyncio.wait_for(main(), 20)) == short_run("r1")
+        assert asyncio.run(asyncio.wait_for(main(), 100)) == short_run("r1")
 
 
 def test_following_ends_where_the_writer_was_killed(store: Store):
@@ -123,7 +123,7 @@ def test_following_ends_where_the_writer_was_killed(store: Store):
         return seen
 
     with process:
-        assert asyncio.run(asyncio.wait_for(main(), 20)) == short_run("r1", ended=False)
+        assert asyncio.run(asyncio.wait_for(main(), 100)) == short_run("r1", ended=False)
 
 
 def test_following_waits_for_the_next_question_of_a_conversation(store: Store):
@@ -140,4 +140,4 @@ def test_following_waits_for_the_next_question_of_a_conversation(store: Store):
                         journal.close()
         return num_ends
 
-    assert asyncio.run(asyncio.wait_for(main(), 20)) == 2
+    assert asyncio.run(asyncio.wait_for(main(), 100)) == 2

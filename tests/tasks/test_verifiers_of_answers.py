@@ -78,7 +78,7 @@ def test_an_expression_that_never_ends_is_cut_off_and_the_next_is_compared() -> 
     started = time.monotonic()
     assert patient(r"\boxed{\sum_{k=1}^{10^{30}} k^{99^{99}} + 7^{7^{7^{9}}}}", item("x")) == 0.0
     assert patient("(" * 900, item("7")) == 0.0
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < 100
     assert Math(timeout_s=60)(r"\boxed{\frac{2}{4}}", item(r"\frac{1}{2}")) == 1.0
 
 
@@ -92,8 +92,8 @@ ECHO = "a, b = map(int, input().split())\nprint(a + b)"
 
 
 def test_programs_against_their_tests() -> None:
-    tests = UnitTests(timeout_s=2.0, sandbox=SandboxSpec(provider="process", allow_weaker=True))
-    share = UnitTests(timeout_s=2.0, share=True, sandbox=tests.sandbox)
+    tests = UnitTests(timeout_s=5.0, sandbox=SandboxSpec(provider="process", allow_weaker=True))
+    share = UnitTests(timeout_s=5.0, share=True, sandbox=tests.sandbox)
     adds = item(tests=["assert add(2, 3) == 5", "assert add(-1, 1) == 0"])
     assert tests(PROGRAM, adds) == 1.0
     assert tests(PROGRAM.replace("a + b", "a * b"), adds) == 0.0

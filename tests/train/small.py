@@ -38,7 +38,7 @@ def small(**changes: Any) -> Run:
             optim=Optim(lr=1e-3, schedule="linear"),
         ),
         "scaffold": "tiny",
-        "limits": Limits(max_turns=2, max_reply_tokens=8, max_seconds=60),
+        "limits": Limits(max_turns=2, max_reply_tokens=8, max_seconds=300),
         "sandbox": SandboxSpec(provider="inprocess", allow_weaker=True),
         "evaluate": EvaluateSpec(num=2, final=("test",)),
         "cadence": Cadence(evaluate=2),

@@ -58,7 +58,7 @@ def short(name: str, files: dict[str, str]) -> Run:
         f"policy.path={files['policy']}",
         *(f"task.options.{split}={files[split]}" for split in ("train", "validation", "test")),
         "evaluate.num=1", "evaluate.attempts=1", "threads=1", "limits.max_reply_tokens=24", "limits.max_turns=2",
-        "limits.max_seconds=60", "compute.precision=fp32", "compute.max_tokens=2048",
+        "limits.max_seconds=300", "compute.precision=fp32", "compute.max_tokens=2048",
     ]  # fmt: skip
     if name == "retool_sft":
         overrides += [f"sft.options.source={files['sft']}", "sft.epochs=1", "sft.optim.warmup_steps=0"]

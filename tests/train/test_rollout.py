@@ -199,7 +199,7 @@ def test_a_group_is_looked_at_while_others_go_on() -> None:
 
     async def run() -> list[Group]:
         client = ScriptedClient(model, ids=ByteIds(version=3))
-        async with RLM(client, scaffold="tiny", limits=Limits(max_seconds=20.0), sandbox="inprocess") as rlm:
+        async with RLM(client, scaffold="tiny", limits=Limits(max_seconds=200.0), sandbox="inprocess") as rlm:
             return await Rollouts(rlm, task(), RolloutOptions(group=2), seed=1).groups(ITEMS, 0, after=after)
 
     assert [group.task for group in asyncio.run(run())] == seen == ["len/train/0", "len/train/1"]

@@ -47,7 +47,7 @@ class Loop:
         self._thread = threading.Thread(target=self.loop.run_forever)
         self._thread.start()
 
-    def run(self, work: Coroutine[Any, Any, T], timeout_s: float = 30) -> T:
+    def run(self, work: Coroutine[Any, Any, T], timeout_s: float = 100) -> T:
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(timeout_s)
 
     def close(self) -> None:
@@ -104,7 +104,7 @@ def chromium() -> Iterator[Any]:
 def tab(browser: Any, size: Sequence[int] = WIDE, **options: Any) -> Iterator[Tab]:
     """A tab of a browser that knows nothing yet; it must not have complained by the end."""
     context = browser.new_context(viewport={"width": size[0], "height": size[1]}, **options)
-    context.set_default_timeout(30_000)
+    context.set_default_timeout(100_000)
     made = Tab(context.new_page())
     try:
         yield made

@@ -47,7 +47,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
+def browser(world: World) -> Iterator[Any]:
+    """For one file, and after the world: while it is open, this thread can run no event loop (``chromium``)."""
     if why_not():
         pytest.skip(f"NO BROWSER HERE: {why_not()}")
     with chromium() as made:

@@ -181,7 +181,7 @@ def test_a_live_run(browser: Any, tmp_path: Path, size: tuple[int, int]) -> None
     store, gate, loop = Store(tmp_path / "store"), Gate("Why did it fail"), Loop()
     try:
         running = asyncio.run_coroutine_threadsafe(golden.held_tree(store, gate), loop.loop)
-        assert gate.reached.wait(30)
+        assert gate.reached.wait(100)
         with served(store.root) as server, tab(browser, size) as shown:
             page = shown.page
             page.add_init_script(SHIFTS)
@@ -214,7 +214,7 @@ def test_following_stays_with_the_session_that_works(browser: Any, tmp_path: Pat
     store, gate, loop = Store(tmp_path / "store"), Gate("Say it in"), Loop()
     try:
         running = asyncio.run_coroutine_threadsafe(golden.held_tree(store, gate), loop.loop)
-        assert gate.reached.wait(30)
+        assert gate.reached.wait(100)
         with served(store.root) as server, tab(browser) as shown:
             page = shown.open(f"{server.url}#/run/{next((store.root / 'runs').glob('*.jsonl')).stem}")
             page.locator(".status.live").wait_for()
@@ -351,7 +351,7 @@ def test_a_score_reaches_a_page_after_the_end(browser: Any, tmp_path: Path) -> N
     store, gate, loop = Store(tmp_path / "store"), Gate("Why did it fail"), Loop()
     try:
         running = asyncio.run_coroutine_threadsafe(golden.held_tree(store, gate), loop.loop)
-        assert gate.reached.wait(30)
+        assert gate.reached.wait(100)
         with served(store.root) as server, tab(browser) as shown:
             run = next((store.root / "runs").glob("*.jsonl")).stem
             page = shown.open(f"{server.url}#/run/{run}")

@@ -39,11 +39,11 @@ class Absent:
     def is_any_expected(self) -> bool:
         return bool(self._coming or self.ready)
 
-    def left(self, url: str, why: str) -> bool:
+    def left(self, url: str, why: str, *, may_return: bool = True) -> bool:
         """An engine is gone; whether it is expected back."""
         self.num_lost += 1
         self.why.append(why)
-        if not self._may_try(url):
+        if not may_return or not self._may_try(url):
             return False
         self._coming[url] = asyncio.ensure_future(self._return(url))
         return True

@@ -28,7 +28,7 @@ from ramify.inference.base import EngineLost, Pressure
 from ramify.inference.http.absent import Absent
 from ramify.inference.http.api import Conflict
 from ramify.inference.http.pressure import together
-from ramify.inference.http.process import EngineProcess, ports_for
+from ramify.inference.http.process import Engine, EngineProcess, ports_for
 from ramify.inference.http.server import Sampled, Server
 from ramify.inference.http.sglang import Sglang
 from ramify.inference.http.so_far import SoFar, tree_of
@@ -40,6 +40,8 @@ from ramify.policy.load import Policy
 from ramify.types.message import Finish, Reply, Usage
 
 ENGINES: dict[str, Callable[[str, InferenceSpec, str], Server]] = {"ramify": Ramify, "vllm": Vllm, "sglang": Sglang}
+Launch = Callable[[InferenceSpec, int, Path, str, int, Path], Engine]
+"""What starts an engine: of the spec, which one, a checkpoint, dtype, window and the file for its output."""
 _FINISHES: dict[str, Finish] = {"stop": "stop", "length": "length"}
 _MAX_TREES = 65_536
 _MAX_ABORTS = 64
@@ -69,7 +71,7 @@ class HttpEngines:
         self._key = os.environ.get(spec.key_variable, "")
         self._carrier: Carrier = carrier_class(spec.carried_by)(**spec.carrier_options)
         self._ports = [] if spec.urls else ports_for(spec)
-        self._processes: dict[str, EngineProcess] = {}
+        self._processes: dict[str, Engine] = {}
         self._alive: list[Server] = []
         self._in_flight: dict[str, int] = {}
         self._trees: OrderedDict[Hashable, Server] = OrderedDict()
@@ -90,18 +92,24 @@ class HttpEngines:
 
     # --- from start to end ---------------------------------------------------------------------------------------
 
-    async def start(self, out: Path, save: Callable[[Path], None]) -> None:
+    async def start(
+        self, out: Path, save: Callable[[Path], None], launch: Launch | None = None, *, carries: bool = True
+    ) -> None:
         """Start the servers, or attach to them; check each; open the way for weights. ``save`` writes a checkpoint for
-        those that are started, below ``out``. Raises ConfigError for a server that is not what the policy needs."""
+        those that are started, below ``out``, by ``launch`` where it is not on this machine. Raises ConfigError for a server
+        that is not what the policy needs. ``carries``: False for who only asks, while another gives the weights."""
         try:
-            urls = list(self.spec.urls) or self._launch(out, save)
+            urls = list(self.spec.urls) or self._launch(out, save, launch)
             servers = [ENGINES[self.spec.engine](url, self.spec, self._key) for url in urls]
             self._alive = servers
             self._in_flight = {server.url: 0 for server in servers}
             waits = [self._wait_until_up(each, self._start_s(each, self.spec.probe_s)) for each in servers]
             await asyncio.gather(*waits)
             await asyncio.gather(*map(self._check, servers))
-            await self._open_carrier()
+            if carries:
+                await self._open_carrier()
+            else:
+                self.absent.came = self._ask_again
         except _Lost:
             await self.close()
             raise ConfigError(f"an engine went away while it was prepared for weights: {self._why()}") from None
@@ -109,12 +117,26 @@ class HttpEngines:
             await self.close()
             raise
 
-    def _launch(self, out: Path, save: Callable[[Path], None]) -> list[str]:
+    def follow(self, version: int) -> None:
+        """Another has given the servers this version."""
+        self._version = version
+        self.absent.took()
+
+    async def _ask_again(self) -> None:
+        """Ask those that are back, which another gives the weights to; a reply by older ones is not taken."""
+        self._alive += self.absent.take_ready()
+        self.absent.tell()
+
+    def _launch(self, out: Path, save: Callable[[Path], None], launch: Launch | None) -> list[str]:
         checkpoint = out / "checkpoint"
         save(checkpoint)
         for index, port in enumerate(self._ports):
             log = out / f"server-{index}.log"
-            process = EngineProcess(self.spec, index, port, checkpoint, self._dtype, self.window, log)
+            process = (
+                launch(self.spec, index, checkpoint, self._dtype, self.window, log)
+                if launch is not None
+                else EngineProcess(self.spec, index, port, checkpoint, self._dtype, self.window, log)
+            )
             self._processes[process.url] = process
         return list(self._processes)
 
@@ -129,7 +151,9 @@ class HttpEngines:
                 return await server.healthy()
             except ModelError as error:
                 ended = process.ended if process is not None else None
-                if process is not None and ended is not None and ended < 0 and left:  # killed: another may fare better
+                if (
+                    isinstance(process, EngineProcess) and ended is not None and ended < 0 and left
+                ):  # killed: another may fare better
                     left -= 1
                     process.close()
                     process.start()
@@ -345,18 +369,19 @@ class HttpEngines:
 
     async def _drop(self, server: Server, why: str) -> None:
         self._alive.remove(server)
-        is_expected = self.absent.left(server.url, why)
+        process = self._processes.get(server.url)
+        may_return = process is None or isinstance(process, EngineProcess)  # one that Ray started is not started again
+        is_expected = self.absent.left(server.url, why, may_return=may_return)
         num, of = len(self._alive), len(self._in_flight)
         left = f"goes on with {num} of {of} engines" if num else "no engine is left"
-        is_own = server.url in self._processes
-        back = "it is started again" if is_own else f"it is waited for, {self.spec.return_s:g} s at most"
+        back = "it is started again" if process is not None else f"it is waited for, {self.spec.return_s:g} s at most"
         self._say(f"{why}; {left}{f'; {back}' if is_expected else ''}")
         await server.close()
 
     async def _bring(self, url: str) -> Server:
         """The server of ``url`` once it answers again and fits."""
         process = self._processes.get(url)
-        if process is not None:
+        if isinstance(process, EngineProcess):
             await asyncio.to_thread(process.close)  # it may still run, and not answer
             process.start()
         server = ENGINES[self.spec.engine](url, self.spec, self._key)

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Protocol
 
 from ramify.errors import ConfigError
 from ramify.inference.http.spec import InferenceSpec
@@ -30,6 +31,26 @@ _DIE_WITH_PARENT = 1
 """PR_SET_PDEATHSIG"""
 
 
+class Engine(Protocol):
+    """A process that serves."""
+
+    url: str
+    log: Path
+
+    @property
+    def ended(self) -> int | None:
+        """Its exit status; None while it runs."""
+        ...
+
+    def said(self) -> str:
+        """The end of its log, on one line."""
+        ...
+
+    def close(self) -> None:
+        """End it and what it started. Idempotent."""
+        ...
+
+
 class EngineProcess:
     """One engine that was started here."""
 
@@ -39,7 +60,7 @@ class EngineProcess:
         """Raises ConfigError where the command is not there."""
         self.url, self.log = f"http://{_HOST}:{port}", log
         self._spec, self._index = spec, index
-        self._command = _command(spec, checkpoint, port, dtype, window)
+        self._command = engine_command(spec, checkpoint, port, dtype, window)
         log.parent.mkdir(parents=True, exist_ok=True)
         log.unlink(missing_ok=True)
         self.start()
@@ -56,8 +77,8 @@ class EngineProcess:
         try:
             with self.log.open("ab") as out:
                 self._process = subprocess.Popen(
-                    command, env=_environment(self._spec, self._index), stdin=subprocess.DEVNULL, stdout=out, stderr=out,
-                    start_new_session=True, preexec_fn=follow,
+                    command, env={**os.environ, **engine_environment(self._spec, self._index)}, stdin=subprocess.DEVNULL,
+                    stdout=out, stderr=out, start_new_session=True, preexec_fn=follow,
                 )  # fmt: skip
         except OSError as error:
             raise ConfigError(
@@ -118,8 +139,11 @@ def ports_for(spec: InferenceSpec) -> list[int]:
         return taken
 
 
-def _command(spec: InferenceSpec, checkpoint: Path, port: int, dtype: str, window: int) -> list[str]:
-    folder, at = str(checkpoint), ["--host", _HOST, "--port", str(port), "--dtype", dtype]
+def engine_command(
+    spec: InferenceSpec, checkpoint: Path, port: int, dtype: str, window: int, host: str = _HOST
+) -> list[str]:
+    """What starts an engine that listens on ``host``, this machine's loopback where nothing else is said."""
+    folder, at = str(checkpoint), ["--host", host, "--port", str(port), "--dtype", dtype]
     if spec.engine == "ramify":
         begin = list(spec.command) or [sys.executable, "-m", "ramify", "serve-policy"]
         own = [*at, "--weight-transfer"]
@@ -137,14 +161,15 @@ def _command(spec: InferenceSpec, checkpoint: Path, port: int, dtype: str, windo
     return [*begin, "--model-path", folder, *at, "--context-length", str(window), *spec.args]
 
 
-def _environment(spec: InferenceSpec, index: int) -> dict[str, str]:
-    environ = dict(os.environ)
+def engine_environment(spec: InferenceSpec, index: int) -> dict[str, str]:
+    """What is added to the environment of a machine for the engine ``index`` on it."""
+    added = {}
     if spec.gpus:
-        environ["CUDA_VISIBLE_DEVICES"] = spec.gpus[index]
+        added["CUDA_VISIBLE_DEVICES"] = spec.gpus[index]
     if spec.engine == "vllm":
-        inherited = [environ["PYTHONPATH"]] if environ.get("PYTHONPATH") else []
-        environ |= {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": os.pathsep.join([str(INSIDE), *inherited])}
-    key = environ.get(spec.key_variable)
+        inherited = [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
+        added |= {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": os.pathsep.join([str(INSIDE), *inherited])}
+    key = os.environ.get(spec.key_variable)
     if key:
-        environ |= {"RAMIFY_SERVE_KEY": key, "VLLM_API_KEY": key}
-    return environ
+        added |= {"RAMIFY_SERVE_KEY": key, "VLLM_API_KEY": key}
+    return added

@@ -73,7 +73,7 @@ async def branches_within(probe: Probe) -> None:
 async def refused_forks(probe: Probe) -> None:
     for code, sign in (
         (
-            "import threading, time\nt = threading.Thread(target=time.sleep, args=(5,), daemon=True)\nt.start()",
+            "import threading, time\nt = threading.Thread(target=time.sleep, args=(60,), daemon=True)\nt.start()",
             "threads",
         ),
         ("import os\nends = os.pipe()", "close them"),
@@ -88,7 +88,7 @@ async def refused_forks(probe: Probe) -> None:
             raise Broken(f"forked after {code!r}")
         same(values(await probe.cells("1", session=session)), ["1"])
     session = await probe.open()
-    task = asyncio.ensure_future(session.run("import time; time.sleep(.3)", answer=echo))
+    task = asyncio.ensure_future(session.run("import time; time.sleep(2)", answer=echo))
     await asyncio.sleep(0.05)
     try:
         await session.fork()

@@ -19,13 +19,16 @@ from ramify.sandbox.promises.base import (
     with_host,
 )
 
+SOON_S = 20.0
+"""How soon is soon, where the other way is 30 s or for ever. A busy machine takes its time."""
+
 
 @promise("an endless loop stops, variables stay", "interrupt")
 async def endless_loop(probe: Probe) -> None:
     session = await probe.open()
     started = time.perf_counter()
     ran = await session.run("x = 41\nprint('so far')\nwhile True:\n    pass", answer=echo, timeout_s=0.3)
-    true(time.perf_counter() - started < 0.3 + 3.0, "it took too long")
+    true(time.perf_counter() - started < SOON_S, "it took too long")
     same((ran.interrupted, ran.cell.stdout), ("time", "so far\n"))
     true(ran.cell.error and "KeyboardInterrupt" in ran.cell.error and "line 3" in ran.cell.error, f"{ran.cell.error}")
     same(values(await probe.cells("x + 1", session=session)), ["42"])
@@ -34,9 +37,9 @@ async def endless_loop(probe: Probe) -> None:
 @promise("time waiting for the host does not count")
 async def clock(probe: Probe) -> None:
     session = await with_host(probe)
-    ran = await session.run("for _ in range(3): host('sleep', .3)\n'done'", answer=echo, timeout_s=0.5)
+    ran = await session.run("for _ in range(3): host('sleep', 1)\n'done'", answer=echo, timeout_s=2.0)
     same((ran.cell.value, ran.interrupted), ("'done'", None))
-    true(ran.cell.seconds < 0.3, f"{ran.cell.seconds} s of work")
+    true(ran.cell.seconds < 2.0, f"{ran.cell.seconds} s of work")
 
 
 @promise("interrupt cuts a waiting cell", "interrupt")
@@ -45,7 +48,7 @@ async def interrupts(probe: Probe) -> None:
     asyncio.get_running_loop().call_later(0.1, session.interrupt, "deadline")
     started = time.perf_counter()
     ran = await session.run("x = 1\nhost('sleep', 30)", answer=echo)
-    true(time.perf_counter() - started < 5, "it took too long")
+    true(time.perf_counter() - started < SOON_S, "it took too long")
     same(ran.interrupted, "deadline")
     true(ran.cell.error, "no error")
     session.interrupt("idle")  # harmless
@@ -63,7 +66,7 @@ with ThreadPoolExecutor(4) as t:
 """
     started = time.perf_counter()
     ran = await session.run(code, answer=echo)
-    true(time.perf_counter() - started < 5, "it took too long")
+    true(time.perf_counter() - started < SOON_S, "it took too long")
     same(ran.interrupted, "deadline")
     same(values(await probe.cells("1", session=session)), ["1"])
 

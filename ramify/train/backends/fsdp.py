@@ -37,6 +37,7 @@ from ramify.train.backends.single import check_window
 from ramify.train.backends.team import Team
 from ramify.train.loss import Loss, Tally
 from ramify.train.pack import Packing
+from ramify.train.placement.hosts import Hosts
 from ramify.types.sequence import Batch, Floats
 
 _STATE = "trainer.pt"
@@ -49,13 +50,15 @@ Source = Path | Mapping[str, Tensor]
 class Ranks:
     """The ranks of a run, and the models that lie over them."""
 
-    def __init__(self, compute: Compute, device: str = "cpu", *, dumps: Path | None = None) -> None:
-        """Starts the ranks, or joins those of torchrun. Batches whose loss is not finite, and the stacks of ranks that
-        stand still, are written into ``dumps``. Raises ConfigError, before anything is started, where ``compute.shard``
-        does not fit this machine."""
+    def __init__(
+        self, compute: Compute, device: str = "cpu", *, dumps: Path | None = None, hosts: Hosts | None = None
+    ) -> None:
+        """Starts the ranks, on ``hosts`` where given, or joins those of torchrun. Batches whose loss is not finite, and the
+        stacks of ranks that stand still, are written into ``dumps``. Raises ConfigError, before anything is started, where
+        ``compute.shard`` does not fit this machine."""
         self.compute, self.device = compute, device
         self.dumps = dumps or Path()
-        self._joined = launch.join(compute.shard, device, self.dumps)
+        self._joined = launch.join(compute.shard, device, self.dumps, hosts)
         self._num_models = 0
         self._end = weakref.finalize(self, _leave, self._joined)
 
@@ -92,11 +95,11 @@ class OnRanks:
 
     def __init__(
         self, policy: Policy, compute: Compute, dumps: Path, *, lora: Lora | None = None, source: Source,
-        critic: bool = False,
+        critic: bool = False, hosts: Hosts | None = None,
     ) -> None:  # fmt: skip
         """``policy`` says which model, and which tokenizer; its weights may change later on. ``critic``: with a value head
         on it, for ``with_critic``."""
-        self._ranks = Ranks(compute, policy.device.type, dumps=dumps)
+        self._ranks = Ranks(compute, policy.device.type, dumps=dumps, hosts=hosts)
         try:
             self._model = self._ranks.spread(policy.config, source, lora, critic=critic)
         except BaseException:
@@ -105,9 +108,9 @@ class OnRanks:
         self._backend: Fsdp | None = None
 
     @staticmethod
-    def check(compute: Compute, device: str) -> None:
-        """Raises ConfigError where the ranks cannot be had."""
-        launch.check(compute.shard, device)
+    def check(compute: Compute, device: str, *, elsewhere: bool = False) -> None:
+        """Raises ConfigError where the ranks cannot be had; ``elsewhere``: where not all are on this machine."""
+        launch.check(compute.shard, device, elsewhere=elsewhere)
 
     def backend(self, optim: Optim) -> Fsdp:
         self._backend = self._model.backend(optim)

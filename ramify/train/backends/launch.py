@@ -17,7 +17,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge
 from pathlib import Path
@@ -25,6 +25,9 @@ from typing import Any, NamedTuple, NoReturn
 
 from ramify.errors import ConfigError, TrainError
 from ramify.train.backends.base import Shard
+from ramify.train.backends.team import Process
+from ramify.train.placement.hosts import Hosts
+from ramify.train.placement.seats import Member
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _TIMEOUT, _DEVICE = "RAMIFY_RANK_TIMEOUT_S", "RAMIFY_RANK_DEVICE"
@@ -58,8 +61,9 @@ def follow_if_told() -> None:
         follow(world)
 
 
-def check(shard: Shard, device: str) -> int:
-    """How many ranks there are to be. Raises ConfigError where that cannot be, before anything is started."""
+def check(shard: Shard, device: str, *, elsewhere: bool = False) -> int:
+    """How many ranks there are to be. ``elsewhere``: not all on this machine, so that its GPUs do not count. Raises
+    ConfigError where that cannot be, before anything is started."""
     import torch
     import torch.distributed as dist
 
@@ -68,6 +72,10 @@ def check(shard: Shard, device: str) -> int:
     world = World.of_environment()
     num_gpus = torch.cuda.device_count() if device == "cuda" else 0
     size = shard.ranks or (world.size if world is not None else max(1, num_gpus))
+    if world is not None and elsewhere:
+        raise ConfigError(
+            "torchrun started this process, and the run's placement would start ranks, too: leave one of them out"
+        )
     if world is not None and size != world.size:
         raise ConfigError(f"compute.shard.ranks={size}, but torchrun started {world.size}: leave ranks out")
     check_mesh(size, shard.replicas)
@@ -77,7 +85,7 @@ def check(shard: Shard, device: str) -> int:
         raise ConfigError("the backend fsdp needs torch.distributed with gloo, which this build of torch does not have")
     if device == "cuda" and not dist.is_nccl_available():
         raise ConfigError("the backend fsdp on GPUs needs NCCL, which this build of torch does not have")
-    if device == "cuda" and world is None and size > num_gpus:
+    if device == "cuda" and world is None and not elsewhere and size > num_gpus:
         raise ConfigError(f"compute.shard.ranks={size} does not fit this machine, which has {num_gpus} GPUs")
     if dist.is_initialized():
         raise ConfigError("torch.distributed is in use already in this process: one run at a time can have ranks")
@@ -96,7 +104,7 @@ class Joined(NamedTuple):
 
 
 @contextlib.contextmanager
-def _unfinished(processes: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
+def _unfinished(processes: Sequence[Process]) -> Iterator[None]:
     """No rank outlives a start that failed."""
     import torch.distributed as dist
 
@@ -111,23 +119,27 @@ def _unfinished(processes: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
         raise
 
 
-def join(shard: Shard, device: str, stacks: Path) -> Joined:
-    """Start the other ranks, or find those that torchrun started. Raises ConfigError as ``check``, TrainError where one does
+def join(shard: Shard, device: str, stacks: Path, hosts: Hosts | None = None) -> Joined:
+    """Start the other ranks, on ``hosts`` where they are not all to be on this machine, or find those that torchrun started.
+    Raises ConfigError as ``check``, TrainError where one does
     not come up."""
     from torch._C._distributed_c10d import TCPStore
 
     from ramify.train.backends.rank import Rank
     from ramify.train.backends.team import Link, Pulse, Team
 
-    size = check(shard, device)
+    size = check(shard, device, elsewhere=hosts is not None)
     world = World.of_environment()
     pulse = Pulse()
-    processes: list[subprocess.Popen[bytes]] = []
+    processes: list[Process] = []
     with _unfinished(processes):
         if world is None:
-            store = TCPStore("127.0.0.1", shard.port, size, True, timedelta(seconds=_START_S), wait_for_workers=False)
-            world = World(0, size, 0, "127.0.0.1", store.port)
-            processes += [_started(rank, world, shard.timeout_s, device) for rank in range(1, size)]
+            here = "127.0.0.1" if hosts is None else hosts.address
+            store = TCPStore(here, shard.port, size, True, timedelta(seconds=_START_S), wait_for_workers=False)
+            world = World(0, size, 0, here, store.port)
+            for other in range(1, size):
+                told = _environment(other, world, shard.timeout_s, device)
+                processes.append(_started(told) if hosts is None else _placed(hosts, told, other, stacks))
             _await(store, processes)
         else:
             store = _store(world)
@@ -174,30 +186,48 @@ def follow(world: World) -> NoReturn:
 # --- how ranks find each other -----------------------------------------------------------------------------------------
 
 
-def _started(rank: int, world: World, timeout_s: float, device: str) -> subprocess.Popen[bytes]:
+def _environment(rank: int, world: World, timeout_s: float, device: str) -> dict[str, str]:
+    """What is added to a rank's environment."""
     import torch
 
     package = str(Path(__file__).parents[3])
-    environment = os.environ | {
+    return {
         "OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // world.size)),
         "RANK": str(rank), "WORLD_SIZE": str(world.size), "LOCAL_RANK": str(rank), "MASTER_ADDR": world.address,
         "MASTER_PORT": str(world.port), _TIMEOUT: str(timeout_s), _DEVICE: device,
         "PYTHONPATH": os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH", "")])),
     }  # fmt: skip
-    command = [sys.executable, "-m", "ramify.train.backends.launch"]
+
+
+_COMMAND = (sys.executable, "-m", "ramify.train.backends.launch")
+
+
+def _started(told: Mapping[str, str]) -> Process:
     # A session of its own: Ctrl-C is for rank 0, which lets the others end.
     return subprocess.Popen(
-        command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True
+        _COMMAND,
+        env={**os.environ, **told},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
     )
 
 
-def _await(store: Any, processes: Sequence[subprocess.Popen[bytes]]) -> None:
+def _placed(hosts: Hosts, told: Mapping[str, str], rank: int, out: Path) -> Process:
+    """On its seat, which shows it the GPUs that are its own and no others."""
+    log = out.resolve() / "ranks" / f"rank-{rank}.log"
+    return hosts.start(Member("trainer", rank), _COMMAND, {**told, "LOCAL_RANK": "0"}, log)
+
+
+def _await(store: Any, processes: Sequence[Process]) -> None:
     """Until every rank has come up."""
     until = time.monotonic() + _START_S
     for rank, process in enumerate(processes, 1):
         while not store.check([f"ramify/here/{rank}"]):
-            if process.poll() is not None:
-                raise TrainError(f"rank {rank} did not start: exit status {process.returncode}; it says why on stderr")
+            if (status := process.poll()) is not None:
+                said = getattr(process, "said", None)
+                why = f"its log ends: {said()}" if said is not None else "it says why on stderr"
+                raise TrainError(f"rank {rank} did not start: exit status {status}; {why}")
             if time.monotonic() > until:
                 raise TrainError(f"rank {rank} (process {process.pid}) did not start within {_START_S:g} s")
             time.sleep(0.02)

@@ -61,6 +61,10 @@ def _split(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     others: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            is_inside = parameter.dim() == 2 and not any(part in name for part in _OUTSIDE)
-            (inside if is_inside else others).append(parameter)
+            (inside if is_inside(name, parameter) else others).append(parameter)
     return inside, others
+
+
+def is_inside(name: str, parameter: nn.Parameter) -> bool:
+    """Whether it is a matrix inside a layer."""
+    return parameter.dim() == 2 and not any(part in name for part in _OUTSIDE)

@@ -49,6 +49,8 @@ VALUE_HEAD = "value_head"
 Wanted = Literal["no", "value", "gradient", "values alone"]
 """Of entries: log-probabilities without entropy, with, with its gradient; or what a critic says and nothing else."""
 _FILL_TOKENS = 4096
+LEAST_TOKENS = 1024
+"""A batch may have, whatever the memory."""
 _GAIN = 1.2
 """bf16 is taken on a CPU where its products are this many times faster."""
 
@@ -242,7 +244,7 @@ class Single:
             else:
                 asked = self._asked(batch, streams, entropy)
                 num_ids, max_logits = self._policy.config.vocab_size, self._compute.max_logits
-                max_logits = max_logits or (1 << 26 if self._device.type == "cuda" else 1 << 22)
+                max_logits = max_logits or logits_at_once(self._device.type == "cuda")
                 logprobs, entropies = entry_logprobs(h_ED, self._trunk.logits, asked, num_ids, max_logits)
         return logprobs, entropies, None if self._value_head is None else self._value_head(h_ED.float())
 
@@ -303,14 +305,13 @@ class Single:
         return torch.autocast(self._device.type, torch.bfloat16)
 
     def _most_tokens(self) -> int:
-        """Whose activations fit: about ten vectors of the model's width and four of the MLP's per layer, or one per layer
-        where the rest is computed again."""
+        """Whose activations fit."""
         is_cuda = self._device.type == "cuda"
-        room = 2 * torch.cuda.get_device_properties(self._device).total_memory // 5 if is_cuda else 4 << 30
+        room = activation_room(torch.cuda.get_device_properties(self._device).total_memory if is_cuda else 0)
         config = self._policy.config
         mlp = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-        layer = config.hidden_size if self._compute.recompute else 10 * config.hidden_size + 4 * mlp
-        return max(1024, room // int(4 * layer * config.num_hidden_layers))
+        token = activation_bytes(config.hidden_size, mlp, config.num_hidden_layers, self._compute.recompute)
+        return max(LEAST_TOKENS, room // token)
 
     def _wants_bf16(self) -> bool:
         if self._compute.precision != "auto":
@@ -336,6 +337,21 @@ class Single:
             raise ConfigError(
                 f"{folder} is of another optimizer: optim.kind is {there['kind']} there and {here['kind']} here"
             )
+
+
+def activation_room(gpu_bytes: int) -> int:
+    """Bytes that activations may take; ``gpu_bytes`` 0 on a CPU."""
+    return 2 * gpu_bytes // 5 if gpu_bytes else 4 << 30
+
+
+def logits_at_once(is_cuda: bool) -> int:
+    return 1 << 26 if is_cuda else 1 << 22
+
+
+def activation_bytes(width: int, mlp: int, layers: int, recompute: bool) -> int:
+    """That a token holds until its backward pass: about ten vectors of the model's width and four of the MLP's per layer, or
+    one per layer where the rest is computed again."""
+    return 4 * layers * (width if recompute else 10 * width + 4 * mlp)
 
 
 def check_window(batch: Batch, window: int) -> None:

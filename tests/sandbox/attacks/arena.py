@@ -176,7 +176,7 @@ class Arena:
         started = time.perf_counter()
         text = ""
         try:
-            async with asyncio.timeout(attack.timeout_s + 20):
+            async with asyncio.timeout(attack.timeout_s + 60):
                 verdict.ended, text, verdict.detail = await self._run(attack)
         except Exception as error:  # noqa: BLE001  (whatever it was, the attacks after it are still to be tried)
             verdict.faults.append(f"the attack could not be tried: {type(error).__name__}: {error}")
@@ -226,7 +226,7 @@ class Arena:
         self._count += 1
         try:
             code = "state += 1\nstate, set(list_of_mine), 6 * 7"
-            ran = await asyncio.wait_for(self.sibling.run(code, answer=answer), 20)
+            ran = await asyncio.wait_for(self.sibling.run(code, answer=answer), 60)
             wanted = f"({self._count}, {{'mine'}}, 42)"
             if ran.cell.value == wanted:
                 return []
@@ -276,7 +276,7 @@ MARK = "by-attack"
 """The name that attacks give to processes they make."""
 
 
-def marked_processes(patience_s: float = 2.0) -> list[int]:
+def marked_processes(patience_s: float = 10.0) -> list[int]:
     """Processes that an attack made; those that are there after a while in which they may end."""
     until = time.monotonic() + patience_s
     while True:

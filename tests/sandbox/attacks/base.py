@@ -27,7 +27,7 @@ class Attack(msgspec.Struct, frozen=True):
     """Instead of ``code``."""
     ends: tuple[str, ...] = ("ran",)
     """How a contained attack may end: ``ran``, ``error`` (its cell raised), ``interrupted``, ``died``."""
-    timeout_s: float = 10.0
+    timeout_s: float = 30.0
     host_mb: int = 64
     """Most memory that the host may grow by meanwhile."""
     tries: int = 1

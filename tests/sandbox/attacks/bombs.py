@@ -3,14 +3,20 @@
 
 from attacks.base import attack
 
-MEMORY = {"kind": "memory", "without_walls": "contained", "ends": ("error", "ran", "died"), "host_mb": 100}
+MEMORY = {
+    "kind": "memory",
+    "without_walls": "contained",
+    "ends": ("error", "ran", "died"),
+    "host_mb": 100,
+    "timeout_s": 60,
+}
 
 attack("one string of 10 GB", code="x = 'a' * (10 << 30)", **{**MEMORY, "ends": ("error",)})
-attack("a list without an end", code="l = []\nwhile True: l.append('a' * 100_000)", **{**MEMORY, "timeout_s": 20})
+attack("a list without an end", code="l = []\nwhile True: l.append('a' * 100_000)", **MEMORY)
 attack(
     "many small objects",
-    code="l = []\nwhile True: l += [object() for _ in range(10_000)]",
-    **{**MEMORY, "timeout_s": 20},
+    code="l = []\nwhile True: l += [b'%99d' % n for n in range(10_000)]",
+    **MEMORY,
 )
 attack(
     "shared memory of 8 GB",
@@ -177,7 +183,7 @@ def act():
 attempt('threads', act)
 """,
     ends=("ran", "error", "died"),
-    timeout_s=20,
+    timeout_s=60,
     open_at=dict.fromkeys("BC", "without a user namespace, threads are bounded for all sessions together"),
 )
 attack(
@@ -194,10 +200,10 @@ OUTPUT = {
     "without_walls": "contained",
     "host_mb": 64,
     "ends": ("ran", "interrupted", "died", "error"),
-    "timeout_s": 4,
+    "timeout_s": 3,
 }
 attack("100 MB printed", code="print('a' * 100_000_000)", **OUTPUT)
-attack("many lines", code="for i in range(300_000): print(i)", **OUTPUT)
+attack("many lines", code="for i in range(60_000): print(i)", **OUTPUT)
 attack(
     "100 MB past Python to descriptor 1",
     code="import os\nfor _ in range(1600):\n    try: os.write(1, b'a' * 65536)\n    except OSError: break",
@@ -255,5 +261,5 @@ for folder in ('/tmp', '/dev/shm', '/var/tmp', '.'):
     attempt(folder, act(folder))
 """,
     tries=4,
-    timeout_s=20,
+    timeout_s=60,
 )

@@ -172,11 +172,11 @@ attack(
 
 
 async def hooks(arena: Arena, session: Any) -> str:
-    """Hooks that run around a fork: in the parent, in the branch, for ever."""
+    """Hooks that run around a fork: in the parent, in the branch, for ever. One burns its core, the others wait."""
 
     async def one(when: str) -> str:
-        other = await arena.session()
-        await cell(other, f"import os\ndef spin():\n    while True: pass\nos.register_at_fork({when}=spin)")
+        other, turn = await arena.session(), "pass" if when == "before" else "time.sleep(60)"
+        await cell(other, f"import os, time\ndef hang():\n    while True: {turn}\nos.register_at_fork({when}=hang)")
         branch = await fork(arena, other)
         return told(f"a hook {when}", isinstance(branch, str) and "!" in branch, branch)
 
@@ -237,12 +237,12 @@ async def tree_ends(arena: Arena, session: Any) -> str:
             return told("no branch", True, branch)
         tree.append(branch)
     spinning = [
-        asyncio.create_task(cell(s, "import signal\nsignal.signal(2, signal.SIG_IGN)\nwhile True: pass", 5))
+        asyncio.create_task(cell(s, "import signal\nsignal.signal(2, signal.SIG_IGN)\nwhile True: pass", 60))
         for s in tree[1:]
     ]
     await asyncio.sleep(0.1)
     await session.close_tree()
-    _, late = await asyncio.wait(spinning, timeout=3)
+    _, late = await asyncio.wait(spinning, timeout=30)
     for task in late:
         task.cancel()
     return told("branches that outlive their root", late, f"{len(late)} of {len(spinning)}")
@@ -292,15 +292,17 @@ attack("ten branches are ten processes", "branches", act=branch_forks_wide, need
 async def fork_in_a_call(arena: Arena, session: Any) -> str:
     """A session that waits for the host is forked; only one of the two gets the host's answer twice."""
     held: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+    asked = asyncio.Event()
 
     async def answer(name: str, args: Any, kwargs: Any) -> Any:
+        asked.set()
         return await asyncio.shield(held)
 
     running = asyncio.create_task(session.run("y = call_host('echo', 1)\ny", answer=answer))
-    await asyncio.sleep(0.2)
+    await asyncio.wait_for(asked.wait(), 30)
     branch = await fork(arena, session)
     held.set_result("answered")
-    ran = await asyncio.wait_for(running, 10)
+    ran = await asyncio.wait_for(running, 60)
     later = branch if isinstance(branch, str) else "forked"
     return told("a call answered wrongly", ran.cell.value != "'answered'", (ran.cell.value, ran.cell.error, later))
 

@@ -5,11 +5,12 @@ from attacks.base import attack
 
 STOPS = {"kind": "runaway", "timeout_s": 0.3, "without_walls": "contained"}
 POLITE = {**STOPS, "ends": ("interrupted", "died")}
-"""Python code that does not fight: an interrupt ends it, or where a call of C swallows it, the kill."""
+"""Python code that does not fight: an interrupt ends it, or where a call of C swallows it, the kill. So does a busy machine, on which
+a guest does not come to its interrupt within the short time of grace."""
 RUDE = {**STOPS, "ends": ("died", "interrupted")}
 
-attack("an endless loop", code="while True: pass", **{**STOPS, "ends": ("interrupted",)})
-attack("a long sleep", code="import time\ntime.sleep(1000)", **{**STOPS, "ends": ("interrupted",)})
+attack("an endless loop", code="while True: pass", **POLITE)
+attack("a long sleep", code="import time\ntime.sleep(1000)", **POLITE)
 attack("a wait for a lock", code="import threading\nl = threading.Lock()\nl.acquire()\nl.acquire()", **POLITE)
 attack("a regular expression that explodes", code="import re\nre.match('(a+)+$', 'a' * 40 + 'b')", **POLITE)
 attack("a huge power", code="x = 7 ** (10 ** 8)", **POLITE)

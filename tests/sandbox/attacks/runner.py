@@ -73,7 +73,7 @@ async def run(plan: Plan) -> None:
             tell(Told(await arena.verdict(cases.ATTACKS[name])))
     finally:
         await arena.__aexit__()
-    for _ in range(50):  # those that were told to end need a moment
+    for _ in range(400):  # those that were told to end need a moment
         faults = arena.left_over()
         if not faults:
             break

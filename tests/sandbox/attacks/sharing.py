@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from attacks.arena import Arena
 
 
-async def cell(session: Session, code: str, timeout_s: float = 5.0) -> str:
+async def cell(session: Session, code: str, timeout_s: float = 30.0) -> str:
     """All that a cell says: what it printed, its echo, its error."""
     from attacks.arena import answer
 

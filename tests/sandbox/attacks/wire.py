@@ -104,7 +104,7 @@ async def flood_then_interrupt(arena: Arena, session: Session) -> str:
     said = await cell(
         session, "for id in range(1, 100_000): say({'op': 'call', 'id': id, 'name': 'sleep', 'value': [[9], {}]})"
     )
-    return told("time past the deadline", time.monotonic() - started > 3, said)
+    return told("time past the deadline", time.monotonic() - started > 20, said)
 
 
 attack("a flood of calls that sleep", act=flood_then_interrupt, **LIE)

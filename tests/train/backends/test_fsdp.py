@@ -45,7 +45,9 @@ GPT2 = GPT2Config(
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     torch.set_num_threads(1)
-    found = Ranks(Compute(precision="fp32", shard=Shard(ranks=2, timeout_s=60)), dumps=tmp_path_factory.mktemp("dumps"))
+    found = Ranks(
+        Compute(precision="fp32", shard=Shard(ranks=2, timeout_s=200)), dumps=tmp_path_factory.mktemp("dumps")
+    )
     yield found
     found.close()
 
@@ -99,7 +101,7 @@ def test_steps_are_those_of_one_process(ranks: Ranks, kind: Any):
     optim = Optim(kind=kind, lr=1e-4, weight_decay=0.1, schedule="linear", num_steps=20)
     model = spread(ranks)
     fsdp, single = model.backend(optim), Single(policy(), optim, FP32)
-    check_steps(model, fsdp, single, batches, 20 if kind == "adamw" else 5)
+    check_steps(model, fsdp, single, batches, 8 if kind == "adamw" else 4)
     for (name, ours), (other, theirs) in zip(fsdp.weights(), single.weights(), strict=True):
         assert name == other
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
@@ -113,14 +115,14 @@ def test_steps_of_a_checkpoint_of_transformers(ranks: Ranks, checkpoint: Path):
     model = ranks.spread(GPT2, checkpoint)
     fsdp = model.backend(Optim())
     assert fsdp.packing.share == single.packing.share
-    check_steps(model, fsdp, single, pack(tree(), Packing(max_tokens=100)), 8)
+    check_steps(model, fsdp, single, pack(tree(), Packing(max_tokens=100)), 4)
 
 
 @pytest.mark.parametrize("way", [{"gather": "step"}, {"replicas": 2}, {"recompute": True}], ids=str)
 def test_ways_to_lie_and_to_keep_change_nothing(ranks: Ranks, way: Any):
     """Weights that stay together over a step, two replicas, layers that are computed again."""
     model = spread(ranks, shard(**way))
-    check_steps(model, model.backend(Optim()), Single(policy(), Optim(), FP32), pack(tree(), Packing(max_tokens=60)), 3)
+    check_steps(model, model.backend(Optim()), Single(policy(), Optim(), FP32), pack(tree(), Packing(max_tokens=60)), 2)
 
 
 @pytest.mark.parametrize("formula", [Gspo(), Gmpo(), KlCov(share=0.2)], ids=lambda formula: type(formula).__name__)
@@ -162,7 +164,9 @@ def test_a_critic_is_that_of_one_process(ranks: Ranks, kind: str, tmp_path: Path
         measured = [each.optim_step() for each in (ours, single)]
         assert measured[0] == pytest.approx(measured[1], rel=1e-3)
     assert [name for name, _ in ours.weights()] == [name for name, _ in single.weights()]
-    ours.save(tmp_path)
+    wait = ours.save(tmp_path)
+    assert wait is not None
+    wait()
     again = over_ranks()
     again.load(tmp_path)
     for here, there in zip(again.values(batches), ours.values(batches), strict=True):
@@ -384,14 +388,14 @@ class Sleeper(DppoTv, frozen=True, kw_only=True, tag="sleeper"):
 
 @pytest.mark.slow
 def test_a_rank_that_stands_still_is_named_with_its_stack(tmp_path: Path):
-    ranks = Ranks(Compute(precision="fp32", shard=Shard(ranks=2, timeout_s=2)), dumps=tmp_path)
+    ranks = Ranks(Compute(precision="fp32", shard=Shard(ranks=2, timeout_s=10)), dumps=tmp_path)
     try:
         fsdp = spread(ranks).backend()
         loss = Loss(policy=Sleeper())  # type: ignore[arg-type]
         with pytest.raises(TrainError) as caught:
             fsdp.forward_backward(pack(tree(), Packing(max_tokens=60)), loss)
         told = str(caught.value)
-        assert told.startswith("no rank got on for 2 s in 'add'. rank 1 (process ")
+        assert told.startswith("no rank got on for 10 s in 'add'. rank 1 (process ")
         assert "in per_token" in told
         stacks = (tmp_path / "stalled-ranks.txt").read_text()
         assert "time.sleep(600)" in stacks

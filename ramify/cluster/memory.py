@@ -1,0 +1,189 @@
+"""Bytes that a process of each role holds, part by part, from the shape of the model and the knobs of the run.
+
+    trainer rank      weights, gradients, optimizer: its share of each (fp32); whole layers while they are computed; a second
+                      model for a KL, or a critic; activations of a batch, logits of some of its entries
+    engine            weights; keys and values of its slots
+    sessions          what they may take in main memory, where rollouts are
+    rank 0 besides    the copy of the policy that engines are made of, and the engine itself where it is in this process
+
+Exact where bytes follow from sizes (weights, gradients, optimizer, keys and values: tests compare them with real ones);
+activations are the budget that batches are packed by. Leaves out what libraries take for themselves (CUDA contexts, NCCL
+buffers: a gigabyte or two on a GPU).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+
+import msgspec
+
+from ramify.cluster.devices import Device
+from ramify.cluster.shape import Shape
+from ramify.train.algorithms.base import needs_of
+from ramify.train.config import Run
+
+FP32 = 4
+_ADAMW, _MUON = 2 * FP32, FP32
+"""Bytes of state for each parameter that is trained."""
+_SLOTS = {True: 128, False: 256}
+"""By default, on a CPU and on a GPU (``inference/local/client.py``)."""
+_CPU_CACHE_BYTES = 2 << 30
+_SHARE_OF_VLLM = 0.9
+"""Of a GPU that vLLM and SGLang take by default: what weights leave is for keys and values."""
+
+
+class Memory(msgspec.Struct, frozen=True):
+    """Of one process."""
+
+    parts: dict[str, int]
+    """What -> bytes."""
+    room: int
+    """Bytes of its device; 0 where that is not known."""
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+    @property
+    def fits(self) -> bool:
+        return not self.room or self.total <= self.room
+
+
+def of_rank(run: Run, shape: Shape, device: Device, ranks: int, rank: int = 0) -> Memory:
+    """A rank of the trainer, or the trainer where it is one process."""
+    shards = max(1, ranks // run.compute.shard.replicas)
+    parts = {
+        "weights": _share((shape.parameters + shape.adapters) * FP32, shards),
+        "gradients": _share(shape.trained * FP32, shards),
+        "optimizer": _share(_optimizer(run, shape), shards),
+    }
+    if run.compute.backend == "fsdp" and shards > 1:
+        parts["gathered"] = _gathered(run, shape, device)
+    parts |= _second(run, shape, shards)
+    parts["activations, at most"] = max_tokens(run, shape, device) * _per_token(run, shape)
+    parts["logits"] = 2 * FP32 * (run.compute.max_logits or _logits(device))
+    if rank == 0:
+        parts |= _of_run(run, shape, device)
+    return Memory(parts, int(device.memory_gb * 1e9))
+
+
+def of_engine(run: Run, shape: Shape, device: Device) -> Memory:
+    """An engine that is a process of its own."""
+    itemsize = itemsize_of(run, device)
+    weights = shape.parameters * itemsize
+    spec = run.inference
+    if spec is not None and spec.engine != "ramify" and not device.is_cpu:
+        kept = max(0, int(_SHARE_OF_VLLM * device.memory_gb * 1e9) - weights)
+    else:
+        kept = cache_bytes(shape, device, itemsize, _slots_of(run, device), None)
+    return Memory({"weights": weights, "keys and values": kept}, int(device.memory_gb * 1e9))
+
+
+def of_sessions(run: Run, runners: int, room_gb: float) -> Memory:
+    """The sessions of the rollouts that one runner, or the run where there is none, has at once, each at its limit; those
+    of children come on top. Main memory."""
+    assert run.rl is not None
+    at_once = -(-run.rl.rollout.concurrency // runners)
+    return Memory({"sessions, at most": at_once * run.sandbox.memory_bytes}, int(room_gb * 1e9))
+
+
+def itemsize_of(run: Run, device: Device) -> int:
+    """Bytes of a number of the policy as engines have it: fp32 on a CPU, and where the model is made from nothing."""
+    dtype = run.policy.dtype
+    if dtype == "auto":
+        return FP32 if device.is_cpu or not run.policy.path else 2
+    return 2 if dtype == "bfloat16" else FP32
+
+
+def cache_bytes(shape: Shape, device: Device, itemsize: int, slots: int, limit: int | None) -> int:
+    """Keys and values when as many sequences as there are slots fill the window, or the limit."""
+    limit = limit or (_CPU_CACHE_BYTES if device.is_cpu else int(device.memory_gb * 1e9) // 3)
+    token = shape.cache_bytes_per_token(itemsize)
+    longest = min(shape.window, max(1, limit // token))
+    return max(1, min(slots, limit // (token * longest))) * longest * token
+
+
+def max_tokens(run: Run, shape: Shape, device: Device) -> int:
+    """Tokens of a batch, at most."""
+    from ramify.train.backends.single import LEAST_TOKENS, activation_room
+
+    room = activation_room(int(device.memory_gb * 1e9))
+    return run.compute.max_tokens or max(LEAST_TOKENS, room // _per_token(run, shape))
+
+
+def slots(run: Run, device: Device) -> int:
+    """Sequences that an engine decodes at once."""
+    return _slots_of(run, device) if run.inference is not None else run.policy.slots or _SLOTS[device.is_cpu]
+
+
+def _share(num_bytes: int, shards: int) -> int:
+    return -(-num_bytes // shards)
+
+
+def _optimizer(run: Run, shape: Shape) -> int:
+    kinds = [stage.optim.kind for stage in (run.warmup, run.sft, run.rl) if stage is not None]
+    by_muon = 0 if shape.adapters else shape.inside
+    each = [
+        by_muon * _MUON + (shape.trained - by_muon) * _ADAMW if k == "muon" else shape.trained * _ADAMW for k in kinds
+    ]
+    return max(each)
+
+
+def _gathered(run: Run, shape: Shape, device: Device) -> int:
+    """Whole weights while they are computed with, and whole gradients until they are added up."""
+    bf16 = run.compute.precision == "bf16" or (run.compute.precision == "auto" and not device.is_cpu)
+    itemsize = 2 if bf16 else FP32
+    if run.compute.shard.gather == "step":
+        return shape.parameters * itemsize + shape.trained * FP32
+    two_layers = 2 * shape.largest_layer  # one is computed while the next is on its way
+    return (two_layers + shape.outside) * itemsize + (shape.largest_layer + shape.outside) * itemsize
+
+
+def _second(run: Run, shape: Shape, shards: int) -> Mapping[str, int]:
+    """Models beside the one that is trained."""
+    if run.rl is None:
+        return {}
+    found = {}
+    needs = needs_of(run.rl.algorithm)
+    if (run.rl.loss.kl_beta or "ref_logprobs" in needs.streams) and not (
+        shape.adapters and run.compute.backend == "fsdp"
+    ):
+        found["reference"] = _share(shape.parameters * FP32, shards)
+    if needs.values and run.rl.critic.model == "own":
+        found["critic"] = shape.parameters * (2 * FP32 + _ADAMW)
+    return found
+
+
+def _of_run(run: Run, shape: Shape, device: Device) -> Mapping[str, int]:
+    """What rank 0's process holds because it is the run."""
+    itemsize = itemsize_of(run, device)
+    found = {}
+    waits = run.rl is None or not run.rl.sample.max_staleness
+    shares = run.compute.backend == "single" and run.policy.lora is None and itemsize == FP32 and waits
+    if not shares:
+        found["the engine's weights"] = shape.parameters * itemsize
+    if run.inference is None:
+        found["keys and values"] = cache_bytes(shape, device, itemsize, slots(run, device), run.policy.cache_bytes)
+    return found
+
+
+def _slots_of(run: Run, device: Device) -> int:
+    """As ``--slots`` of ``inference.args`` says."""
+    args = run.inference.args if run.inference is not None else ()
+    for name, value in pairwise(args):
+        if name in ("--slots", "--max-num-seqs", "--max-running-requests") and value.isdigit():
+            return int(value)
+    return _SLOTS[device.is_cpu]
+
+
+def _per_token(run: Run, shape: Shape) -> int:
+    from ramify.train.backends.single import activation_bytes
+
+    return activation_bytes(shape.width, shape.mlp, shape.layers, run.compute.recompute)
+
+
+def _logits(device: Device) -> int:
+    from ramify.train.backends.single import logits_at_once
+
+    return logits_at_once(not device.is_cpu)

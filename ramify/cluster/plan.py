@@ -1,0 +1,180 @@
+"""The plan of a recipe on a cluster: seats, memory of each kind of process, seconds of a step. Nothing is started.
+
+plan(run, options)  ->  Plan  ->  lines(plan), or msgspec.json.encode(plan)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from ramify.cluster import memory, steps
+from ramify.cluster.devices import Device, Shares, device_of
+from ramify.cluster.memory import Memory
+from ramify.cluster.shape import Shape, config_of, shape_of
+from ramify.cluster.steps import Seconds, Tokens
+from ramify.errors import ConfigError
+from ramify.train.config import Run
+from ramify.train.placement.counted import counted
+from ramify.train.placement.seats import Seat, seats
+from ramify.train.placement.spec import PlacementSpec, Pool
+
+_ROLES = {"rank 0": "trainer", "engine": "inference"}
+
+
+class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a plan supposes of the machines."""
+
+    device: str = ""
+    """Of trainer ranks and engines: a name of ``DEVICES``; empty: h100 where roles ask for GPUs, else cpu."""
+    nodes: int = 0
+    """Of the only pool, in place of what the recipe says; 0: as it says."""
+    shares: Shares = Shares()
+    tokens: Tokens | None = None
+    """Of a step; None: measured, or assumed."""
+    measured: Path | None = None
+    """A run's folder, whose speeds and tokens are taken."""
+
+
+class Part(msgspec.Struct, frozen=True):
+    """The processes of one role."""
+
+    role: str
+    count: int
+    device: str
+    memory: Memory
+    """Of each, the first of them where they differ."""
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """Who goes where, what each holds, and how long a step takes."""
+
+    name: str
+    shape: Shape
+    pools: dict[str, Pool]
+    seats: list[Seat]
+    parts: list[Part]
+    tokens: Tokens
+    seconds: Seconds | None
+    """None without reinforcement learning."""
+    too_large: list[str]
+    """What does not fit its device, in sentences."""
+
+
+def plan(run: Run, options: Options | None = None) -> Plan:
+    """Raises ConfigError for roles that do not fit their pools, with the sums, and for what the run lacks."""
+    options = options or Options()
+    spec = _on_nodes(run.placement or PlacementSpec(), options.nodes)
+    num = counted(run, spec)
+    found = seats(spec, num)
+    shape = shape_of(config_of(run), run.policy.lora)
+    devices = _device(spec, options, "trainer"), _device(spec, options, "inference" if num["inference"] else "trainer")
+    parts = list(_parts(run, shape, num, devices))
+    from_run = _from_run(options.measured)
+    tokens = options.tokens or (from_run.tokens if from_run else Tokens.assumed(run, shape.window))
+    engines = max(1, num["inference"] or len(run.inference.urls if run.inference is not None else ()))
+    took = steps.seconds(
+        run, shape, num["trainer"], engines, devices, tokens, shares=options.shares, from_run=from_run
+    ) if run.rl is not None else None  # fmt: skip
+    return Plan(run.name, shape, spec.pools, found, parts, tokens, took, list(_too_large(parts, spec)))
+
+
+def lines(plan: Plan) -> Iterator[str]:
+    """For people."""
+    shape = plan.shape
+    yield (
+        f"{plan.name}: {shape.parameters:,} parameters, {shape.layers} layers of width {shape.width}, window {shape.window}"
+    )
+    yield from _where(plan)
+    yield ""
+    yield "memory of a process"
+    for part in plan.parts:
+        room = f" of {_size(part.memory.room)}" if part.memory.room else ""
+        yield f"  {part.role} x {part.count} ({part.device}): {_size(part.memory.total)}{room}"
+        for name, num_bytes in part.memory.parts.items():
+            yield f"    {name:<21} {_size(num_bytes):>10}"
+    if plan.seconds is not None:
+        yield ""
+        yield f"seconds of a step ({plan.tokens.why})"
+        for name in ("sampling", "learning", "sync", "step"):
+            yield f"  {name:<9} {getattr(plan.seconds, name):>9.3g}  {plan.seconds.why[name]}"
+    yield from (f"too large: {each}" for each in plan.too_large)
+
+
+def _where(plan: Plan) -> Iterator[str]:
+    places: dict[tuple[str, int], list[tuple[int, Seat]]] = {}
+    for index, seat in enumerate(plan.seats):
+        places.setdefault((seat.pool, seat.node), []).append((index, seat))
+    for (name, node), found in sorted(places.items()):
+        pool = plan.pools.get(name)
+        has = f" ({pool.gpus:g} GPUs, {pool.cpus:g} CPUs)" if pool else " (wherever there is room)"
+        yield f"pool {name} node {node}{has}" if name else f"any node{has}"
+        for index, seat in found:
+            who = ", ".join(f"{role} {number}" for role, number in seat.members)
+            yield f"  seat {index}: {seat.needs.gpus:g} GPUs, {seat.needs.cpus:g} CPUs: {who}"
+
+
+def _parts(run: Run, shape: Shape, num: dict[str, int], devices: tuple[Device, Device]) -> Iterator[Part]:
+    trainer, engine = devices
+    ranks = num["trainer"]
+    yield Part("rank 0" if ranks > 1 else "trainer", 1, trainer.name, memory.of_rank(run, shape, trainer, ranks))
+    if ranks > 1:
+        yield Part("other ranks", ranks - 1, trainer.name, memory.of_rank(run, shape, trainer, ranks, 1))
+    if num["inference"]:
+        yield Part("engine", num["inference"], engine.name, memory.of_engine(run, shape, engine))
+    if run.rl is not None:
+        room = run.placement.rollouts.memory_gb if run.placement is not None else 0.0
+        yield Part("sessions", max(1, num["rollouts"]), "cpu", memory.of_sessions(run, max(1, num["rollouts"]), room))
+
+
+def _too_large(parts: list[Part], spec: PlacementSpec) -> Iterator[str]:
+    by_role: dict[str, Part] = {}
+    for part in parts:
+        by_role.setdefault(_ROLES.get(part.role, part.role), part)
+        if not part.memory.fits:
+            yield f"{part.role} holds {_size(part.memory.total)} and a {part.device} has {_size(part.memory.room)}"
+    for group in spec.colocate:
+        together = [by_role[role] for role in group if role in by_role]
+        total, room = sum(part.memory.total for part in together), min((p.memory.room for p in together), default=0)
+        if len(together) > 1 and room and total > room:
+            yield (
+                f"{' and '.join(group)} share a device of {_size(room)} and hold {_size(total)} together: they fit only while "
+                "one of them sleeps"
+            )
+
+
+def _on_nodes(spec: PlacementSpec, nodes: int) -> PlacementSpec:
+    if not nodes:
+        return spec
+    if len(spec.pools) != 1:
+        raise ConfigError(
+            f"--nodes is for a placement of one pool, and the recipe's has {len(spec.pools)}: set their nodes"
+        )
+    pools = {name: msgspec.structs.replace(pool, nodes=nodes) for name, pool in spec.pools.items()}
+    return msgspec.structs.replace(spec, pools=pools)
+
+
+def _device(spec: PlacementSpec, options: Options, role: str) -> Device:
+    return device_of(
+        (options.device or "h100") if spec.role(role).gpus else "cpu" if spec.pools else options.device or "cpu"
+    )
+
+
+def _from_run(folder: Path | None) -> steps.Measured | None:
+    if folder is None:
+        return None
+    from ramify.build.recipe import stored
+
+    run = stored(folder)
+    num = counted(run, run.placement or PlacementSpec())
+    return steps.measured(folder, num["trainer"], max(1, num["inference"]))
+
+
+def _size(num_bytes: int) -> str:
+    """Powers of ten, as GPUs are sold."""
+    for unit, size in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.3g} {unit}"
+    return f"{num_bytes} B"

@@ -1,0 +1,171 @@
+"""Seconds of each part of a step: from speeds that a device's name stands for, or from what a run measured.
+
+    sampling    prompts read and tokens sampled, by all engines together
+    learning    the passes of the trainer, by all ranks together
+    sync        the weights on their way to the engines
+
+    step = sampling + learning + sync                    max_staleness = 0: one after the other
+    step = max(sampling, learning) + sync                else: side by side
+
+A token costs 2 FLOP per weight that it is multiplied by and 4 per pair of tokens and element of the heads, forward; twice that
+again backward, and once more forward where layers are recomputed. Sampling reads all weights and what is cached for every
+token of all slots. What a step samples is measured (``Tokens.of_run``) or assumed, and said to be (``Tokens.assumed``).
+Leaves out waiting: for the slowest rollout of a step, for tools and for other models. ``ramify cluster simulate`` has that.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import fmean
+
+import msgspec
+
+from ramify.cluster.devices import Device, Shares
+from ramify.cluster.memory import itemsize_of, slots
+from ramify.cluster.shape import Shape
+from ramify.errors import ConfigError
+from ramify.train.algorithms.base import needs_of
+from ramify.train.config import Run
+from ramify.train.metrics import read
+
+LINK_GB_PER_S = 10.0
+"""Between trainer and engines."""
+
+
+class Tokens(msgspec.Struct, frozen=True):
+    """What one step has of them, all rollouts together."""
+
+    sampled: float
+    given: float
+    """In prompts, what a turn has in common with the one before counted once."""
+    rollouts: float
+    why: str
+    """Where the numbers are from."""
+
+    @property
+    def learnt(self) -> float:
+        return self.sampled + self.given
+
+    @property
+    def mean_length(self) -> float:
+        return self.learnt / max(self.rollouts, 1)
+
+    @classmethod
+    def assumed(cls, run: Run, window: int) -> Tokens:
+        """Half of the turns that a rollout may take, each of half the longest reply and given as much; within the window."""
+        rl = run.rl
+        if rl is None:
+            return cls(0, 0, 0, "no reinforcement learning")
+        rollouts = rl.sample.items * (rl.rollout.group + needs_of(rl.algorithm).greedy)
+        turns = max(1.0, run.limits.max_turns / 2)
+        reply = min(run.limits.max_reply_tokens / 2, window / (2 * turns))
+        why = f"assumed: {rollouts} rollouts of {turns:g} turns, each of {reply:g} tokens after as many that are given"
+        return cls(rollouts * turns * reply, rollouts * turns * reply, rollouts, why)
+
+
+class Measured(msgspec.Struct, frozen=True):
+    """Speeds of a run that was."""
+
+    tokens: Tokens
+    learnt_per_s: float
+    """Tokens that one rank learns from."""
+    sampled_per_s: float
+    """Tokens that one engine samples, with all that a rollout waits for."""
+    why: str
+
+
+class Seconds(msgspec.Struct, frozen=True):
+    """Of one step."""
+
+    sampling: float
+    learning: float
+    sync: float
+    step: float
+    why: dict[str, str]
+    """Part -> where its number is from."""
+
+
+def measured(folder: Path, ranks: int, engines: int) -> Measured:
+    """Of the reinforcement learning of a run that had so many of both, without its first step. Raises ConfigError."""
+    rows = [
+        row.values for row in read(folder) if row.stage == "rl" and "work_s" in row.values and "learn_s" in row.values
+    ]
+    rows = rows[1:] or rows
+    if not rows:
+        raise ConfigError(f"{folder} has no step of reinforcement learning in its metrics.jsonl: give a run that has")
+
+    def mean(name: str) -> float:
+        return fmean(row.get(name, 0.0) for row in rows)
+
+    sampled, learnt = mean("sampled_tokens"), mean("packed_tokens")
+    why = f"measured over {len(rows)} steps of {folder}"
+    tokens = Tokens(sampled, max(0.0, learnt - sampled), mean("sampled_tokens") / max(mean("length_mean"), 1), why)
+    return Measured(
+        tokens, learnt / max(mean("learn_s"), 1e-9) / ranks, sampled / max(mean("work_s"), 1e-9) / engines, why
+    )
+
+
+def seconds(
+    run: Run, shape: Shape, ranks: int, engines: int, devices: tuple[Device, Device], tokens: Tokens, *,
+    shares: Shares, link_gb_per_s: float = LINK_GB_PER_S, from_run: Measured | None = None,
+) -> Seconds:  # fmt: skip
+    """Of a step of reinforcement learning; ``devices``: of the trainer and of the engines."""
+    trainer, engine = devices
+    if from_run is not None:
+        learning = tokens.learnt / (from_run.learnt_per_s * ranks) if from_run.learnt_per_s else 0.0
+        sampling = tokens.sampled / (from_run.sampled_per_s * engines) if from_run.sampled_per_s else 0.0
+        why = dict.fromkeys(("learning", "sampling"), from_run.why)
+    else:
+        learning, told = _learning(run, shape, ranks, trainer, tokens, shares)
+        sampling, also = _sampling(run, shape, engines, engine, tokens, shares)
+        why = {"learning": told, "sampling": also}
+    num_bytes = shape.parameters * itemsize_of(run, engine)
+    sync = num_bytes / (link_gb_per_s * 1e9)
+    why["sync"] = f"{num_bytes / 1e9:.3g} GB at {link_gb_per_s:g} GB/s"
+    is_apart = run.rl is not None and run.rl.sample.max_staleness > 0
+    step = (max(sampling, learning) if is_apart else sampling + learning) + sync
+    why["step"] = "sampling beside learning" if is_apart else "sampling, then learning"
+    return Seconds(sampling, learning, sync, step, why)
+
+
+def _learning(run: Run, shape: Shape, ranks: int, device: Device, tokens: Tokens, shares: Shares) -> tuple[float, str]:
+    forward = _forward(shape, tokens.mean_length) * tokens.learnt
+    passes = 3.0 + run.compute.recompute + _more_passes(run)
+    speed = ranks * device.tflops * 1e12 * shares.train
+    return passes * forward / speed, (
+        f"{tokens.learnt:.3g} tokens, {passes:g} forward passes' worth of {forward / max(tokens.learnt, 1):.3g} FLOP each, on "
+        f"{ranks} x {device.name} at {device.tflops:g} TFLOP/s x {shares.train:g}"
+    )
+
+
+def _more_passes(run: Run) -> int:
+    """Forward passes for log-probabilities that are needed first."""
+    if run.rl is None:
+        return 0
+    streams = needs_of(run.rl.algorithm).streams
+    return bool(run.rl.loss.kl_beta or "ref_logprobs" in streams) + (run.rl.loss.old == "pass")
+
+
+def _sampling(
+    run: Run, shape: Shape, engines: int, device: Device, tokens: Tokens, shares: Shares
+) -> tuple[float, str]:
+    """Reading prompts is bound by products, sampling by whichever of bandwidth and products is slower."""
+    products = device.tflops * 1e12 * shares.prefill
+    reading = tokens.given * _forward(shape, tokens.mean_length / 2) / (engines * products)
+    concurrency = run.rl.rollout.concurrency if run.rl is not None else 1
+    at_once = max(1.0, min(slots(run, device), concurrency / engines, tokens.rollouts / engines))
+    itemsize = itemsize_of(run, device)
+    cached = at_once * tokens.mean_length / 2 * shape.cache_bytes_per_token(itemsize)
+    by_bandwidth = (shape.products * itemsize + cached) / (device.gb_per_s * 1e9 * shares.decode)
+    by_products = at_once * _forward(shape, tokens.mean_length / 2) / products
+    token_s = max(by_bandwidth, by_products)
+    drawing = tokens.sampled / engines / at_once * token_s
+    return reading + drawing, (
+        f"{tokens.sampled:.3g} tokens, {at_once:g} at once in each of {engines} x {device.name}: {at_once / token_s:.3g} "
+        f"tokens/s, bound by {'bandwidth' if by_bandwidth >= by_products else 'products'}; {tokens.given:.3g} read before"
+    )
+
+
+def _forward(shape: Shape, length: float) -> float:
+    """FLOP of one token's forward pass where ``length`` tokens stand before and after it: half of them are before."""
+    return 2 * shape.products + 4 * shape.layers * shape.heads * shape.head_size * length / 2

@@ -1,0 +1,128 @@
+"""Estimated bytes against real ones, of models, optimizers and engines that are made here; and one large shape by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from ramify.cluster import memory
+from ramify.cluster.devices import device_of
+from ramify.cluster.shape import Shape, config_of, shape_of
+from ramify.inference.http.spec import InferenceSpec
+from ramify.inference.local.generation import Generation
+from ramify.train.backends.base import Compute, Optim, Shard
+from ramify.train.backends.single import Single
+from ramify.train.config import LoraSpec, PolicySpec, RlSpec, Run
+from ramify.train.loss import Loss
+from ramify.train.pack import pack
+from tests.inference import helpers
+from tests.train.backends.small import CONFIG, policy, tree
+from tests.train.small import small
+
+CPU, H100 = device_of("cpu"), device_of("h100")
+HALF = {
+    "model_type": "qwen2", "hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2,
+    "intermediate_size": 4864, "vocab_size": 151936, "tie_word_embeddings": True, "max_position_embeddings": 32768,
+}  # fmt: skip
+"""Qwen2.5-0.5B."""
+
+
+def half(**changes: Any) -> Run:
+    fields: dict[str, Any] = {"policy": PolicySpec(shape=HALF, dtype="bfloat16"), "rl": RlSpec()}
+    return Run(**(fields | changes))
+
+
+def stepped(optim: Optim) -> Single:
+    """A backend after one step, so that its optimizer has its state."""
+    single = Single(policy(), optim, Compute(precision="fp32"))
+    rows = tree()
+    single.forward_backward(pack(rows, single.packing, {"rl": 9.0, "ce": 3.0}), Loss())
+    single.optim_step()
+    return single
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_what_a_trainer_holds(kind: Any) -> None:
+    optim = Optim(kind=kind)
+    run = small(warmup=None, sft=None, rl=RlSpec(optim=optim))
+    found = memory.of_rank(run, shape_of(CONFIG), CPU, ranks=1).parts
+    single = stepped(optim)
+    weights = sum(tensor.nbytes for _, tensor in single.weights())
+    state = 0
+    for each in single._optimizers.each:
+        for of_one in each.state.values():
+            state += sum(value.nbytes for value in of_one.values() if isinstance(value, torch.Tensor) and value.dim())
+    assert (found["weights"], found["gradients"], found["optimizer"]) == (weights, weights, state)
+
+
+def test_what_an_engine_keeps() -> None:
+    model, slots = helpers.policy(), 4
+    running = helpers.engine(model, slots=slots)
+    running.add(Generation([5, 6, 7], max_tokens=helpers.WINDOW - 3))
+    running.step()
+    real = running.runner._cache.kv.nbytes  # type: ignore[attr-defined]
+    shape = shape_of(model.config)
+    assert memory.cache_bytes(shape, CPU, 4, slots, None) == real
+    run = small(policy=msgspec.structs.replace(small().policy, slots=slots))
+    assert memory.of_rank(run, shape, CPU, 1).parts["keys and values"] == real
+
+
+def test_a_limit_makes_fewer_slots_of_the_whole_window() -> None:
+    shape = shape_of(CONFIG)
+    one = shape.cache_bytes_per_token(4) * shape.window
+    assert memory.cache_bytes(shape, CPU, 4, 128, 5 * one + 1) == 5 * one
+    assert memory.cache_bytes(shape, CPU, 4, 3, 5 * one) == 3 * one
+
+
+def test_half_a_billion_by_hand() -> None:
+    """Qwen2.5-0.5B on four ranks.
+
+    embedding, tied with the output      151,936 x 896                       136,134,656
+    a layer: q and o with a bias for q   2 x 896 x 896 + 896                   1,606,528
+             k and v with biases         2 x (896 x 128 + 128)                   229,632
+             gate, up and down           3 x 896 x 4,864                      13,074,432
+             two norms                   2 x 896                                   1,792
+    24 layers                            24 x 14,912,384                     357,897,216
+    the last norm                                                                    896
+                                                                             494,032,768
+    """
+    run = half(compute=Compute(backend="fsdp", shard=Shard(ranks=4), max_tokens=16_384))
+    shape = shape_of(config_of(run))
+    assert shape == Shape(
+        parameters=494_032_768, inside=24 * 14_909_440, products=24 * 14_909_440 + 136_134_656,
+        largest_layer=14_912_384, outside=136_135_552, layers=24, width=896, mlp=4864, heads=14, head_size=64, kv_heads=2,
+        vocabulary=151_936, window=32_768,
+    )  # fmt: skip
+    found = memory.of_rank(run, shape, H100, ranks=4, rank=1).parts
+    quarter = 123_508_192 * 4
+    assert (found["weights"], found["gradients"], found["optimizer"]) == (quarter, quarter, 2 * quarter)
+    # bf16: two layers and what is outside, whole; gradients of one layer and of what is outside
+    assert found["gathered"] == 2 * (2 * 14_912_384 + 136_135_552) + 2 * (14_912_384 + 136_135_552)
+    # a token keeps ten vectors of 896 and four of 4,864 in each of 24 layers, at four bytes
+    assert found["activations, at most"] == 16_384 * 24 * 4 * (8_960 + 19_456)
+    # 2 x 24 layers x 2 heads x 64 x 2 bytes = 12,288 a token; a third of 80 GB is 66 slots of 32,768 tokens
+    engine = memory.of_engine(msgspec.structs.replace(run, inference=InferenceSpec()), shape, H100)
+    assert engine.parts == {"weights": 988_065_536, "keys and values": 66 * 32_768 * 12_288}
+    assert engine.fits
+    assert memory.of_rank(half(), shape, device_of("l4"), 1).fits is False
+
+
+def test_adapters_are_all_that_is_trained() -> None:
+    """Rank 8 on q of every layer: 8 x (896 + 896) in each of 24."""
+    spec = LoraSpec(rank=8, targets=("q_proj",))
+    run = half(policy=PolicySpec(shape=HALF, lora=spec))
+    shape = shape_of(config_of(run), spec)
+    assert shape.adapters == 24 * 8 * (896 + 896)
+    found = memory.of_rank(run, shape, CPU, 1).parts
+    assert found["gradients"] == shape.adapters * 4
+    assert found["optimizer"] == shape.adapters * 8
+
+
+def test_a_second_model_is_counted() -> None:
+    rl = RlSpec(loss=Loss(kl_beta=0.1))
+    with_kl, without = (memory.of_rank(small(rl=each), shape_of(CONFIG), CPU, 1).parts for each in (rl, RlSpec()))
+    assert with_kl["reference"] == with_kl["weights"]
+    assert "reference" not in without

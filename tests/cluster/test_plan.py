@@ -1,0 +1,151 @@
+"""The plan of a recipe: who goes where, how long a step takes, by hand and from a run; and the command that prints it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from ramify.cli.main import command
+from ramify.cli.parser import UsageError
+from ramify.cluster import steps
+from ramify.cluster.devices import Device, Shares, device_of
+from ramify.cluster.plan import Options, lines, plan
+from ramify.cluster.shape import Shape
+from ramify.cluster.steps import Tokens
+from ramify.errors import ConfigError
+from ramify.inference.http.spec import InferenceSpec
+from ramify.train.backends.base import Compute, Shard
+from ramify.train.checkpoint import Checkpoints, State
+from ramify.train.config import Run, plain
+from ramify.train.metrics import Metrics
+from ramify.train.placement.spec import PlacementSpec, Pool, Role
+from ramify.train.stages import Sample
+from tests.cluster.test_memory import half
+from tests.train.small import small
+
+TOGETHER = PlacementSpec(
+    pools={"main": Pool(nodes=1, gpus=2, cpus=8)}, trainer=Role(gpus=1), inference=Role(gpus=1),
+    colocate=(("trainer", "inference"),),
+)  # fmt: skip
+RECIPE = """
+from tests.cluster.test_plan import placed
+def run():
+    return placed()
+"""
+TOY = Shape(
+    parameters=1000, inside=800, products=1000, largest_layer=400, outside=200, layers=2, width=10, mlp=20, heads=2,
+    head_size=5, kv_heads=1, vocabulary=20, window=100,
+)  # fmt: skip
+SLOW = Device("slow", 1, tflops=1e-6, gb_per_s=1e-3)
+"""A million FLOP and a million bytes a second."""
+
+
+def placed(**changes: Any) -> Run:
+    fields: dict[str, Any] = {
+        "compute": Compute(backend="fsdp", shard=Shard(ranks=2), max_tokens=8192), "inference": InferenceSpec(num=2),
+        "placement": TOGETHER,
+    }  # fmt: skip
+    return half(**(fields | changes))
+
+
+def test_a_plan_says_who_goes_where_and_what_each_holds() -> None:
+    found = plan(placed())
+    assert [(seat.pool, seat.node, [tuple(each) for each in seat.members]) for seat in found.seats] == [
+        ("main", 0, [("trainer", 0), ("inference", 0)]), ("main", 0, [("trainer", 1), ("inference", 1)]),
+    ]  # fmt: skip
+    assert [(part.role, part.count, part.device) for part in found.parts] == [
+        ("rank 0", 1, "h100"), ("other ranks", 1, "h100"), ("engine", 2, "h100"),
+        ("sessions", 1, "cpu"),
+    ]  # fmt: skip
+    text = "\n".join(lines(found))
+    assert "pool main node 0 (2 GPUs, 8 CPUs)\n  seat 0: 1 GPUs, 2 CPUs: trainer 0, inference 0\n" in text
+    assert "494,032,768 parameters, 24 layers of width 896, window 32768" in text
+    assert found.parts[-1].memory.parts == {"sessions, at most": 128 * (2 << 30)}
+    assert found.too_large == []
+    small_ones = plan(placed(), Options(device="l4"))
+    assert "share a device of 24 GB and hold" in small_ones.too_large[-1]
+
+
+def test_nodes_may_be_said_for_the_only_pool() -> None:
+    four = placed(compute=Compute(backend="fsdp", shard=Shard(ranks=4)), inference=InferenceSpec(num=4))
+    with pytest.raises(ConfigError, match="trainer and inference 4 x 1 = 4 GPUs, and it has 1 x 2 = 2"):
+        plan(four)
+    assert [seat.node for seat in plan(four, Options(nodes=2)).seats] == [0, 0, 1, 1]
+
+
+def test_seconds_by_hand() -> None:
+    """TOY on a device of 10^6 FLOP/s and 10^6 bytes/s, of which half is got: 400 tokens sampled in 10 rollouts, 600 given.
+
+    a token forward          2 x 1,000 + 4 x 2 x 10 x length / 2: 6,000 at a mean length of 100, 4,000 at 50
+    learning on 2 ranks      1,000 tokens x 3 x 6,000 / (2 x 5 x 10^5)                                      = 18 s
+    prompts, 1 engine        600 x 4,000 / (5 x 10^5)                                                       = 4.8 s
+    a round of 8 tokens      products: 8 x 4,000 / (5 x 10^5) = 0.064 s
+                             memory: (1,000 x 4 + 8 x 50 x 80) / (5 x 10^5) = 0.072 s, which is slower
+    sampling                 4.8 + 400 / 8 x 0.072                                                          = 8.4 s
+    sync                     4,000 bytes at 10^4 bytes/s                                                    = 0.4 s
+    """
+    run = small(policy=msgspec.structs.replace(small().policy, slots=8), rl=msgspec.structs.replace(
+        small().rl, rollout=msgspec.structs.replace(small().rl.rollout, concurrency=64)
+    ))  # fmt: skip
+    tokens, shares = Tokens(400, 600, 10, "given"), Shares(0.5, 0.5, 0.5)
+    found = steps.seconds(run, TOY, 2, 1, (SLOW, SLOW), tokens, shares=shares, link_gb_per_s=1e-5)
+    assert (found.learning, found.sampling, found.sync) == pytest.approx((18.0, 8.4, 0.4))
+    assert found.step == pytest.approx(26.8)
+    apart = msgspec.structs.replace(run, rl=msgspec.structs.replace(run.rl, sample=Sample(max_staleness=1)))
+    assert steps.seconds(
+        apart, TOY, 2, 1, (SLOW, SLOW), tokens, shares=shares, link_gb_per_s=1e-5
+    ).step == pytest.approx(18.4)  # fmt: skip
+    again = msgspec.structs.replace(run, compute=Compute(recompute=True))
+    assert steps.seconds(again, TOY, 2, 1, (SLOW, SLOW), tokens, shares=shares).learning == pytest.approx(24.0)
+
+
+def test_seconds_from_a_run_that_was(tmp_path: Path) -> None:
+    """One rank learnt 300 tokens a second and one engine sampled 50: two of both halve the seconds."""
+    checkpoints = Checkpoints(tmp_path, 1, 0)
+    checkpoints.save(State(step=3, config=plain(small())), {})
+    written = Metrics(tmp_path)
+    for step, work_s in enumerate((40.0, 4.0, 4.0)):  # the first step is not like the others
+        values = {
+            "work_s": work_s,
+            "learn_s": 2.0,
+            "sampled_tokens": 200.0,
+            "packed_tokens": 600.0,
+            "length_mean": 20.0,
+        }
+        written.write(step, "rl", 0.0, values)
+    written.close()
+    found = plan(placed(), Options(measured=tmp_path))
+    assert found.seconds is not None
+    assert (found.seconds.sampling, found.seconds.learning) == (2.0, 1.0)
+    assert found.tokens.rollouts == 10
+    assert f"measured over 2 steps of {tmp_path}" in "\n".join(lines(found))
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(ConfigError, match="has no step of reinforcement learning"):
+        plan(placed(), Options(measured=tmp_path))
+
+
+def test_shares_and_devices_that_are_none() -> None:
+    with pytest.raises(ConfigError, match=r"train=1\.5 must be above 0 and at most 1"):
+        Shares(train=1.5)
+    with pytest.raises(ConfigError, match="there is no device 'h10': did you mean 'h100'"):
+        device_of("h10")
+
+
+def test_the_command_prints_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = tmp_path / "recipe.py"
+    recipe.write_text(RECIPE)
+    told = command("cluster plan")
+    assert told.call([str(recipe), "--json", "--device", "h200", "--mfu", "0.5"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["parts"][0]["device"] == "h200"
+    assert found["seats"][0]["members"] == [["trainer", 0], ["inference", 0]]
+    assert told.call([str(recipe)]) == 0
+    assert "  seat 1: 1 GPUs, 2 CPUs: trainer 1, inference 1\n" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="= 2 GPUs, and it has 1 x 1 = 1"):
+        told.call([str(recipe), 'placement.pools={"main": {"gpus": 1, "cpus": 8}}'])
+    with pytest.raises(UsageError, match="give one recipe"):
+        told.call(["rl.steps=1"])

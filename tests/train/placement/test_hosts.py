@@ -1,0 +1,137 @@
+"""Processes on their seats: started, asked how they are, ended with all that they started; engines that are out of reach."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from ramify.errors import ConfigError
+from ramify.inference.http.spec import InferenceSpec
+from ramify.train.placement.counted import check_reach, settled
+from ramify.train.placement.here import HereHosts
+from ramify.train.placement.hosts import PlacedEngine
+from ramify.train.placement.seats import Member
+from ramify.train.placement.services import Services
+from ramify.train.placement.spec import PlacementSpec, Pool, Role, Service
+from tests.train.small import small
+
+SCRIPT = "echo begins with $GIVEN; sleep 1000 & echo $!; wait"
+WHO = Member("rollouts", 3)
+
+
+class Apart(HereHosts):
+    """Two machines: whoever is not the first stands on the other."""
+
+    def address_of(self, member: Member) -> str:
+        return "10.0.0.2" if member.number else self.address
+
+
+def is_running(pid: int) -> bool:
+    """A process that has ended and that nobody has asked for is none."""
+    try:
+        return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+
+
+def test_a_process_ends_with_what_it_started(tmp_path: Path) -> None:
+    hosts, log = HereHosts(), tmp_path / "logs" / "it.log"
+    process = hosts.start(WHO, ["sh", "-c", SCRIPT], {"GIVEN": "this"}, log)
+    assert process.where.startswith(f"process {process.pid} on ")
+    while len(process.said().split(" | ")) < 2:
+        assert process.poll() is None
+        time.sleep(0.01)
+    said, child = process.said().split(" | ")
+    assert said == "begins with this"
+    assert is_running(int(child))
+    process.terminate(30.0)
+    assert process.poll() in (-15, 143)
+    process.terminate(30.0)
+    while is_running(int(child)):
+        time.sleep(0.01)
+    hosts.close()
+
+
+def test_what_a_host_started_ends_with_it(tmp_path: Path) -> None:
+    hosts = HereHosts()
+    process = hosts.start(WHO, ["sleep", "1000"], {}, tmp_path / "log")
+    hosts.close()
+    assert process.wait() == -15
+    hosts.close()
+
+
+def test_a_command_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="rollouts 3 cannot be started: nonesuch: No such file or directory"):
+        HereHosts().start(WHO, ["nonesuch"], {}, tmp_path / "log")
+
+
+def test_an_engine_listens_where_others_reach_it(tmp_path: Path) -> None:
+    spec = InferenceSpec(num=2, command=("sh", "-c", 'echo "$@"; exit 3', "engine"), ports=(7001, 7002))
+    hosts = Apart()
+    engines = [PlacedEngine(hosts, spec, i, tmp_path, "float32", 64, tmp_path / f"{i}.log") for i in (0, 1)]
+    assert [engine.url for engine in engines] == ["http://127.0.0.1:7001", "http://10.0.0.2:7002"]
+    while engines[1].ended is None:
+        time.sleep(0.01)
+    assert engines[1].ended == 3
+    assert f"{tmp_path} --host 10.0.0.2 --port 7002 --dtype float32 --weight-transfer" in engines[1].said()
+    hosts.close()
+
+
+def test_a_service_is_asked_where_it_was_placed(tmp_path: Path) -> None:
+    """Python's own server of files as a judge; another that ends at once."""
+    judge = Service(
+        command=(sys.executable, "-m", "http.server", "--bind", "{host}", "{port}"),
+        variable="RAMIFY_TEST_JUDGE",
+        path="/",
+    )
+    (tmp_path / "verdict").write_text("right")
+
+    async def ask() -> str:
+        services = Services(HereHosts(), {"judge": judge}, tmp_path)
+        await services.start()
+        address = os.environ["RAMIFY_TEST_JUDGE"]
+        try:
+            assert address.startswith("http://127.0.0.1:")
+            return await asyncio.to_thread(lambda: urllib.request.urlopen(address, timeout=60).read().decode())
+        finally:
+            await services.close()
+
+    assert "Directory listing" in asyncio.run(ask())
+    assert "RAMIFY_TEST_JUDGE" not in os.environ
+    broken = Service(command=("sh", "-c", "echo no model; exit 7"), variable="RAMIFY_TEST_JUDGE")
+    with pytest.raises(ConfigError, match=r"service 'judge' \(process \d+ on .*\) ended with status 7 .* no model"):
+        asyncio.run(Services(HereHosts(), {"judge": broken}, tmp_path).start())
+
+    spec = PlacementSpec(pools={"main": Pool(gpus=1, cpus=4)}, services={"judge": Service(
+        command=("x",), variable="Y", gpus=1
+    )})  # fmt: skip
+    _, found = settled(small(placement=spec))
+    assert [seat.members for seat in found] == [(Member("trainer", 0),), (Member("judge", 0),)]
+    with pytest.raises(ConfigError, match="trainer 1 x 1 \\+ judge 1 x 1 = 2 GPUs, and it has 1 x 1 = 1"):
+        settled(small(placement=msgspec.structs.replace(spec, trainer=Role(gpus=1))))
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        (
+            {},
+            "inference.carrier=shared ends at this machine, and engine 1 was placed on 10.0.0.2: use 'nccl' or 'gloo'",
+        ),
+        ({"carrier": "gloo"}, "set inference.carrier_options.address=127.0.0.1"),
+    ],
+)
+def test_weights_must_reach_engines(fields: Any, said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        check_reach(small(inference=InferenceSpec(num=2, **fields)), Apart(), 2)
+    assert said in str(error.value)
+    check_reach(small(inference=InferenceSpec(num=2, **fields)), HereHosts(), 2)
+    check_reach(small(inference=InferenceSpec(num=2, carrier="file")), Apart(), 2)

@@ -1,0 +1,132 @@
+"""One cluster of Ray for all that needs one: a run on it is the run without it; what dies on it is named; it ends whole."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from ramify.build.run import train
+from ramify.errors import TrainError
+from ramify.inference.http.spec import InferenceSpec
+from ramify.train.backends.base import Compute
+from ramify.train.config import Run
+from ramify.train.metrics import Measured
+from ramify.train.placement.counted import by
+from ramify.train.placement.spec import PlacementSpec, Pool, Role
+from tests.train.backends.test_ranks import RANKS, steady, tuned
+
+pytest.importorskip("ray", reason="needs the extra ray")
+JOINS = """
+import sys
+from ramify.errors import ConfigError
+from ramify.train.placement.on_ray import RayHosts
+from ramify.train.placement.spec import PlacementSpec
+try:
+    RayHosts(PlacementSpec(kind="ray", address=sys.argv[1]), [])
+except ConfigError as error:
+    print(error)
+"""
+CLUSTER = """
+import sys
+from tests.train.placement.test_on_ray import on_a_cluster
+on_a_cluster(sys.argv[1])
+"""
+SMALL = Role(cpus=0.4)
+
+
+def placed() -> Run:
+    """Two ranks and an engine, each on a seat of its own."""
+    spec = PlacementSpec(pools={"main": Pool(cpus=2)}, trainer=SMALL, inference=SMALL)
+    return tuned(compute=RANKS, inference=InferenceSpec(), placement=spec)
+
+
+def on_a_cluster(folder: str) -> None:
+    """All that needs a cluster, in one process and one run, since one takes seconds to come up: while it is up another process
+    that believes it to be of another version wants to join; after the second step rank 1 is killed."""
+    num_steps = 0
+
+    def look(measured: Measured) -> None:
+        nonlocal num_steps
+        if not num_steps and "loss" not in measured.values:
+            refused(gcs_address())
+        num_steps += "loss" in measured.values
+        if "loss" in measured.values and num_steps == 2:
+            os.kill(pid_of("ramify.train.backends.launch"), signal.SIGKILL)
+
+    try:
+        train(by(placed(), "ray"), folder, listener=look)
+    except TrainError as error:
+        print(error)
+
+
+def refused(address: str) -> None:
+    """Say in the cluster's own records that it is of another version, while somebody wants to join."""
+    from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
+
+    key, where = b"CLUSTER_METADATA", b"cluster"
+    true = _internal_kv_get(key, namespace=where)
+    _internal_kv_put(key, json.dumps(json.loads(true) | {"ray_version": "2.9.3"}).encode(), True, namespace=where)
+    done = subprocess.run([sys.executable, "-c", JOINS, address], capture_output=True, text=True, timeout=300)
+    print(done.stdout, end="")
+    _internal_kv_put(key, true, True, namespace=where)
+
+
+def gcs_address() -> str:
+    import ray
+
+    return str(ray.get_runtime_context().gcs_address)
+
+
+def pid_of(name: str) -> int:
+    """Of the one process that descends from this one's cluster and runs the module ``name`` with its environment."""
+    mine = f"/{Path(os.environ['HOME']).name}"
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if name.encode() in (path / "cmdline").read_bytes() and mine in (path / "environ").read_text(
+                errors="replace"
+            ):
+                return int(path.name)
+    raise LookupError(name)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_run_on_ray(tmp_path: Path) -> None:
+    before = set(Path("/tmp").glob("ray*"))
+    done = subprocess.run(
+        [sys.executable, "-c", CLUSTER, str(tmp_path / "ray")], capture_output=True, text=True, timeout=800,
+        env=os.environ | {"HOME": str(tmp_path)},
+    )  # fmt: skip
+    assert (done.returncode, done.stdout.count("\n")) == (0, 2), done.stdout + done.stderr
+    version, lost = done.stdout.splitlines()[-2:]
+    assert re.match(r"the cluster of Ray at .* runs other versions than this process \(.*2\.9\.3", version)
+    assert re.match(
+        rf"rank 1 \(process \d+ on {socket.gethostname()}\) is lost: its process ended \(killed by signal 9", lost
+    )
+    assert not [path for path in Path("/proc").glob("[0-9]*/environ") if _holds(path, str(tmp_path))]
+    assert set(Path("/tmp").glob("ray*")) <= before
+    assert not list(tmp_path.glob(".ray*"))
+
+    alone = msgspec.structs.replace(placed(), compute=Compute(precision="fp32"), inference=None, placement=None)
+    train(alone, tmp_path / "alone")
+    ours, theirs = steady(tmp_path / "ray"), steady(tmp_path / "alone")
+    assert sum("loss" in values for *_, values in ours) == 2
+    for (*place, values), (*other, expected) in zip(ours, theirs, strict=False):
+        assert place == other
+        assert values == pytest.approx(expected, abs=1e-5)
+
+
+def _holds(path: Path, text: str) -> bool:
+    with contextlib.suppress(OSError):
+        return text.encode() in path.read_bytes()
+    return False

@@ -1,0 +1,115 @@
+"""Rollouts in processes of their own: the run that it is in one process; a runner that dies is named, and its work is done."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from ramify.build.run import train
+from ramify.errors import ConfigError
+from ramify.inference.http.spec import InferenceSpec
+from ramify.train.config import Run
+from ramify.train.metrics import Measured, read
+from ramify.train.placement.counted import settled
+from ramify.train.placement.here import HereHosts
+from ramify.train.placement.runner import RunnerSpec
+from ramify.train.placement.runners import Runners
+from ramify.train.placement.spec import PlacementSpec, Role
+from ramify.train.sft import read as trajectories
+from ramify.types.trajectory import Trajectory
+from tests.train.backends.test_ranks import tuned
+
+RUNNERS = PlacementSpec(rollouts=Role(count=2))
+
+
+def short(**changes: Any) -> Run:
+    """Two steps that keep their rollouts, with an update of the weights between them."""
+    run = tuned(**changes)
+    return msgspec.structs.replace(run, cadence=msgspec.structs.replace(run.cadence, evaluate=0, rollouts=1))
+
+
+def sampled(out: Path) -> list[tuple[Any, ...]]:
+    """All that a rollout is, but for when it was."""
+    files = sorted((out / "rollouts").iterdir())
+    return [_what(tree) for file in files for tree in trajectories(file)]
+
+
+def _what(tree: Trajectory) -> tuple[Any, ...]:
+    replies = [turn.reply for call in tree.calls for turn in call.turns]
+    ids = [(reply.prompt_ids, reply.token_ids, reply.versions) for reply in replies]
+    return tree.id, tree.task, tree.answer, tree.rewards, ids, [value for r in replies for value in r.logprobs or ()]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_groups_are_those_of_one_process(tmp_path: Path) -> None:
+    train(short(), tmp_path / "one")
+    killed: list[str] = []
+
+    def kill(measured: Measured) -> None:
+        if "loss" in measured.values and not killed:
+            pid = next(_pids("RAMIFY_RUNNER_NUMBER=0", str(tmp_path)))
+            os.kill(pid, signal.SIGSTOP)  # what it is given next it does not do
+            threading.Timer(1.0, os.kill, (pid, signal.SIGKILL)).start()
+            killed.append(f"runner 0 (process {pid} on {os.uname().nodename}) is lost: its process ended")
+
+    said: list[str] = []
+    run = short(inference=InferenceSpec(), placement=RUNNERS)
+    os.environ["RAMIFY_TEST_PLACE"] = str(tmp_path)
+    try:
+        train(run, tmp_path / "two", listener=kill, say=said.append)
+    finally:
+        del os.environ["RAMIFY_TEST_PLACE"]
+    ours, theirs = sampled(tmp_path / "two"), sampled(tmp_path / "one")
+    assert len(ours) == len(theirs) == 12
+    for (*what, logprobs), (*other, expected) in zip(ours, theirs, strict=True):
+        assert what == other
+        assert logprobs == pytest.approx(expected, abs=1e-6)
+    losses = [[row.values["loss"] for row in read(tmp_path / name) if "loss" in row.values] for name in ("one", "two")]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-6)
+    assert any(text.startswith(killed[0]) for text in said), said
+    assert not list(_pids("RAMIFY_RUNNER_NUMBER=", str(tmp_path)))
+
+
+def _pids(*texts: str) -> Any:
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            found = path.read_bytes()
+        except OSError:
+            continue
+        if all(text.encode() in found for text in texts):
+            yield int(path.parent.name)
+
+
+def test_a_runner_that_cannot_begin_says_why(tmp_path: Path) -> None:
+    run = short()
+    spec = RunnerSpec(
+        name="x", task="nonesuch", options={}, scaffold="tiny", limits=run.limits, sandbox=run.sandbox,
+        inference=InferenceSpec(urls=("http://127.0.0.1:9",), probe_s=0.1), checkpoint=str(run.policy.path),
+        dtype="float32", grace_s=1.0,
+    )  # fmt: skip
+
+    async def begin() -> None:
+        await Runners(
+            HereHosts(), 1, spec, tmp_path, version=lambda: 0, seen=lambda paths: None, say=print
+        ).start()  # fmt: skip
+
+    with pytest.raises(ConfigError, match="runner 0 cannot begin: unknown task 'nonesuch'"):
+        asyncio.run(begin())
+
+
+def test_runners_need_engines_that_others_can_ask() -> None:
+    with pytest.raises(ConfigError, match="runners ask engines over HTTP: give inference"):
+        settled(tuned(placement=RUNNERS))
+    rl = tuned().rl
+    assert rl is not None
+    stale = msgspec.structs.replace(rl, sample=msgspec.structs.replace(rl.sample, max_staleness=1))
+    with pytest.raises(ConfigError, match=r"needs inference\.engine=ramify"):
+        settled(tuned(rl=stale, inference=InferenceSpec(engine="vllm"), placement=RUNNERS))
