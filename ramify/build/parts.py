@@ -41,6 +41,7 @@ from ramify.train.signals.reading import Signals
 from ramify.train.signals.scorer import Teachers
 from ramify.train.signals.teacher import needed
 from ramify.train.stages import Imitate, Reinforce, Stage, WarmUp, scheduled, streams_of
+from ramify.train.watch import Watch
 
 if TYPE_CHECKING:
     from ramify.inference.http.client import HttpEngines
@@ -124,6 +125,13 @@ class Made:
             self.policy, run.compute, out, lora=adapters, source=source, critic=critic, **hosts
         )  # fmt: skip
         return spread
+
+    def check_fits(self, checkpoint: Path) -> None:
+        """Raises ConfigError with the first tensor that a checkpoint's policy has otherwise than this one."""
+        from ramify.policy.weights import check_weights, read_weights
+
+        folder = checkpoint / "policy"
+        check_weights(self.serving.model, read_weights(folder), str(folder))
 
     async def start(self, out: Path) -> None:
         """Take the seats of the placement, and bring up the engines that are not in this process."""
@@ -277,7 +285,10 @@ class Made:
             )  # fmt: skip
         return stages
 
-    def loop(self, out: Path, listener: Callable[[Measured], None] | None) -> Loop:
+    def loop(
+        self, out: Path, listener: Callable[[Measured], None] | None, on_stall: Callable[[str], None] | None = None
+    ) -> Loop:
+        from ramify.inference.local.client import LocalClient
         from ramify.policy.fingerprint import fingerprint_of
 
         run = self.run
@@ -293,7 +304,12 @@ class Made:
             first=run.evaluate.first, final=run.evaluate.final, cadence=run.cadence, guard=run.guard,
             config=plain(run), check=check, reference_of=lambda folder: trained.reference(folder, starts_at_base),
             listener=listener, say=self._say,
+            watch=Watch(out, run.stall_s, others=getattr(trained, "stacks", None), on_stall=on_stall),
         )  # fmt: skip
+        self.seen.on_reply = loop.watch.moved
+        if not isinstance(self.client, LocalClient):
+            self.client.absent.came = lambda: loop.welcome(published.welcome)
+            loop.measures = self.client.metrics
         first = run.rl.sample.first_item if run.rl is not None else 0
         loop.state.next_item = max(first, run.sft.num if run.sft is not None and run.sft.demos else 0)
         return loop
