@@ -151,9 +151,8 @@ class HttpEngines:
                 return await server.healthy()
             except ModelError as error:
                 ended = process.ended if process is not None else None
-                if (
-                    isinstance(process, EngineProcess) and ended is not None and ended < 0 and left
-                ):  # killed: another may fare better
+                was_killed = ended is not None and ended < 0
+                if isinstance(process, EngineProcess) and was_killed and left:  # another may fare better
                     left -= 1
                     process.close()
                     process.start()
