@@ -65,8 +65,8 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
             or (self.straggle and self.straggle < 1)
         ):
             raise ConfigError(
-                f"staleness={self.staleness} and late={self.late} cannot be negative, max_items={self.max_items} must be 0 or at least items, "
-                f"straggle={self.straggle:g} 0 or at least 1"
+                f"staleness={self.staleness} and late={self.late} cannot be negative, max_items={self.max_items} must be 0 or "
+                f"at least items={self.items}, straggle={self.straggle:g} 0 or at least 1"
             )
 
 
