@@ -167,8 +167,8 @@ def _as_json(found: Measured, predicted: Sequence[Predicted]) -> str:
 COMMAND = Command(
     name="cluster simulate",
     about="Predict how a run would do on other devices: seconds of a step, who is busy, how stale tokens are.\n\n"
-    "RUN is the folder of a finished run whose rollouts were kept (cadence.rollouts=1). Numbers with commas between are\n"
-    "tried in every combination; what is left out is as it was in the run.",
+    "RUN is the folder of a finished run whose rollouts were kept (cadence.rollouts=1). Numbers with commas\n"
+    "between are tried in every combination; what is left out is as it was in the run.",
     run=simulate,
     words="RUN",
     min_words=1,
@@ -182,9 +182,7 @@ COMMAND = Command(
         Option(
             "staleness", str, "how many versions older rollouts may be than the weights that learn from them", "N,…"
         ),
-        Option(
-            "straggle", float, "give a rollout up that alone holds a step up, after so many times the median (0: never)"
-        ),
+        Option("straggle", float, "give up what alone holds a step up, after so many times the median (0: never)"),
         Option("concurrency", int, "rollouts at once"),
         Option("items", int, "groups per step"),
         Option("group", int, "rollouts of each group"),

@@ -16,6 +16,7 @@ from ramify.cluster.measured import measured
 from ramify.cluster.simulate import Setting, simulate
 from ramify.errors import ConfigError
 from ramify.train.checkpoint import Checkpoints, State
+from ramify.train.config import EvaluateSpec, SftSpec, TaskSpec
 from ramify.train.groups import Account
 from ramify.train.groups import write as write_accounts
 from ramify.train.loop import Cadence
@@ -99,7 +100,14 @@ def test_the_run_itself_is_predicted(tmp_path: Path) -> None:
 
 
 def test_a_real_run_is_read(tmp_path: Path) -> None:
-    train(small(warmup=None, cadence=Cadence(rollouts=1)), tmp_path / "run", say=lambda _: None)
+    sft, evaluate = (
+        SftSpec(demos="ledger", num=4, task=TaskSpec(options={"rows": [4, 6]})),
+        EvaluateSpec(num=1, final=()),
+    )
+    train(
+        small(warmup=None, sft=sft, evaluate=evaluate, cadence=Cadence(evaluate=0, rollouts=1)), tmp_path / "run",
+        say=lambda _: None,
+    )  # fmt: skip
     found = measured(tmp_path / "run")
     assert (found.sizes.items, found.sizes.group, found.sizes.concurrency, found.sizes.slots) == (2, 3, 1, 16)
     assert (len(found.groups), len(found.step_s)) == (8, 3)
