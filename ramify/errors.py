@@ -151,7 +151,7 @@ def cannot_listen(host: str, port: int, error: OSError | OverflowError) -> Confi
         return ConfigError(f"--port {port}: ports go from 1 to 65535, and 0 takes a free one")
     if (error.errno or -1) < 0 or error.errno == errno.EADDRNOTAVAIL:  # a name that nobody knows, or of another machine
         return ConfigError(f"cannot listen on {host}: {error.strerror}: give an address of this machine as --host")
-    return ConfigError(f"cannot listen on {host}:{port} ({os.strerror(error.errno)}): choose another --port")
+    return ConfigError(f"cannot listen on {host}:{port} ({os.strerror(error.errno or 0)}): choose another --port")
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

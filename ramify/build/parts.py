@@ -40,7 +40,7 @@ from ramify.train.signals.compose import Hybrid
 from ramify.train.signals.reading import Signals
 from ramify.train.signals.scorer import Teachers
 from ramify.train.signals.teacher import needed
-from ramify.train.stages import Imitate, Reinforce, Stage, WarmUp, scheduled
+from ramify.train.stages import Imitate, Reinforce, Stage, WarmUp, scheduled, streams_of
 from ramify.train.watch import Watch
 
 if TYPE_CHECKING:
@@ -251,6 +251,7 @@ class Made:
             rl.signals, rl.algorithm, pool=self.rlm.pool, budget=rl.judges, policy=self.seen, teachers=teachers,
             cache=CallCache(Store(rl.judge_cache)) if rl.judge_cache else None, writing=self.policy.renderer,
             weights=self.task.weights, temperature=rl.rollout.temperature, say=self._say,
+            wants_reference="ref_logprobs" in streams_of(rl.loss) | needs_of(rl.algorithm).streams,
         )  # fmt: skip
 
     def _engine_of(self, name: str) -> object:

@@ -28,6 +28,7 @@ EXTRAS = {
     "monty": "pydantic_monty", "modal": "modal", "e2b": "e2b", "daytona": "daytona", "prime": "prime_sandboxes",
     "math": "math_verify", "train": "torch", "datasets": "datasets", "ray": "ray", "tensorboard": "tensorboardX",
     "lora": "peft", "wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio", "otel": "opentelemetry.sdk",
+    "cluster": "simpy",
 }  # fmt: skip
 """Extra -> the module that it brings."""
 _KEYS_OF_OTHERS = {"anthropic": ("ANTHROPIC_API_KEY",)}

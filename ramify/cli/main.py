@@ -27,6 +27,7 @@ COMMANDS = {
     "eval": ("ramify.cli.eval", "evaluate a model on a task"),
     "train": ("ramify.cli.train", "carry out a recipe: train a policy"),
     "cluster plan": ("ramify.cli.cluster", "print where a recipe's processes would go, their memory and a step's time"),
+    "cluster simulate": ("ramify.cli.simulate", "predict how a measured run would do on other devices"),
     "serve": ("ramify.cli.serve", "serve recursive runs as an OpenAI-compatible API"),
     "mcp": ("ramify.cli.mcp", "offer questions over files as a tool of the Model Context Protocol"),
     "serve-policy": ("ramify.cli.serve_policy", "serve a policy as an OpenAI-compatible API"),

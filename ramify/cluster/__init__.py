@@ -5,4 +5,12 @@ shape.py     what of a model decides memory and time
 memory.py    bytes of each kind of process
 steps.py     seconds of each part of a step, from speeds or from a run's measurements
 plan.py      all of it for a recipe
+
+and of a run that was measured: how it would do on other devices.
+
+trees.py      what a rollout asks for: tokens, seconds of code, what waits for what
+rate.py       how fast an engine is, by how many sequences it decodes at once; calibrate.py asks the engine itself
+measured.py   all that a run's folder says
+engine.py, play.py, simulate.py    an engine, a rollout and a whole run in simulated time
+choose.py     which settings are tried, and the best of them
 """

@@ -277,7 +277,9 @@ class Loop:
             self._attach_lag(rows)
         if "ref_logprobs" in stage.streams:
             assert self._reference is not None
-            _attach(rows, self._reference, "ref_logprobs", self._reference.logprobs)
+            missing = [row for row in rows if "ref_logprobs" not in row.streams]  # a signal may have computed some
+            if missing:
+                _attach(missing, self._reference, "ref_logprobs", self._reference.logprobs)
         if "old_logprobs" in stage.streams:
             _attach(rows, backend, "old_logprobs", backend.logprobs)
         if "values" in stage.streams:

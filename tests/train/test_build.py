@@ -17,6 +17,7 @@ from ramify.build.run import train
 from ramify.errors import ConfigError
 from ramify.inference.http.spec import InferenceSpec
 from ramify.train.algorithms.grpo import GRPO
+from ramify.train.algorithms.sft import SFT
 from ramify.train.checkpoint import Checkpoints, State
 from ramify.train.config import LoraSpec, PolicySpec, Run, SftSpec, TaskSpec, plain
 from ramify.train.loss import Loss
@@ -154,9 +155,10 @@ def test_a_folder_that_holds_a_run_is_not_written_over(tmp_path: Path) -> None:
 def test_stored_runs_come_back_as_they_were(tmp_path: Path) -> None:
     from ramify.train.checkpoint import Checkpoints, State
 
-    run = changed("rl", algorithm=GRPO(credit="root"))
-    Checkpoints(tmp_path).save(State(step=1, config=plain(run)), {})
-    assert stored(tmp_path, ["seed=2"]) == msgspec.structs.replace(run, seed=2)
+    for algorithm in (GRPO(credit="root"), SFT(min_reward=1.0)):
+        run = changed("rl", algorithm=algorithm)
+        Checkpoints(tmp_path).save(State(step=1, config=plain(run)), {})
+        assert stored(tmp_path, ["seed=2"]) == msgspec.structs.replace(run, seed=2)
     Checkpoints(tmp_path).save(State(step=2, config={**plain(run), "colour": 1}), {})
     with pytest.raises(ConfigError, match="give the recipe that it was made by"):
         stored(tmp_path)

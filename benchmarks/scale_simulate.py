@@ -1,0 +1,146 @@
+"""Whether the simulator tells the truth: what it predicts of one run from the measurements of another, over what was measured.
+
+    python benchmarks/scale_simulate.py             some ten minutes, nearly all of it asleep
+    python benchmarks/scale_simulate.py --quick     fewer steps and settings
+    python benchmarks/scale_simulate.py --json      also prints {"figures": […]} as engine.py does
+    python benchmarks/scale_simulate.py --embedded  also the engine of this process, which shares its core with everything
+
+Runs of the real loop with engines, a trainer and a publication that take time by sleeping (``scale_stepped.py``), so that a
+busy machine changes little. The first is synchronous, on one engine; every other has another number of engines, of rollouts
+at once, or another staleness, and is predicted from the first alone. Figures are predicted over measured seconds of a step.
+The embedded engine's are told and not promised: its steps, the loop and the sessions take turns on the same cores, which a
+simulation of engines does not know.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import fmean
+
+from engine import Figure, show
+from scale_stepped import Shape, carry_out
+
+from ramify.cluster.measured import Measured, measured
+from ramify.cluster.simulate import Predicted, Setting, simulate
+
+MOST_OFF = 0.15
+"""Of a step's seconds, either way."""
+FIRST = Shape()
+OTHERS = {
+    "a third of the rollouts at once": Shape(concurrency=12),
+    "2 engines with half the slots": Shape(engines=2, slots=8),
+    "staleness 1": Shape(staleness=1),
+    "staleness 1, 2 engines": Shape(staleness=1, engines=2, slots=8),
+    "staleness 1, nothing late": Shape(staleness=1, late=0),
+    "staleness 1, 2 engines, stragglers cut": Shape(staleness=1, late=0, engines=2, slots=8, straggle=2.0),
+}
+QUICK = ("a third of the rollouts at once", "staleness 1")
+_STEPS = 60
+"""That are simulated."""
+
+
+def simulate_figures(*, quick: bool = False, embedded: bool = False) -> Iterator[Figure]:
+    """The figures of this file; ``scale.py`` joins them to its own."""
+    with tempfile.TemporaryDirectory() as name:
+        folder, steps = Path(name), 8 if quick else 16
+        found = ran(folder / "first", FIRST._replace(steps=steps))
+        yield figure("one engine, synchronous (itself)", found, found, floor=False)
+        for index, (what, shape) in enumerate(OTHERS.items()):
+            if not quick or what in QUICK:
+                other = ran(folder / str(index), shape._replace(steps=steps))
+                yield figure(what, found, other)
+                if shape.staleness:
+                    yield freshness(what, found, other, folder / str(index))
+        if embedded:
+            yield from _embedded(folder, 3 if quick else 6)
+
+
+def ran(out: Path, shape: Shape) -> Measured:
+    carry_out(out, shape)
+    return measured(out)
+
+
+def figure(what: str, by: Measured, other: Measured, *, floor: bool = True) -> Figure:
+    """The mean seconds of a step of ``other`` as ``by`` predicts them, over those measured."""
+    predicted = at(by, other)
+    stale = other.sizes.staleness
+    took = fmean(other.step_s[stale : len(other.step_s) - stale or None])
+    ratio = predicted.step_mean_s / took
+    against: dict[str, float | str] = {
+        "measured": f"{took:.3g} s a step",
+        "predicted": f"{predicted.step_mean_s:.3g} s",
+    }
+    bound = 1 + MOST_OFF if floor else None
+    return Figure(f"predicted step, {what}", ratio, "×", against, floor=bound, least=1 - MOST_OFF if floor else None)
+
+
+def freshness(what: str, by: Measured, other: Measured, out: Path) -> Figure:
+    """The mean staleness of tokens, in versions."""
+    from ramify.train.metrics import read
+
+    stale = other.sizes.staleness
+    seen = [each.values["staleness"] for each in read(out) if "staleness" in each.values][stale : -stale or None]
+    predicted = at(by, other).staleness
+    return Figure(f"predicted staleness, {what}", predicted, "versions", {"measured": f"{fmean(seen):.3g} versions"})
+
+
+def at(by: Measured, other: Measured) -> Predicted:
+    """What ``by`` predicts for the setting of ``other``."""
+    sizes = other.sizes
+    setting = Setting(
+        engines=sizes.engines, slots=sizes.slots, ranks=sizes.ranks, staleness=sizes.staleness, items=sizes.items,
+        max_items=sizes.max_items, straggle=sizes.straggle, late=sizes.late, group=sizes.group, concurrency=sizes.concurrency,
+        on_wire=sizes.on_wire,
+    )  # fmt: skip
+    return simulate(by, setting, steps=_STEPS)
+
+
+def _embedded(folder: Path, steps: int) -> Iterator[Figure]:
+    """The packaged policy on its recursive task, in processes of their own."""
+    runs = {
+        "the embedded engine (itself)": ("rl.sample.items=8", "rl.rollout.concurrency=32"),
+        "the embedded engine, more and smaller groups": (
+            "rl.sample.items=12", "rl.rollout.group=4", "rl.rollout.concurrency=32",
+        ),
+        "the embedded engine, a quarter of the rollouts at once": ("rl.sample.items=8", "rl.rollout.concurrency=8"),
+    }  # fmt: skip
+    first: Measured | None = None
+    for index, (what, fields) in enumerate(runs.items()):
+        out = folder / f"embedded-{index}"
+        _train(out, f"rl.steps={steps}", *fields)
+        found = measured(out)
+        first = first or found
+        yield figure(what, first, found, floor=False)
+
+
+def _train(out: Path, *fields: str) -> None:
+    root = Path(__file__).parents[1]
+    fixed = (
+        "policy.path=ramify/policy/tiny", "policy.shape={}", "warmup=null", "sft=null", "rl.sample.minibatches=1",
+        "evaluate.num=2", "evaluate.validation=2", "evaluate.final=[]", "cadence.rollouts=1", "cadence.evaluate=0",
+    )  # fmt: skip
+    command = [sys.executable, "-m", "ramify", "train", "recipes/tiny_recursive.py", "--out", str(out), "--quiet"]
+    subprocess.run([*command, *fixed, *fields], cwd=root, check=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="What the simulator predicts, over what was measured.")
+    parser.add_argument("--quick", action="store_true", help="fewer steps and settings")
+    parser.add_argument("--embedded", action="store_true", help="also the engine of this process")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON on the last line")
+    options = parser.parse_args()
+    found = list(simulate_figures(quick=options.quick, embedded=options.embedded))
+    show(found)
+    if options.json:
+        print(json.dumps({"figures": [each.as_json() for each in found]}))
+    return 1 if any(each.holds is False for each in found) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

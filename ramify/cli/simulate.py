@@ -1,0 +1,198 @@
+"""``ramify cluster simulate``: what a measured run would do on other devices, as a table, best first.
+
+engines slots ranks  stale │  step s   90 % steps/h │ engines at once trainer │ tokens/s …
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ramify.cli.exits import Exit
+from ramify.cli.parser import Command, Option, UsageError
+from ramify.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ramify.cluster.measured import Measured
+    from ramify.cluster.rate import Rate
+    from ramify.cluster.simulate import Predicted
+
+STEPS = 20
+
+
+def simulate(
+    words: list[str],
+    engines: str | None = None,
+    slots: str | None = None,
+    ranks: str | None = None,
+    staleness: str | None = None,
+    devices: int | None = None,
+    engine_devices: int | None = None,
+    late: int | None = None,
+    straggle: float | None = None,
+    concurrency: int | None = None,
+    items: int | None = None,
+    group: int | None = None,
+    calibrate: str | None = None,
+    scaling: float | None = None,
+    last: int | None = None,
+    steps: int | None = None,
+    seed: int | None = None,
+    json: bool | None = None,
+) -> int:
+    if devices is not None and (engines or ranks):
+        raise UsageError("--devices tries all splits: leave --engines and --ranks out")
+    for name, number in (("engine-devices", engine_devices), ("concurrency", concurrency), ("items", items),
+                         ("group", group), ("last", last), ("steps", steps), ("devices", devices)):  # fmt: skip
+        if number is not None and number < 1:
+            raise UsageError(f"--{name} {number}: give 1 or more")
+    given = {name: _numbers(name, text) for name, text in (("engines", engines), ("slots", slots), ("ranks", ranks),
+                                                           ("staleness", staleness))}  # fmt: skip
+    for package in ("simpy", "numpy"):
+        if find_spec(package) is None:
+            raise ConfigError(f"ramify cluster simulate needs {package}: pip install 'ramify[cluster]'")
+    from ramify.cluster.choose import Split, best, choices, predict, splits
+    from ramify.cluster.measured import measured
+
+    rate = _calibrated(calibrate, max(given["slots"] or [64])) if calibrate else None
+    found = measured(Path(words[0]), last=last or 0, rate=rate, scaling=1.0 if scaling is None else scaling)
+    sizes = found.sizes
+    pairs = [
+        Split(num, many) for num in given["engines"] or [sizes.engines] for many in given["ranks"] or [sizes.ranks]
+    ]
+    settings = choices(
+        found, splits(devices, engine_devices or 1) if devices else pairs, slots=given["slots"],
+        staleness=given["staleness"], items=items or 0, group=group or 0, concurrency=concurrency or 0,
+        straggle=straggle, late=late,
+    )  # fmt: skip
+    predicted = predict(found, list(settings), steps=steps or STEPS, seed=seed or 0)
+    if json:
+        print(_as_json(found, predicted))
+    else:
+        print("\n".join([*_about(found), *_table(predicted)]))
+        if len(predicted) > 1:
+            print(f"most steps per hour: {_named(best(predicted))}")
+    return Exit.ANSWERED
+
+
+def _numbers(name: str, text: str | None) -> list[int]:
+    """``1,2,4``"""
+    try:
+        found = [int(each) for each in (text or "").split(",") if each.strip()]
+    except ValueError:
+        raise UsageError(f"--{name} {text}: give numbers with commas between, as 1,2,4") from None
+    least = 0 if name == "staleness" else 1
+    if any(each < least for each in found):
+        raise UsageError(f"--{name} {text}: each must be at least {least}")
+    return found
+
+
+def _calibrated(model: str, slots: int) -> Rate:
+    from ramify.clients.pool import Pool
+    from ramify.cluster.calibrate import calibrate
+
+    async def asked() -> Rate:
+        pool = Pool()
+        try:
+            return await calibrate(pool.client(model), slots=slots)
+        finally:
+            await pool.close()
+
+    return asyncio.run(asked())
+
+
+def _about(found: Measured) -> Iterator[str]:
+    rate, sizes = found.rate, found.sizes
+    num = sum(map(len, found.groups))
+    yield f"by {num} rollouts of {len(found.groups)} groups; the run had {_sizes(sizes.items, sizes.group)} per step"
+    each = ", ".join(f"{rate.tokens_per_s(b):,.0f} with {b:.0f} at once" for b, _ in rate.points)
+    yield f"an engine samples {each} tokens/s, and reads a prompt token in {1e6 * rate.prompt_token_s:.3g} µs"
+    yield (
+        f"the trainer takes {found.learn_base_s:.3g} s and {1e6 * found.learn_token_s:.3g} µs per token on {sizes.ranks} "
+        f"rank{'s' * (sizes.ranks > 1)}"
+    )
+    yield ""
+
+
+_HEAD = (
+    "engines", "slots", "ranks", "stale ≤", "step s", "90 % ≤", "steps/h", "engines busy", "at once", "trainer busy",
+    "stale", "max", "sampled/s", "learnt/s",
+)  # fmt: skip
+
+
+def _table(predicted: Sequence[Predicted]) -> Iterator[str]:
+    rows = [_HEAD, *(_row(each) for each in sorted(predicted, key=lambda each: -each.steps_per_hour))]
+    widths = [max(len(row[index]) for row in rows) for index in range(len(_HEAD))]
+    for row in rows:
+        yield "  ".join(f"{text:>{width}}" for text, width in zip(row, widths, strict=True))
+
+
+def _row(each: Predicted) -> tuple[str, ...]:
+    setting = each.setting
+    return (
+        str(setting.engines), str(setting.slots), f"{setting.ranks}{' shared' * setting.shared}", str(setting.staleness),
+        f"{each.step_s:.3g}", f"{each.step_90_s:.3g}", f"{each.steps_per_hour:.3g}", f"{each.engine_busy:.0%}",
+        f"{each.at_once:.1f}", f"{each.trainer_busy:.0%}", f"{each.staleness:.2f}", str(each.staleness_max),
+        f"{each.sampled_per_s:,.0f}", f"{each.learnt_per_s:,.0f}",
+    )  # fmt: skip
+
+
+def _named(each: Predicted) -> str:
+    setting = each.setting
+    where = "on the same devices" if setting.shared else "apart"
+    return (
+        f"{setting.engines} engine{'s' * (setting.engines > 1)} with {setting.slots} slots and {setting.ranks} "
+        f"rank{'s' * (setting.ranks > 1)} {where}, staleness {setting.staleness}: {each.steps_per_hour:.3g}"
+    )
+
+
+def _sizes(items: int, group: int) -> str:
+    return f"{items} groups of {group}"
+
+
+def _as_json(found: Measured, predicted: Sequence[Predicted]) -> str:
+    import msgspec
+
+    about = {
+        "rate": found.rate, "sizes": found.sizes, "learn_base_s": found.learn_base_s,
+        "learn_token_s": found.learn_token_s, "rollouts": sum(map(len, found.groups)),
+    }  # fmt: skip
+    rows = [{**msgspec.to_builtins(each), "steps_per_hour": each.steps_per_hour} for each in predicted]
+    return msgspec.json.encode({"measured": about, "predicted": rows}).decode()
+
+
+COMMAND = Command(
+    name="cluster simulate",
+    about="Predict how a run would do on other devices: seconds of a step, who is busy, how stale tokens are.\n\n"
+    "RUN is the folder of a finished run whose rollouts were kept (cadence.rollouts=1). Numbers with commas between are\n"
+    "tried in every combination; what is left out is as it was in the run.",
+    run=simulate,
+    words="RUN",
+    min_words=1,
+    max_words=1,
+    options=(
+        Option("devices", int, "try every split of so many devices between engines and trainer"),
+        Option("engine_devices", int, "devices that one engine takes (default: 1)"),
+        Option("engines", str, "inference engines", "N,…"),
+        Option("slots", str, "sequences that an engine decodes at once", "N,…"),
+        Option("ranks", str, "ranks of the trainer", "N,…"),
+        Option(
+            "staleness", str, "how many versions older rollouts may be than the weights that learn from them", "N,…"
+        ),
+        Option(
+            "straggle", float, "give a rollout up that alone holds a step up, after so many times the median (0: never)"
+        ),
+        Option("concurrency", int, "rollouts at once"),
+        Option("items", int, "groups per step"),
+        Option("group", int, "rollouts of each group"),
+        Option("calibrate", str, "measure the speed of this model's engine in place of what the run says", "MODEL"),
+        Option("scaling", float, "share of twice the speed that twice the ranks give (default: 1)"),
+        Option("last", int, "go by the run's last N kept steps alone (default: all)"),
+        Option("steps", int, f"steps to simulate (default: {STEPS})"),
+        Option("seed", int, "of what is drawn (default: 0)"),
+        Option("json", bool, "print one JSON object", has_no=False),
+    ),
+)

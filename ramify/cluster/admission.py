@@ -1,0 +1,191 @@
+"""Which groups begin when, and which a step takes: the rules of ``train/queue.py`` in simulated time.
+
+    with B items a step, weights that k steps made, at most s steps of staleness and l more where a rollout is late:
+    may begin     (k + 1 + s) · B groups in all
+    is taken      what is whole, oldest first; step k waits for those whose first rollout began at k - s - l, and for as many
+                  as later steps could not take in time
+
+A test has both of them decide the same. Leaves out what a rollout is (``play.py``) and what learning takes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from functools import partial
+from statistics import median
+from typing import Any, Protocol
+
+from simpy import Environment, Event
+
+from ramify.cluster.play import Attempt, Stage
+from ramify.cluster.trees import Rollout
+from ramify.train.signals.filters import num_more
+
+Draw = Callable[[int], tuple[Sequence[Rollout], bool]]
+"""A group's number -> its rollouts, and whether nothing can be learnt from it."""
+_MOMENT_S = 1e-9
+"""What is nearer is now: sums of floats may fall short of a moment that was waited for."""
+
+
+class Rules(Protocol):
+    """What of a setting decides here; see ``simulate.Setting``."""
+
+    @property
+    def items(self) -> int: ...
+    @property
+    def max_items(self) -> int: ...
+    @property
+    def staleness(self) -> int: ...
+    @property
+    def straggle(self) -> float: ...
+    @property
+    def oldest(self) -> int: ...
+
+
+class Open:
+    """A group that was begun and not taken yet."""
+
+    def __init__(self, number: int, attempts: Sequence[Attempt], is_silent: bool) -> None:
+        self.number, self.attempts, self.is_silent_then = number, attempts, is_silent
+        self.step: int | None = None
+        """Steps that had made the weights when its first rollout began; None while none has."""
+        self.is_whole = False
+
+    @property
+    def is_silent(self) -> bool:
+        return self.is_whole and self.is_silent_then
+
+
+class Queue:
+    """The groups of one run of ``num_steps`` steps."""
+
+    def __init__(self, env: Environment, stage: Stage, rules: Rules, draw: Draw, per_item: int, num_steps: int) -> None:
+        self.num_stragglers = 0
+        self._env, self._stage, self._rules, self._draw, self._num_steps = env, stage, rules, draw, num_steps
+        self._step = self._next = 0
+        self._open: list[Open] = []
+        self._took_s: deque[float] = deque(maxlen=rules.items * per_item)
+        self._news = env.event()
+
+    def take(self, step: int) -> Generator[Event, Any, list[Open]]:
+        """The groups of step ``step``, once they are there."""
+        self._at(step)
+        while True:
+            self._note_begun()
+            self._begin()
+            if self._suffice(self._whole()):
+                return self._taken()
+            wait_s = self._give_up_slow_ones()
+            yield self._news if wait_s is None else self._env.any_of([self._news, self._env.timeout(wait_s)])
+
+    def newer(self, step: int) -> None:
+        """The weights are those that ``step`` steps made."""
+        if self._rules.staleness:
+            self._at(step)
+            self._begin()
+
+    # --- what begins ---------------------------------------------------------------------------------------------
+
+    def _at(self, step: int) -> None:
+        self._note_begun()
+        self._step = step
+
+    def _note_begun(self) -> None:
+        for each in self._open:
+            if each.step is None and any(attempt.began_at is not None for attempt in each.attempts):
+                each.step = self._step
+
+    def _begin(self) -> None:
+        for _ in range(self._room()):
+            rollouts, is_silent = self._draw(self._next)
+            attempts = [Attempt(rollout, self._env.event()) for rollout in rollouts]
+            group = Open(self._next, attempts, is_silent)
+            self._next += 1
+            self._open.append(group)
+            self._env.process(self._played(group))
+
+    def _played(self, group: Open) -> Generator[Event, Any, None]:
+        for attempt in group.attempts:
+            self._env.process(self._stage.play(attempt))
+            attempt.over.callbacks.append(partial(self._over, attempt))
+        yield self._env.all_of([attempt.over for attempt in group.attempts])
+        group.is_whole = True
+        news, self._news = self._news, self._env.event()
+        news.succeed()
+
+    def _over(self, attempt: Attempt, _: Event) -> None:
+        if attempt.took_s is not None:
+            self._took_s.append(attempt.took_s)
+
+    def _room(self) -> int:
+        """How many groups may be begun now."""
+        rules, whole, num_open = self._rules, self._whole(), len(self._open)
+        num_silent = sum(each.is_silent for each in whole)
+        ahead = min(rules.staleness, self._num_steps - self._step - 1)
+        room = (1 + ahead) * rules.items - (num_open - num_silent)
+        if not rules.max_items:
+            return room
+        if rules.staleness or not num_open:
+            return min(room, ahead * rules.items + rules.max_items - num_open)
+        if len(whole) < num_open:
+            return 0
+        return num_more(rules.items, num_open - num_silent, num_open, rules.max_items)
+
+    # --- what is waited for --------------------------------------------------------------------------------------
+
+    def _whole(self) -> list[Open]:
+        return [each for each in self._open if each.is_whole]
+
+    def _suffice(self, whole: Sequence[Open]) -> bool:
+        """Whether the step could go on if ``whole`` were the groups that are."""
+        rules = self._rules
+        if not rules.staleness and len(whole) < len(self._open):
+            return False
+        num_loud = sum(not each.is_silent for each in whole)
+        has_tried_all = 0 < rules.max_items <= len(whole)
+        if num_loud < rules.items and not has_tried_all:
+            return False
+        for later in range(rules.oldest + 1):
+            last = self._step + later - rules.oldest
+            due = [each for each in self._open if not each.is_silent and each.step is not None and each.step <= last]
+            if sum(each in whole for each in due) < len(due) - later * rules.items:
+                return False
+        return True
+
+    def _give_up_slow_ones(self) -> float | None:
+        """Give up the rollouts that alone hold the step up, if any do; else seconds until some might."""
+        straggle = self._rules.straggle
+        if not straggle or 2 * len(self._took_s) < (self._took_s.maxlen or 0):
+            return None
+        bound = straggle * median(self._took_s)
+        left = [(each, s) for each in self._open if (s := self._time_left(each, bound)) is not None]
+        slow = [each for each, seconds in left if seconds <= _MOMENT_S]
+        others, whole = [each for each in self._open if each not in slow], self._whole()
+        if self._suffice(others) or not self._suffice([*whole, *slow]):
+            return min((seconds for _, seconds in left if seconds > _MOMENT_S), default=None)
+        while not self._suffice(whole):
+            whole.append(slow.pop(0))
+            for attempt in _unfinished(whole[-1]):
+                self.num_stragglers += 1
+                attempt.give_up()
+        return None
+
+    def _time_left(self, each: Open, bound: float) -> float | None:
+        began = [attempt.began_at for attempt in _unfinished(each)]
+        known = [at for at in began if at is not None]
+        return None if not known or len(known) < len(began) else max(known) + bound - self._env.now
+
+    def _taken(self) -> list[Open]:
+        rules = self._rules
+        whole = self._whole()
+        silent, loud = [each for each in whole if each.is_silent], [each for each in whole if not each.is_silent]
+        taken = loud[: rules.items]
+        taken += silent[: rules.items - len(taken)]
+        gone = whole if not rules.staleness else [*taken, *silent]
+        self._open = [each for each in self._open if each not in gone]
+        return taken
+
+
+def _unfinished(each: Open) -> list[Attempt]:
+    return [attempt for attempt in each.attempts if not attempt.over.triggered]

@@ -1,0 +1,69 @@
+"""Which settings are simulated, and which of them gets most steps out of an hour.
+
+    choices(…, engines=[1, 2], staleness=[0, 1])    every combination
+    splits(8)                                       1 + 7, 2 + 6, …, 7 + 1 devices for engines and trainer; and all 8 for both
+
+A device is what one engine or one rank of the trainer has to itself. On shared devices engines stand still while the
+trainer learns; what handing memory over takes is not counted.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from ramify.cluster.measured import Measured
+from ramify.cluster.simulate import Predicted, Setting, simulate
+from ramify.errors import ConfigError
+from ramify.progress import doing
+
+
+class Split(NamedTuple):
+    """Who has the devices."""
+
+    engines: int
+    ranks: int
+    shared: bool = False
+
+
+def splits(devices: int, engine_devices: int = 1) -> list[Split]:
+    """All ways to share ``devices`` out, where an engine takes ``engine_devices``. Raises ConfigError where there are too
+    few."""
+    if devices < engine_devices or min(devices, engine_devices) < 1:
+        raise ConfigError(f"{devices} devices have no room for an engine of {engine_devices}")
+    most = devices // engine_devices
+    apart = [Split(num, devices - num * engine_devices) for num in range(1, most + 1)]
+    return [*(each for each in apart if each.ranks), Split(most, devices, shared=True)]
+
+
+def choices(
+    measured: Measured, found: Sequence[Split], *, slots: Sequence[int] = (), staleness: Sequence[int] = (),
+    items: int = 0, group: int = 0, concurrency: int = 0, straggle: float | None = None, late: int | None = None,
+) -> Iterator[Setting]:  # fmt: skip
+    """Every combination; what is empty or 0 is as it was in the run."""
+    sizes = measured.sizes
+    for split, num_slots, most in itertools.product(found, slots or [sizes.slots], staleness or [sizes.staleness]):
+        yield Setting(
+            engines=split.engines, ranks=split.ranks, shared=split.shared, slots=num_slots, staleness=most,
+            items=items or sizes.items, group=group or sizes.group, concurrency=concurrency or sizes.concurrency,
+            on_wire=sizes.on_wire, max_items=max(sizes.max_items, items) if sizes.max_items else 0,
+            straggle=sizes.straggle if straggle is None else straggle, late=sizes.late if late is None else late,
+        )  # fmt: skip
+
+
+def predict(measured: Measured, settings: Sequence[Setting], *, steps: int = 20, seed: int = 0) -> list[Predicted]:
+    """What each comes to, over the same work."""
+    found = []
+    with doing("simulating", len(settings), "settings") as told:
+        for setting in settings:
+            found.append(simulate(measured, setting, steps=steps, seed=seed))
+            told.at(len(found))
+    return found
+
+
+def best(found: Sequence[Predicted]) -> Predicted:
+    """The one with most steps per hour; of those within a hundredth of it the one whose tokens are freshest."""
+    most = max(each.steps_per_hour for each in found)
+    near = [each for each in found if each.steps_per_hour >= 0.99 * most]
+    return min(near, key=lambda each: (each.staleness, -each.steps_per_hour))

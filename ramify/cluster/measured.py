@@ -1,0 +1,262 @@
+"""What a finished run's folder says of how long things take: the material of a simulation.
+
+    OUT/rollouts/step-*.jsonl    whole trees, by groups: what a rollout asks for; requests with their seconds: the engine's rate
+    OUT/metrics.jsonl            work_s, learn_s and when each step ended: learning, publishing, what comes between
+    OUT/checkpoints/*/state.json the run's own sizes: items, group, concurrency, slots, ranks
+
+Nothing is averaged that can be drawn again: groups are drawn whole, so that items that are long stay long in all their
+rollouts and a tree's calls stay together; learning takes what the fitted line says times one of the measured deviations.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import msgspec
+
+from ramify.cluster.rate import Asked, Rate, fit, non_negative
+from ramify.cluster.trees import CallShape, Rollout, shape_of
+from ramify.errors import ConfigError
+from ramify.train import groups as group_file
+from ramify.train import metrics as metric_file
+from ramify.train.checkpoint import Checkpoints, read_state
+from ramify.types.trajectory import Trajectory
+
+HOW = "train with cadence.rollouts=1, which keeps every step's rollouts in OUT/rollouts"
+DEFAULT_SLOTS = 128
+"""Of the embedded engine on a CPU, where the run does not say."""
+
+
+class Sizes(msgspec.Struct, frozen=True, kw_only=True):
+    """What the run itself was: the setting that a simulation begins with."""
+
+    items: int
+    group: int
+    concurrency: int
+    on_wire: int
+    engines: int
+    slots: int
+    ranks: int
+    staleness: int
+    max_items: int = 0
+    straggle: float = 0.0
+    late: int = 4
+
+
+class Measured(msgspec.Struct, kw_only=True):
+    """All that a simulation draws from."""
+
+    groups: list[list[Rollout]]
+    rate: Rate
+    sizes: Sizes
+    learn_base_s: float
+    """Of a step's learning, however much there is."""
+    learn_token_s: float
+    """Per token that is learnt from, on ``sizes.ranks`` ranks."""
+    learn_off: list[float] = msgspec.field(default_factory=lambda: [1.0])
+    """Measured over fitted, of each step."""
+    publish_s: list[float] = msgspec.field(default_factory=lambda: [0.0])
+    """From the end of learning to the beginning of the next step's rollouts."""
+    prepare_s: list[float] = msgspec.field(default_factory=lambda: [0.0])
+    """From the last rollout's end to the beginning of learning."""
+    silent: float = 0.0
+    """Share of groups that dynamic sampling gave up."""
+    scaling: float = 1.0
+    """How much of twice the speed twice the ranks give."""
+    step_s: list[float] = msgspec.field(default_factory=list)
+    """Of each step as it was measured, evaluations left out."""
+
+    def group(self, draw: random.Random, num: int, of: int | None = None) -> list[Rollout]:
+        """``num`` rollouts of one measured group, the one with index ``of`` where that is given: those that it had, and
+        further ones drawn from them."""
+        found = draw.choice(self.groups) if of is None else self.groups[of]
+        if num <= len(found):
+            return draw.sample(found, num)
+        return [*found, *draw.choices(found, k=num - len(found))]
+
+    def learn(self, draw: random.Random, tokens: int, ranks: int) -> tuple[float, float]:
+        """Seconds that a step on ``ranks`` ranks learns, and that it publishes."""
+        times = ranks / self.sizes.ranks
+        faster = times * self.scaling ** math.log2(times) if times > 1 else times
+        learn_s = (self.learn_base_s + self.learn_token_s * tokens / faster) * draw.choice(self.learn_off)
+        return learn_s, draw.choice(self.publish_s)
+
+    def prepare(self, draw: random.Random) -> float:
+        return draw.choice(self.prepare_s)
+
+
+def measured(run: Path, *, last: int = 0, rate: Rate | None = None, scaling: float = 1.0) -> Measured:
+    """What the run in folder ``run`` says. ``last``: by its last kept steps alone (0: all). ``rate`` of an engine that was
+    measured otherwise. Raises ConfigError, with what to do, where the folder does not hold enough."""
+    if not run.is_dir():
+        raise ConfigError(f"{run} is not a run's folder: give the --out of ramify train")
+    if not 0 < scaling <= 1:
+        raise ConfigError(f"scaling={scaling} is the share of linear speed-up that is kept: above 0 and at most 1")
+    lines = [each for each in metric_file.read(run) if each.stage == "rl"]
+    done = {each.step: each for each in lines if "learn_s" in each.values and "work_s" in each.values}
+    if not done:
+        raise ConfigError(
+            f"{run} has no {metric_file.FILE} with steps of reinforcement learning: give a run that got through one; {HOW}"
+        )
+    kept = dict(list(_kept(run))[-last:])
+    steps = [step for step in kept if step in done]
+    if not steps:
+        raise ConfigError(f"{run} has no kept rollouts of its {len(done)} steps: {HOW}")
+    groups = {step: _groups(kept[step]) for step in steps}
+    shaped = {step: [[shape_of(tree) for tree in group] for group in groups[step]] for step in steps}
+    sizes = _sizes(run, list(groups.values()))
+    tried = fmean(each.values.get("items", sizes.items) for each in done.values())
+    base_s, token_s, off = _learning(
+        [sum(rollout.learnt for group in shaped[step] for rollout in group) for step in steps],
+        [done[step].values["learn_s"] for step in steps],
+    )
+    took = _took(lines)
+    return Measured(
+        groups=[group for step in steps for group in shaped[step]],
+        rate=rate or _rate([tree for step in steps for group in groups[step] for tree in group], sizes, tried),
+        sizes=sizes, learn_base_s=base_s, learn_token_s=token_s, learn_off=off, scaling=scaling,
+        publish_s=_publishing(done, took), prepare_s=_preparing(done, kept, steps, sizes),
+        silent=_silent(run, max(0.0, 1 - sizes.items / tried)), step_s=[took[step] for step in sorted(took)],
+    )  # fmt: skip
+
+
+# --- trees ---------------------------------------------------------------------------------------------------------------
+
+
+def _kept(run: Path) -> Iterator[tuple[int, list[Trajectory]]]:
+    """(step, its trajectories) of each step whose rollouts were kept."""
+    decoder = msgspec.json.Decoder(Trajectory)
+    for path in sorted((run / "rollouts").glob("step-*.jsonl")):
+        try:
+            trees = [decoder.decode(line) for line in path.read_bytes().splitlines()]
+            yield int(path.stem.removeprefix("step-")), [tree for tree in trees if tree.calls]
+        except (msgspec.DecodeError, ValueError) as error:
+            raise ConfigError(f"{path} holds something else than trajectories: {error}") from error
+
+
+def _groups(trees: Sequence[Trajectory]) -> list[list[Trajectory]]:
+    """By the name that a rollout has, ``…/rollout=3``; where it has none, by item."""
+    found: dict[str, list[Trajectory]] = defaultdict(list)
+    for tree in trees:
+        name, is_named, _ = tree.id.rpartition("/rollout=")
+        found[name if is_named else tree.task].append(tree)
+    return list(found.values())
+
+
+def _sizes(run: Path, steps: Sequence[Sequence[Sequence[Trajectory]]]) -> Sizes:
+    """As the run was configured; what its checkpoint does not say is counted."""
+    checkpoint = Checkpoints(run).latest()
+    config: dict[str, Any] = read_state(checkpoint).config if checkpoint is not None else {}
+    rl, policy = config.get("rl") or {}, config.get("policy") or {}
+    sample, rollout = rl.get("sample") or {}, rl.get("rollout") or {}
+    inference = config.get("inference") or {}
+    shard = (config.get("compute") or {}).get("shard") or {}
+    limits = config.get("limits") or {}
+    group = max(len(group) for groups in steps for group in groups)
+    items = max(len(groups) for groups in steps)
+    return Sizes(
+        items=sample.get("items", items), group=rollout.get("group", group),
+        concurrency=rollout.get("concurrency", items * group), on_wire=limits.get("max_concurrency", 1_000_000),
+        engines=len(inference.get("urls") or ()) or inference.get("servers", 1),
+        slots=policy.get("slots") or DEFAULT_SLOTS, ranks=max(shard.get("ranks", 1), 1),
+        staleness=sample.get("max_staleness", 0), max_items=sample.get("max_items", 0),
+        straggle=sample.get("straggle", 0.0), late=sample.get("late", 4),
+    )  # fmt: skip
+
+
+# --- times ---------------------------------------------------------------------------------------------------------------
+
+
+def _rate(trees: Sequence[Trajectory], sizes: Sizes, tried: float) -> Rate:
+    """What their requests say. Rollouts that were given up ran beside them and are not there: they count by their share."""
+    asked = [each for tree in trees for root in _roots(tree) for each in _asked(*root)]
+    return fit(asked, sizes.engines, sizes.slots, hidden=max(1.0, tried / sizes.items))
+
+
+def _roots(tree: Trajectory) -> Iterator[tuple[CallShape, float]]:
+    """Each root call with the time at which it began."""
+    begins = [call.started_s for call in tree.calls if call.parent is None and call.kind != "judge"]
+    for root, started_s in zip(shape_of(tree).roots, begins, strict=True):
+        yield root, tree.started_at + started_s
+
+
+def _asked(call: CallShape, at_s: float) -> Iterator[Asked]:
+    """The requests of ``call`` and below, with their times as its order has them."""
+    yield from _played(call, at_s)[0]
+
+
+def _played(call: CallShape, at_s: float) -> tuple[list[Asked], float]:
+    """(requests of ``call``, which began at ``at_s``, and of all below it; when it ended)."""
+    found: list[Asked] = []
+    for index, turn in enumerate(call.turns):
+        found.append(Asked(at_s, at_s + turn.seconds, turn.new, turn.sampled))
+        at_s += turn.seconds + (0.0 if index else call.host_s)
+        for cell in turn.cells:
+            at_s += cell.seconds
+            for wave in cell.waves:
+                played = [_played(child, at_s) for child in wave]
+                found += [each for requests, _ in played for each in requests]
+                at_s = max(end for _, end in played)
+    return found, at_s
+
+
+def _silent(run: Path, otherwise: float) -> float:
+    """Share of groups that nothing could be learnt from, of those that were tried until a step had enough."""
+    if not otherwise:
+        return 0.0
+    outcomes = [each.outcome for each in group_file.read(run)]
+    tried = sum(each in ("learnt", "silent", "spare") for each in outcomes)
+    return outcomes.count("silent") / tried if tried else otherwise
+
+
+def _learning(tokens: Sequence[int], seconds: Sequence[float]) -> tuple[float, float, list[float]]:
+    """(seconds however many tokens, seconds per token, measured over fitted)."""
+    if len(set(tokens)) > 2:
+        base_s, token_s = non_negative([(1.0, float(each)) for each in tokens], seconds)
+    else:
+        base_s, token_s = 0.0, sum(seconds) / max(sum(tokens), 1)
+    fitted = [base_s + token_s * each for each in tokens]
+    off = [took / each for took, each in zip(seconds, fitted, strict=True) if each > 0]
+    return base_s, token_s, off or [1.0]
+
+
+def _took(lines: Sequence[metric_file.Measured]) -> dict[int, float]:
+    """Step -> seconds from the end of the one before to its own, for those that directly follow one; what was
+    evaluated between them left out."""
+    found: dict[int, float] = {}
+    before: metric_file.Measured | None = None
+    between_s = 0.0
+    for each in lines:
+        if "learn_s" not in each.values:
+            between_s += each.values.get("evaluate_s", 0.0)
+            continue
+        if before is not None and each.step == before.step + 1 and each.at_s > before.at_s:
+            found[each.step] = each.at_s - before.at_s - between_s
+        before, between_s = each, 0.0
+    return found
+
+
+def _publishing(done: dict[int, metric_file.Measured], took: dict[int, float]) -> list[float]:
+    """What a step took besides waiting for its work and learning."""
+    rest = [took[step] - done[step].values["work_s"] - done[step].values["learn_s"] for step in took]
+    return [max(0.0, each) for each in rest] or [0.0]
+
+
+def _preparing(
+    done: dict[int, metric_file.Measured], kept: dict[int, list[Trajectory]], steps: Sequence[int], sizes: Sizes
+) -> list[float]:
+    """What a synchronous step's work took besides its rollouts."""
+    if sizes.staleness:
+        return [0.0]
+    found = []
+    for step in steps:
+        begun = min(tree.started_at for tree in kept[step])
+        ended = max(tree.started_at + tree.seconds for tree in kept[step])
+        found.append(max(0.0, done[step].values["work_s"] - (ended - begun)))
+    return found

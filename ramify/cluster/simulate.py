@@ -1,0 +1,220 @@
+"""A run in simulated time: groups begin as their staleness allows, engines and a trainer work, weights are published.
+
+    queue (admission.py) ──▶ rollouts (play.py) on engines (engine.py) ──▶ a step's groups
+          ▲                                                                   ▼
+          └────────── version + 1 ◀── publish ◀── learn ◀── prepare ◀─────────┘
+
+Work is drawn from whole measured groups, by the group's number and the seed alone, so that every setting has the same work.
+Leaves out evaluations, checkpoints, failures, and what a cache's memory allows.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Generator, Sequence
+from statistics import fmean, median
+from typing import Any
+
+import msgspec
+from simpy import Environment, Event
+
+from ramify.cluster.admission import Open, Queue
+from ramify.cluster.engine import Engine
+from ramify.cluster.measured import Measured
+from ramify.cluster.play import Stage
+from ramify.cluster.trees import Rollout
+from ramify.errors import ConfigError
+
+
+class Setting(msgspec.Struct, frozen=True, kw_only=True):
+    """What is simulated."""
+
+    engines: int = 1
+    slots: int = 128
+    """Sequences at once, of each engine."""
+    ranks: int = 1
+    """Of the trainer."""
+    shared: bool = False
+    """Engines and trainer are on the same devices: engines stand still while it learns."""
+    staleness: int = 0
+    """As ``rl.sample.max_staleness``; so are the next four of ``rl.sample``."""
+    late: int = 4
+    items: int
+    max_items: int = 0
+    straggle: float = 0.0
+    group: int
+    """Rollouts of each item."""
+    concurrency: int
+    """Rollouts at once."""
+    on_wire: int = 1_000_000
+    """Requests at once, of all rollouts together (``limits.max_concurrency``)."""
+
+    @property
+    def oldest(self) -> int:
+        """Versions that the weights have gone on, at most, when a token is learnt from."""
+        return self.staleness + self.late if self.staleness else 0
+
+    def __post_init__(self) -> None:
+        for name in ("engines", "slots", "ranks", "items", "group", "concurrency", "on_wire"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+        if (
+            min(self.staleness, self.late) < 0
+            or 0 < self.max_items < self.items
+            or (self.straggle and self.straggle < 1)
+        ):
+            raise ConfigError(
+                f"staleness={self.staleness} and late={self.late} cannot be negative, max_items={self.max_items} must be 0 or "
+                f"at least items={self.items}, straggle={self.straggle:g} 0 or at least 1"
+            )
+
+
+class Predicted(msgspec.Struct, frozen=True, kw_only=True):
+    """What a setting comes to. The first and the last ``staleness + 1`` steps, in which fewer groups are open, are left
+    out."""
+
+    setting: Setting
+    steps: int
+    """That were counted."""
+    step_s: float
+    """Median seconds from the end of a step to the end of the next."""
+    step_90_s: float
+    """Nine steps of ten take at most so long."""
+    step_mean_s: float
+    engine_busy: float
+    """Share of time in which an engine steps; of all engines."""
+    at_once: float
+    """Sequences in slots, of each engine, on average."""
+    trainer_busy: float
+    """Share of time in which the trainer learns or publishes."""
+    staleness: float
+    """Versions between sampling and learning, mean over tokens."""
+    staleness_max: int
+    sampled_per_s: float
+    """Tokens, of all engines."""
+    learnt_per_s: float
+    """Tokens that the trainer computes."""
+    stragglers: float
+    """Rollouts that were given up, per step."""
+
+    @property
+    def steps_per_hour(self) -> float:
+        return 3600 / self.step_mean_s
+
+
+class _Seen(msgspec.Struct):
+    """Counts at the end of one step."""
+
+    at_s: float
+    engine_busy_s: float
+    sequence_s: float
+    trainer_busy_s: float
+    sampled: float
+    stragglers: int
+    learnt: int = 0
+    behind: list[tuple[int, float]] = []
+    """(versions, tokens) of what this step learnt from."""
+
+
+def simulate(
+    measured: Measured, setting: Setting, *, steps: int = 20, seed: int = 0, in_order: bool = False
+) -> Predicted:
+    """What ``setting`` comes to over ``steps`` steps. ``in_order``: groups come as they were measured, one after the other,
+    in place of being drawn."""
+    if steps < 1:
+        raise ConfigError(f"steps={steps} must be at least 1")
+    return _Simulation(measured, setting, seed, in_order).run(steps)
+
+
+class _Simulation:
+    def __init__(self, measured: Measured, setting: Setting, seed: int, in_order: bool) -> None:
+        self._measured, self._setting, self._seed, self._in_order = measured, setting, seed, in_order
+        self._env = Environment()
+        rate = measured.rate
+        self._engines = [Engine(self._env, rate, setting.slots) for _ in range(setting.engines)]
+        self._stage = Stage(self._env, self._engines, rate, setting.concurrency, setting.on_wire)
+        self._trainer_busy_s = 0.0
+        self._seen: list[_Seen] = []
+
+    def run(self, steps: int) -> Predicted:
+        around = self._setting.staleness + 1
+        num_steps = around + steps + around - 1
+        queue = Queue(self._env, self._stage, self._setting, self._drawn, self._setting.group, num_steps)
+        self._env.run(until=self._env.process(self._train(queue, num_steps)))
+        return self._predicted(around, steps)
+
+    def _drawn(self, number: int) -> tuple[Sequence[Rollout], bool]:
+        draw = random.Random(f"{self._seed}/group/{number}")
+        of = number % len(self._measured.groups) if self._in_order else None
+        rollouts = self._measured.group(draw, self._setting.group, of)
+        return rollouts, draw.random() < self._measured.silent
+
+    def _train(self, queue: Queue, num_steps: int) -> Generator[Event, Any, None]:
+        for step in range(num_steps):
+            taken = yield from queue.take(step)
+            draw = random.Random(f"{self._seed}/step/{step}")
+            whole = [attempt for group in taken for attempt in group.attempts if not attempt.is_given_up]
+            num_learnt = sum(attempt.rollout.learnt for attempt in whole)
+            yield self._env.timeout(self._measured.prepare(draw))
+            learn_s, publish_s = self._measured.learn(draw, num_learnt, self._setting.ranks)
+            yield from self._held(learn_s, self._setting.shared)
+            yield from self._held(publish_s, True)
+            for engine in self._engines:
+                engine.take(step + 1)
+            queue.newer(step + 1)
+            self._trainer_busy_s += learn_s + publish_s
+            self._note(step, num_learnt, taken, queue.num_stragglers)
+
+    def _held(self, seconds: float, holds_engines: bool) -> Generator[Event, Any, None]:
+        """Let ``seconds`` pass, in which engines stand still or not."""
+        held = self._engines if holds_engines else []
+        for engine in held:
+            engine.pause()
+        yield self._env.timeout(seconds)
+        for engine in held:
+            engine.resume()
+
+    # --- what is seen --------------------------------------------------------------------------------------------
+
+    def _note(self, step: int, num_learnt: int, taken: Sequence[Open], stragglers: int) -> None:
+        for engine in self._engines:
+            engine.settle()
+        spans = [
+            span for group in taken for attempt in group.attempts if not attempt.is_given_up for span in attempt.spans
+        ]
+        self._seen.append(
+            _Seen(
+                self._env.now, sum(each.busy_s for each in self._engines), sum(each.sequence_s for each in self._engines),
+                self._trainer_busy_s, sum(each.sampled for each in self._engines), stragglers, num_learnt,
+                [(step - version, tokens) for version, tokens in spans],
+            )
+        )  # fmt: skip
+
+    def _predicted(self, first: int, num: int) -> Predicted:
+        before, seen = self._seen[first - 1], self._seen[first : first + num]
+        last, engines = seen[-1], self._setting.engines
+        took = last.at_s - before.at_s
+        step_s = [now.at_s - then.at_s for then, now in itertools.pairwise([before, *seen])]
+        behind = [each for step in seen for each in step.behind]
+        tokens = sum(each for _, each in behind)
+        return Predicted(
+            setting=self._setting, steps=num, step_s=median(step_s), step_90_s=quantile(step_s, 0.9),
+            step_mean_s=fmean(step_s), engine_busy=(last.engine_busy_s - before.engine_busy_s) / took / engines,
+            at_once=(last.sequence_s - before.sequence_s) / took / engines,
+            trainer_busy=(last.trainer_busy_s - before.trainer_busy_s) / took,
+            staleness=sum(age * each for age, each in behind) / tokens if tokens else 0.0,
+            staleness_max=max((age for age, _ in behind), default=0),
+            sampled_per_s=(last.sampled - before.sampled) / took, learnt_per_s=sum(each.learnt for each in seen) / took,
+            stragglers=(last.stragglers - before.stragglers) / num,
+        )  # fmt: skip
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """The smallest value that at least ``share`` of ``values`` do not exceed.
+
+    >>> quantile([4.0, 1.0, 3.0, 2.0], 0.5)
+    2.0
+    """
+    ordered = sorted(values)
+    return next(each for index, each in enumerate(ordered, 1) if index >= share * len(ordered) - 1e-9)

@@ -1,0 +1,164 @@
+"""What a run's folder says of how long things take, and what the command makes of it."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from ramify.build.run import train
+from ramify.cli.exits import Exit
+from ramify.cli.parser import UsageError
+from ramify.cli.simulate import COMMAND
+from ramify.cluster.measured import measured
+from ramify.cluster.simulate import Setting, simulate
+from ramify.errors import ConfigError
+from ramify.train.checkpoint import Checkpoints, State
+from ramify.train.groups import Account
+from ramify.train.groups import write as write_accounts
+from ramify.train.loop import Cadence
+from ramify.train.metrics import Metrics
+from ramify.train.sft import write
+from ramify.types.message import Message, Reply, Usage
+from ramify.types.trajectory import Call, Cell, Trajectory, Turn
+from tests.train.small import small
+
+TOKEN_S, READY_S, LEARN_S, PUBLISH_S, EVALUATE_S = 0.01, 0.2, 3.0, 0.5, 7.0
+
+
+def rollout(name: str, started_at: float, tokens: int) -> Trajectory:
+    """One request on an engine whose step takes a hundredth of a second, and a cell of 0.1 s."""
+    seconds = TOKEN_S * tokens
+    reply = Reply(Message("assistant", ""), Usage(20, tokens, calls=1), prompt_ids=(1,) * 20, token_ids=(2,) * tokens,
+                  seconds=seconds)  # fmt: skip
+    call = Call("0", "rlm", "m", 0, "?", turns=[Turn(0, (), reply, (Cell("", seconds=0.1),))], ended_s=seconds + 0.1)
+    return Trajectory(name, "?", task="i", calls=[call], seconds=seconds + 0.1, started_at=started_at)
+
+
+def folder(out: Path, steps: int = 4, items: int = 3, group: int = 2, **rollouts: object) -> Path:
+    """A synchronous run: after its second step it evaluates. Rollouts begin together, the longest has 100 tokens."""
+    out.mkdir()
+    draw, metrics, at_s = random.Random(0), Metrics(out), 0.0
+    (out / "rollouts").mkdir()
+    for step in range(1, steps + 1):
+        lengths = [100, *(draw.randrange(5, 100) for _ in range(items * group - 1))]
+        trees = [
+            rollout(f"step={step}/group={index // group}/rollout={index % group}", 1000.0 + at_s, tokens)
+            for index, tokens in enumerate(lengths)
+        ]
+        write(out / f"rollouts/step-{step:06d}.jsonl", trees)
+        work_s = TOKEN_S * 100 + 0.1 + READY_S
+        at_s += work_s + LEARN_S + PUBLISH_S
+        metrics.write(step, "rl", at_s, {"work_s": work_s, "learn_s": LEARN_S, "items": items * 2})
+        if step == 2:
+            at_s += EVALUATE_S
+            metrics.write(step, "rl", at_s, {"evaluate_s": EVALUATE_S})
+    metrics.close()
+    sample, told = {"items": items, "max_items": 9, "straggle": 3.0, **rollouts}, {"group": group, "concurrency": 64}
+    state = State(step=steps, config={"rl": {"sample": sample, "rollout": told}, "policy": {"slots": 32}})
+    Checkpoints(out).save(state, {})
+    accounts = [Account(number=number, item="i", version=0, outcome="silent" if number % 3 == 0 else "learnt", rollouts=[])
+                for number in range(9)]  # fmt: skip
+    write_accounts(out, accounts, 1)
+    return out
+
+
+def test_what_a_folder_says(tmp_path: Path) -> None:
+    found = measured(folder(tmp_path / "run"))
+    assert (len(found.groups), {len(group) for group in found.groups}) == (12, {2})
+    sizes = found.sizes
+    assert (sizes.items, sizes.group, sizes.concurrency, sizes.slots, sizes.engines, sizes.ranks) == (
+        3,
+        2,
+        64,
+        32,
+        1,
+        1,
+    )
+    assert (sizes.staleness, sizes.max_items, sizes.straggle) == (0, 9, 3.0)
+    assert found.rate.step_s(3) == pytest.approx(TOKEN_S)
+    assert found.rate.prompt_token_s == pytest.approx(0, abs=1e-9)
+    assert found.step_s == pytest.approx([1.3 + 3.5] * 3)
+    assert found.publish_s == pytest.approx([0.5] * 3)
+    assert found.prepare_s == pytest.approx([READY_S] * 4)
+    assert found.learn(random.Random(0), sum(each.learnt for each in found.groups[0]) * 3, 1)[0] == pytest.approx(
+        3, rel=0.5
+    )
+    assert found.silent == pytest.approx(1 / 3)
+    assert len(measured(tmp_path / "run", last=1).groups) == 3
+
+
+def test_the_run_itself_is_predicted(tmp_path: Path) -> None:
+    found = measured(folder(tmp_path / "run"))
+    found.silent = 0.0
+    same = Setting(items=3, group=2, concurrency=64, slots=32)
+    steps = [simulate(found, same, steps=12, in_order=in_order).step_mean_s for in_order in (True, False)]
+    assert steps == [pytest.approx(1.3 + 3.5, rel=0.1), pytest.approx(1.3 + 3.5, rel=0.2)]
+
+
+def test_a_real_run_is_read(tmp_path: Path) -> None:
+    train(small(warmup=None, cadence=Cadence(rollouts=1)), tmp_path / "run", say=lambda _: None)
+    found = measured(tmp_path / "run")
+    assert (found.sizes.items, found.sizes.group, found.sizes.concurrency, found.sizes.slots) == (2, 3, 1, 16)
+    assert (len(found.groups), len(found.step_s)) == (8, 3)
+    assert found.learn_base_s + found.learn_token_s > 0
+    assert simulate(found, Setting(items=2, group=3, concurrency=1), steps=2).step_s > 0
+
+
+@pytest.mark.parametrize(
+    ("lacks", "says"),
+    [
+        ("all", r"nowhere is not a run's folder: give the --out of ramify train"),
+        ("metrics.jsonl", r"no metrics.jsonl with steps of reinforcement learning: .*cadence\.rollouts=1"),
+        ("rollouts", r"no kept rollouts of its 4 steps: train with cadence\.rollouts=1"),
+        ("sense", r"step-000002.jsonl holds something else than trajectories"),
+    ],
+)
+def test_a_folder_that_says_too_little(tmp_path: Path, lacks: str, says: str) -> None:
+    run = folder(tmp_path / "run")
+    if lacks == "metrics.jsonl":
+        (run / lacks).unlink()
+    elif lacks == "rollouts":
+        for path in (run / lacks).iterdir():
+            path.unlink()
+    elif lacks == "sense":
+        (run / "rollouts/step-000002.jsonl").write_text("{}\n")
+    with pytest.raises(ConfigError, match=says):
+        measured(tmp_path / "nowhere" if lacks == "all" else run)
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = str(folder(tmp_path / "run"))
+    assert COMMAND.call([run, "--devices", "3", "--staleness", "0,1", "--steps", "3"]) == Exit.ANSWERED
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "by 24 rollouts of 12 groups; the run had 3 groups of 2 per step"
+    assert said[4].split()[:5] == ["engines", "slots", "ranks", "stale", "≤"]
+    assert len(said) == 5 + 6 + 1
+    hours = [float(line.replace(" shared", "").split()[6]) for line in said[5:11]]
+    assert hours == sorted(hours, reverse=True)
+    assert said[-1].startswith("most steps per hour: ")
+    asked = [run, "--engines", "1,2", "--slots", "4", "--straggle", "0", "--steps", "3", "--seed", "5", "--json"]
+    assert COMMAND.call(asked) == Exit.ANSWERED
+    first = capsys.readouterr().out
+    assert COMMAND.call(asked) == Exit.ANSWERED
+    assert capsys.readouterr().out == first
+    told = json.loads(first)
+    assert [(each["setting"]["engines"], each["setting"]["slots"]) for each in told["predicted"]] == [(1, 4), (2, 4)]
+    assert told["measured"]["sizes"]["slots"] == 32
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--devices", "4", "--engines", "2"], "--devices tries all splits: leave --engines and --ranks out"),
+        (["--engines", "two"], "--engines two: give numbers with commas between, as 1,2,4"),
+        (["--slots", "0"], "--slots 0: each must be at least 1"),
+        (["--staleness", "-1"], "--staleness -1: each must be at least 0"),
+        (["--steps", "0"], "--steps 0: give 1 or more"),
+    ],
+)
+def test_options_that_make_no_sense(tmp_path: Path, options: list[str], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        COMMAND.call([str(tmp_path), *options])
