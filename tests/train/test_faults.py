@@ -1,6 +1,6 @@
 """Parts of a run that are killed, from outside and for real: the run becomes what it would have been without that.
 
-A folder holds the run still: whoever scores the first rollout of step K says so in ``at-K``, and waits for ``pass-K``.
+A file holds the run still: whoever scores the first rollout of step K says so in ``at-K``, while there is ``hold-K``.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ def short(**changes: Any) -> Run:
 
 def _gated(item: Item, trajectory: Trajectory) -> float:
     step = trajectory.id.partition("step=")[2].partition("/")[0]
-    gate = Path(os.environ.get(GATE, "/nowhere"))
-    if trajectory.id.endswith("group=0/rollout=0") and gate.is_dir() and not (gate / f"pass-{step}").exists():
-        (gate / f"at-{step}").touch()
-        while not (gate / f"pass-{step}").exists():
+    hold = Path(os.environ.get(GATE, "/nowhere")) / f"hold-{step}"
+    if trajectory.id.endswith("group=0/rollout=0") and hold.exists():
+        hold.with_name(f"at-{step}").touch()
+        while hold.exists():
             time.sleep(0.01)
     return _even(item, trajectory)
 
@@ -129,8 +129,7 @@ def test_a_killed_trainer_goes_on_from_its_last_checkpoint(
     recipe, gate, log = tmp_path / "recipe.py", tmp_path / "gate", tmp_path / "log"
     recipe.write_text(RECIPE)
     gate.mkdir()
-    for step in (0, 1, 3):
-        (gate / f"pass-{step}").touch()
+    (gate / "hold-2").touch()
     monkeypatch.setenv(GATE, str(gate))
     command = [sys.executable, "-m", "ramify", "train", str(recipe), "--out", str(tmp_path / "out"), "--restarts", "1"]
     with log.open("wb") as file, subprocess.Popen(command, stdout=file, stderr=file) as process:
@@ -139,7 +138,7 @@ def test_a_killed_trainer_goes_on_from_its_last_checkpoint(
                 assert process.poll() is None, log.read_text()
                 time.sleep(0.02)
             kill(process.pid, " train ")
-            (gate / "pass-2").touch()
+            (gate / "hold-2").unlink()
             assert process.wait() == 0, log.read_text()
         finally:
             process.terminate()
