@@ -18,29 +18,28 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import resource
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any, NamedTuple
 
 import numpy as np
-from engine import Figure, show
+from engine import Figure
+from studies import ROOT, fill, folder_of, parser, python, tell, train
 
 from ramify.evaluate.statistics import pass_at_k
 from ramify.train.checkpoint import Checkpoints
 from ramify.train.metrics import read
 
-ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "hybrid.json"
 PAGE, PICTURE = ROOT / "docs" / "hybrid.md", ROOT / "docs" / "hybrid.svg"
 NUM_ITEMS, NUM_ATTEMPTS = 256, 8
 NUM_QUICK = 32
 MINUTES = 60.0
-"""Processor time that the whole study may take."""
+"""Processor time that the study may take."""
 DRAWS = 4000
 STEPS, ANNEALED = 30, 24
 SOURCE = {
@@ -59,7 +58,7 @@ class Arm(NamedTuple):
     what: str
     overrides: tuple[str, ...] = ()
     recipe: str = "recipes/programs_hybrid.py"
-    num_seeds: int = 2
+    num_seeds: int = 1
     """How many seeds the whole study gives it."""
 
 
@@ -75,7 +74,7 @@ ARMS = {
         "rl.algorithm.terms=[]",
         'rl.signals={"process": {"name": "process", "judge": {"name": "ramify.train.signals.programs:StepRules"}}}',
         'rl.algorithm.terms=[{"signal": "process", "weight": 1.0, "norm": "step_index"}]', "rl.algorithm.w_rl=0",
-    )),
+    ), num_seeds=2),
     "teacher-alone": Arm("the teacher, no outcome", ("rl.algorithm.w_rl=0", terms(weight=1.0))),
     "privileged": Arm("hints from facts (privileged: an upper bound)",
                       ("rl.signals.teacher.hints.judge=ramify.train.signals.programs:OracleJudge",)),
@@ -90,12 +89,23 @@ ARMS = {
         "rl.signals.teacher.hints.judge.several=true", terms(clip=None, into="loss"), "rl.loss.kd=surrogate",
         "rl.loss.kd_clip=2.0",
     )),
+    "named": Arm("hybrid, scored up to the turn that the hint is about", ("rl.signals.teacher.turns=named",), num_seeds=2),
+    "failed": Arm("hints for rollouts that failed alone", ("rl.signals.teacher.hints.only=failed",), num_seeds=2),
+    "once": Arm("each hint once in a group", ("rl.signals.teacher.hints.once=true",)),
+    "narrow": Arm("all three: failed, once, up to the turn that it is about", (
+        "rl.signals.teacher.turns=named", "rl.signals.teacher.hints.only=failed", "rl.signals.teacher.hints.once=true",
+    ), num_seeds=5),
     "shuffled": Arm("control: hints of other problems", (
         "rl.signals.teacher.hints=" + json.dumps({"name": "ramify.train.signals.programs:Shuffled", "source": SOURCE}),
-    )),
-    "random": Arm("control: a teacher of random weights", ("rl.signals.teacher.source=random",)),
+    ), num_seeds=3),
+    "random": Arm("control: a teacher of random weights", ("rl.signals.teacher.source=random",), num_seeds=2),
+    "kl": Arm("control: no hints, ten times the KL to the frozen policy", ("rl.loss.kl_beta=0.1",), "recipes/programs.py"),
 }  # fmt: skip
-CONTROLS = ("shuffled", "random")
+CONTROLS = ("shuffled", "random", "kl")
+MAIN = ("sft", "outcome", "hybrid")
+"""Arms of all seeds; of the others the first seed belongs to the study, and further ones to who has the time."""
+EXPECTED = 3 / 8
+"""Share of rollouts that a judge is expected to hint: 35 to 40 %."""
 QUICK = ("sft.num=3000", "rl.steps=3", "evaluate.validation=4")
 
 
@@ -106,7 +116,10 @@ class Trained(NamedTuple):
     """``sft`` for where all arms of a seed begin."""
     seed: int
     rewards: dict[str, list[float]]
-    """Item -> reward of each attempt at it."""
+    """Item -> reward of each attempt at it, of the policy of the last step."""
+    best: float
+    """Average of the checkpoint that is best on the validation stream, at the same problems."""
+    best_step: int
     curve: list[tuple[int, float]]
     """(step, average on the validation stream)"""
     hint_rate: list[float]
@@ -118,13 +131,15 @@ class Trained(NamedTuple):
     signal_share: float
     """Of a step's time that went into signals; 0 without."""
     teacher_tokens: float
-    """Tokens that teachers computed as a share of those that training packed."""
+    """Tokens that teachers added as a share of those that training packed, in the steps that they read."""
+    teacher_expected: float
+    """The same for a hint rate of ``EXPECTED``."""
     gates: dict[str, float]
     """Of demonstrations; see ``gates``."""
 
     @property
     def average(self) -> float:
-        return fmean(fmean(each) for each in self.rewards.values())
+        return _average(self.rewards)
 
     @property
     def passes(self) -> float:
@@ -134,23 +149,13 @@ class Trained(NamedTuple):
 # --- runs ------------------------------------------------------------------------------------------------------------
 
 
-def python(*arguments: str) -> None:
-    """Run a command of this Python with one thread. Raises where it fails."""
-    command = [sys.executable, *arguments]
-    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdin=subprocess.DEVNULL)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)} failed with {done.returncode}")
-
-
 def is_over(folder: Path) -> bool:
     return (folder / "attempts.json").is_file()
 
 
 def carried_out(folder: Path, recipe: str, *overrides: str, num_items: int = NUM_ITEMS) -> None:
     """Train and evaluate, or go on where a kill left it."""
-    if not (folder / "policy" / "config.json").is_file():
-        path = ["--resume", str(folder)] if Checkpoints(folder).all() else [recipe, *overrides, "--out", str(folder)]
-        python("-m", "ramify", "train", *path, "--plain")
+    train(folder, recipe, *overrides)
     if not is_over(folder):
         python(str(Path(__file__).resolve()), "--attempts", str(folder), "--items", str(num_items))
 
@@ -179,10 +184,14 @@ def carry_out(runs: Path, name: str, seed: int, quick: bool) -> None:
 
 
 def attempts(folder: Path, num_items: int) -> None:
-    """Attempt the test problems with the policy of the last step, and write down each reward; in a process of its own."""
-    last = Checkpoints(folder).latest()
+    """Attempt the test problems with the policy of the last step, and with the one that is best on the validation stream,
+    where that is another; write down each reward. In a process of its own."""
+    last, best = Checkpoints(folder).latest(), Checkpoints(folder).best()
     assert last is not None, folder
     found = asyncio.run(_attempted(last / "policy", num_items, is_start=folder.name.startswith("sft-")))
+    if best is not None and best != last:
+        found["best"] = asyncio.run(_attempted(best / "policy", num_items, is_start=False))["rewards"]
+        found["best_step"] = int(best.name.rpartition("-")[2])
     usage = resource.getrusage(resource.RUSAGE_SELF)
     found["cpu_s"] = usage.ru_utime + usage.ru_stime
     (folder / "attempts.json").write_text(json.dumps(found))
@@ -253,15 +262,28 @@ def trained(folder: Path, arm: str, seed: int) -> Trained:
     steps = [row for row in rows if row.stage == "rl" and "learn_s" in row.values]
     curve = [(row.step, row.values["validation/reward"]) for row in rows if "validation/reward" in row.values]
     took = [each.values["work_s"] + each.values["learn_s"] for each in steps]
+    computed = [
+        after.values["cpu_s"] - before.values["cpu_s"]
+        for before, after in pairwise(row for row in rows if "cpu_s" in row.values)
+        if after.stage == "rl" and "learn_s" in after.values
+    ]
     signal_s = [each.values.get("teacher_s", 0.0) for each in steps]
-    packed = sum(each.values.get("packed_tokens", 0.0) for each in steps)
-    scored = sum(each.values.get("teacher_tokens", 0.0) for each in steps)
+    read_steps = [each.values for each in steps if each.values.get("teacher_tokens")]
+    shares = [values["teacher_tokens"] / values["packed_tokens"] for values in read_steps]
+    rates = [values["teacher/hint_rate"] for values in read_steps]
+    average = _average(done["rewards"])
     return Trained(
-        arm, seed, done["rewards"], curve,
+        arm, seed, done["rewards"], _average(done["best"]) if "best" in done else average,
+        done.get("best_step", rows[-1].step), curve,
         [each.values["teacher/hint_rate"] for each in steps if "teacher/hint_rate" in each.values],
-        rows[-1].values.get("cpu_s", 0.0) + done["cpu_s"], median(took) if took else 0.0,
-        sum(signal_s) / sum(took) if took else 0.0, scored / packed if packed else 0.0, done.get("gates", {}),
+        rows[-1].values.get("cpu_s", 0.0) + done["cpu_s"], median(computed) if computed else 0.0,
+        sum(signal_s) / sum(took) if took else 0.0, fmean(shares) if shares else 0.0,
+        EXPECTED * sum(shares) / sum(rates) if rates else 0.0, done.get("gates", {}),
     )  # fmt: skip
+
+
+def _average(rewards: Mapping[str, Sequence[float]]) -> float:
+    return fmean(fmean(each) for each in rewards.values())
 
 
 def there(runs: Path, seeds: Sequence[int]) -> Iterator[Trained]:
@@ -315,13 +337,22 @@ def figures(runs: Sequence[Trained], quick: bool) -> Iterator[Figure]:
             yield Figure(
                 f"control '{name}' less outcome (lower end)", found[1], "", dict(against), None if quick else 0.0
             )
-    hybrids = of("hybrid")
-    if hybrids:
-        yield Figure("signals' share of a step", fmean(run.signal_share for run in hybrids), "", {})
-        tokens = fmean(run.teacher_tokens for run in hybrids)
-        yield Figure("teacher's tokens by those of training", tokens, "", {}, None if quick else 1.5)
-    minutes = sum(run.cpu_s for run in runs) / 60
-    yield Figure("the whole study, one thread", minutes, "CPU min", {}, None if quick else MINUTES)
+    found = paired(runs, "narrow", "hybrid")
+    if found is not None:
+        against = {"95 % interval": f"{found[1]:+.3f} to {found[2]:+.3f}"}
+        yield Figure("fewer hints ('narrow') less hybrid", found[0], "", dict(against))
+    for name in ("hybrid", "narrow"):
+        if mine := of(name):
+            yield Figure(f"signals' share of a step, {name}", fmean(run.signal_share for run in mine), "", {})
+            rate = f"at {fmean(fmean(run.hint_rate) for run in mine):.0%} hinted"
+            yield Figure(
+                f"teacher's tokens by training's, {name}, 3 of 8 hinted", fmean(run.teacher_expected for run in mine), "",
+                {rate: fmean(run.teacher_tokens for run in mine)}, None if quick else 0.5,
+            )  # fmt: skip
+    further = [run for run in runs if run.arm not in MAIN and run.seed != runs[0].seed]
+    minutes, more = (sum(run.cpu_s for run in each) / 60 for each in (runs, further))
+    yield Figure("the study, one thread", minutes - more, "CPU min", {}, None if quick else MINUTES)
+    yield Figure("further seeds of variants and controls", more, "CPU min", {})
 
 
 # --- what is written -------------------------------------------------------------------------------------------------
@@ -330,7 +361,8 @@ def figures(runs: Sequence[Trained], quick: bool) -> Iterator[Figure]:
 def table(runs: Sequence[Trained]) -> str:
     """Markdown: a row per arm."""
     lines = [
-        "| arm | what | seeds | avg@8 | pass@8 | less outcome alone (95 %) | hints | s per step |", "|" + " --- |" * 8
+        "| arm | what | seeds | avg@8 | pass@8 | best avg@8 | less outcome alone (95 %) | hints | s per step |",
+        "|" + " --- |" * 9,
     ]  # fmt: skip
     for name in ("sft", *ARMS):
         mine = [run for run in runs if run.arm == name]
@@ -342,7 +374,8 @@ def table(runs: Sequence[Trained]) -> str:
         what = ARMS[name].what if name in ARMS else "demonstrations alone: where all others begin"
         step = fmean(run.step_s for run in mine)
         cells = [
-            name, what, str(len(mine)), _spread([run.average for run in mine]), _spread([run.passes for run in mine]), less,
+            name, what, str(len(mine)), _spread([run.average for run in mine]), _spread([run.passes for run in mine]),
+            f"{fmean(run.best for run in mine):.3f}", less,
             f"{fmean(rates):.0%}" if rates else "", f"{step:.2f}" if step else "",
         ]  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
@@ -357,13 +390,14 @@ def by_seed(runs: Sequence[Trained]) -> str:
     """Markdown: seeds of the three arms that matter, and the gates of each."""
     seeds = sorted({run.seed for run in runs if run.arm == "sft"})
     lines = [
-        "| seed | sft | outcome | hybrid | format errors | p(right function), hinted | not hinted |", "|" + " --- |" * 7
+        "| seed | sft | outcome | hybrid | narrow | format errors | p(right function), hinted | not hinted |",
+        "|" + " --- |" * 8,
     ]  # fmt: skip
     found = {(run.arm, run.seed): run for run in runs}
     for seed in seeds:
         cells = [
             f"{found[arm, seed].average:.3f} / {found[arm, seed].passes:.3f}" if (arm, seed) in found else ""
-            for arm in ("sft", "outcome", "hybrid")
+            for arm in (*MAIN, "narrow")
         ]
         gate: Mapping[str, float] = found["sft", seed].gates
         shares = [f"{gate[name]:.1%}" for name in ("format errors", "p(right | hint)", "p(right)") if name in gate]
@@ -409,32 +443,19 @@ def write(runs: Sequence[Trained], found: Sequence[Figure]) -> None:
     data = {"figures": [figure.as_json() for figure in found], "runs": [run._asdict() for run in runs]}
     RESULTS.write_text(json.dumps(data) + "\n")
     PICTURE.write_text(picture(runs))
-    page = PAGE.read_text(encoding="utf-8")
-    arms = f"{table(runs)}\n![Validation curves](hybrid.svg)\n"
-    for name, text in (("arms", arms), ("seeds", by_seed(runs))):
-        begin, end = f"<!-- begin {name} -->\n", f"<!-- end {name} -->"
-        head, mark, rest = page.partition(begin)
-        assert mark, f"{PAGE} has no place for {name}"
-        page = head + begin + text + end + rest.partition(end)[2]
-    PAGE.write_text(page, encoding="utf-8")
+    fill(PAGE, {"arms": f"{table(runs)}\n![Validation curves](hybrid.svg)\n", "seeds": by_seed(runs)})
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Does hindsight help?")
-    parser.add_argument("--quick", action="store_true", help="one seed of three arms, cut short")
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON on the last line")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
-    parser.add_argument("--report", action="store_true", help="make no runs: write what those say that are over")
-    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "hybrid", help="where runs are kept")
-    parser.add_argument("--attempts", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--items", type=int, default=NUM_ITEMS, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options_of = parser("Does hindsight help?", "one seed of three arms, cut short", "hybrid", 5)
+    options_of.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    options_of.add_argument("--attempts", type=Path, help=argparse.SUPPRESS)
+    options_of.add_argument("--items", type=int, default=NUM_ITEMS, help=argparse.SUPPRESS)
+    options = options_of.parse_args()
     if options.attempts is not None:
         attempts(options.attempts, options.items)
         return 0
-    folder: Path = options.runs.resolve() / ("quick" if options.quick else "whole")
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = folder_of(options)
     seeds = options.seeds[:1] if options.quick else options.seeds
     arms = ["outcome", "hybrid", "shuffled"] if options.quick else options.arms
     for index, seed in enumerate([] if options.report else seeds):
@@ -445,10 +466,7 @@ def main() -> int:
     found = list(figures(runs, options.quick))
     if not options.quick and set(options.arms) == set(ARMS):
         write(runs, found)
-    show(found)
-    if options.json:
-        print(json.dumps({"figures": [figure.as_json() for figure in found]}))
-    return 1 if any(figure.holds is False for figure in found) else 0
+    return tell(found, options.json)
 
 
 if __name__ == "__main__":

@@ -12,10 +12,7 @@ figure misses what is promised.
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
@@ -23,12 +20,11 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from engine import Figure, show
+from engine import Figure
+from studies import ROOT, fill, folder_of, is_trained, parser, tell, train
 
-from ramify.train.checkpoint import Checkpoints
 from ramify.train.metrics import Measured, read
 
-ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "learning.json"
 PAGE, PICTURE = ROOT / "docs" / "learning.md", ROOT / "docs" / "learning.svg"
 FIRST_ITEM = 20_000
@@ -54,26 +50,6 @@ class Trained(NamedTuple):
     """Of the process, from its start to the last step, validation included, reports of other splits not."""
     validation_s: float
     """The part of it that went into validation."""
-
-
-def ramify(*arguments: str) -> None:
-    """Run the command with one thread. Raises where it fails."""
-    command = [sys.executable, "-m", "ramify", *arguments]
-    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdin=subprocess.DEVNULL)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)} failed with {done.returncode}")
-
-
-def is_over(folder: Path) -> bool:
-    return (folder / "policy" / "config.json").is_file()
-
-
-def carried_out(folder: Path, recipe: str, *overrides: str) -> Path:
-    """The folder of a run that is over; carried out, or gone on with, where it is not."""
-    if not is_over(folder):
-        path = ["--resume", str(folder)] if Checkpoints(folder).all() else [recipe, *overrides, "--out", str(folder)]
-        ramify("train", *path, "--plain")
-    return folder
 
 
 def trained(name: str, seed: int, folder: Path) -> Trained:
@@ -103,16 +79,16 @@ def spent(rows: Sequence[Measured], on: Callable[[Measured], bool]) -> float:
 def single(runs: Path, seed: int, quick: bool) -> Iterator[Trained]:
     short = ["sft.num=4000", "rl.steps=8"] if quick else []
     splits = 'evaluate.first=["test", "test_formats", "test_names"]'
-    folder = carried_out(runs / f"tiny-{seed}", "recipes/tiny.py", f"seed={seed}", splits, *short)
+    folder = train(runs / f"tiny-{seed}", "recipes/tiny.py", f"seed={seed}", splits, *short)
     yield trained("tiny", seed, folder)
 
 
 def recursive(runs: Path, seed: int, variants: Sequence[str]) -> Iterator[Trained]:
     """The recursive run, and its variants from the same demonstrations on."""
     name, recipe = f"tiny-recursive-{seed}", "recipes/tiny_recursive.py"
-    start = carried_out(runs / f"{name}-sft", recipe, f"seed={seed}", "rl=null", "evaluate.final=[]")
+    start = train(runs / f"{name}-sft", recipe, f"seed={seed}", "rl=null", "evaluate.final=[]")
     for variant in variants:
-        folder = carried_out(
+        folder = train(
             runs / f"{name}-{variant}", recipe, f"seed={seed}", f"policy.path={start}/policy",
             "warmup=null", "sft=null", f"rl.sample.first_item={FIRST_ITEM}", 'evaluate.first=["test", "test_formats"]',
             *CREDITS[variant][1],
@@ -127,11 +103,11 @@ def trained_recursively(folder: Path, start: Path, variant: str, seed: int) -> T
 
 def there(runs: Path, seed: int) -> Iterator[Trained]:
     """Runs of ``seed`` that are over."""
-    if is_over(runs / f"tiny-{seed}"):
+    if is_trained(runs / f"tiny-{seed}"):
         yield trained("tiny", seed, runs / f"tiny-{seed}")
     for variant in CREDITS:
         folder, start = (runs / f"tiny-recursive-{seed}-{name}" for name in (variant, "sft"))
-        if is_over(folder):
+        if is_trained(folder):
             yield trained_recursively(folder, start, variant, seed)
 
 
@@ -230,26 +206,17 @@ def write(runs: Sequence[Trained], found: Sequence[Figure]) -> None:
     data = {"figures": [figure.as_json() for figure in found], "runs": [run._asdict() for run in runs]}
     RESULTS.write_text(json.dumps(data, indent=1) + "\n")
     PICTURE.write_text(picture(runs))
-    page = PAGE.read_text(encoding="utf-8")
-    for name, text in (("runs", table(runs)), ("kinds", kinds(runs))):
-        begin, end = f"<!-- begin {name} -->\n", f"<!-- end {name} -->"
-        head, _, rest = page.partition(begin)
-        page = head + begin + text + end + rest.partition(end)[2]
-    PAGE.write_text(page, encoding="utf-8")
+    fill(PAGE, {"runs": table(runs), "kinds": kinds(runs)})
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Does it learn?")
-    parser.add_argument("--quick", action="store_true", help="one seed of the single-document run, cut short")
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON on the last line")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--only", choices=["single", "recursive"], help="one of the two")
-    parser.add_argument("--variants", nargs="+", choices=CREDITS, default=list(CREDITS), help="of the recursive run")
-    parser.add_argument("--report", action="store_true", help="make no runs: write what those say that are over")
-    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "learning", help="where runs are kept")
-    options = parser.parse_args()
-    folder: Path = options.runs.resolve() / ("quick" if options.quick else "whole")
-    folder.mkdir(parents=True, exist_ok=True)
+    options_of = parser("Does it learn?", "one seed of the single-document run, cut short", "learning", 3)
+    options_of.add_argument("--only", choices=["single", "recursive"], help="one of the two")
+    options_of.add_argument(
+        "--variants", nargs="+", choices=CREDITS, default=list(CREDITS), help="of the recursive run"
+    )
+    options = options_of.parse_args()
+    folder = folder_of(options)
     runs: list[Trained] = []
     for seed in options.seeds[:1] if options.quick else options.seeds:
         if options.report:
@@ -263,10 +230,7 @@ def main() -> int:
     found = list(figures(runs, options.quick))
     if not options.quick and options.only is None:
         write(runs, found)
-    show(found)
-    if options.json:
-        print(json.dumps({"figures": [figure.as_json() for figure in found]}))
-    return 1 if any(figure.holds is False for figure in found) else 0
+    return tell(found, options.json)
 
 
 if __name__ == "__main__":

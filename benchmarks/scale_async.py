@@ -172,7 +172,7 @@ def rewards(folder: Path, steps: int = 15) -> Iterator[Figure]:
     yield Figure(about, fmean(differences), "", beside, least=-margin)
 
 
-DEMONSTRATIONS = 2000
+DEMONSTRATIONS = 6500
 """Enough for the language that the task is answered in: most of what is right, rollouts have to find."""
 T95 = 4.303
 """Of Student's distribution with two degrees of freedom: three seeds in pairs."""

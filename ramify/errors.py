@@ -27,6 +27,8 @@ A run that meets its limits is not an error: it returns its best answer and its 
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 
@@ -141,6 +143,15 @@ class HostCallError(Exception):
         super().__init__(message)
         self.kind = kind
         self.data = dict(data or {})
+
+
+def cannot_listen(host: str, port: int, error: OSError | OverflowError) -> ConfigError:
+    """Why a server does not start, and which option to change."""
+    if isinstance(error, OverflowError):
+        return ConfigError(f"--port {port}: ports go from 1 to 65535, and 0 takes a free one")
+    if (error.errno or -1) < 0 or error.errno == errno.EADDRNOTAVAIL:  # a name that nobody knows, or of another machine
+        return ConfigError(f"cannot listen on {host}: {error.strerror}: give an address of this machine as --host")
+    return ConfigError(f"cannot listen on {host}:{port} ({os.strerror(error.errno or 0)}): choose another --port")
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -33,13 +33,15 @@ from ramify.train.placement.here import HereHosts
 from ramify.train.placement.hosts import Hosts, PlacedEngine
 from ramify.train.placement.runner import RunnerSpec
 from ramify.train.placement.runners import Runners
+from ramify.train.placement.services import Services
 from ramify.train.rollout import RolloutOptions, Rollouts
 from ramify.train.selfcheck import Seen, SelfCheck
 from ramify.train.signals.compose import Hybrid
 from ramify.train.signals.reading import Signals
 from ramify.train.signals.scorer import Teachers
 from ramify.train.signals.teacher import needed
-from ramify.train.stages import Imitate, Reinforce, Stage, WarmUp, scheduled
+from ramify.train.stages import Imitate, Reinforce, Stage, WarmUp, scheduled, streams_of
+from ramify.train.watch import Watch
 
 if TYPE_CHECKING:
     from ramify.inference.http.client import HttpEngines
@@ -65,6 +67,8 @@ class Made:
         self.run, self._say = run, say
         self.hosts: Hosts | None = None
         """What starts processes that are not to be on this machine; open from ``start`` on."""
+        self.services: Services | None = None
+        """Servers that the run asks besides engines."""
         self.runners: Runners | None = None
         """Those who roll out, where that is not this process."""
         self._kind: Any = of_name(run.compute.backend, BACKENDS, "backend")
@@ -122,12 +126,22 @@ class Made:
         )  # fmt: skip
         return spread
 
+    def check_fits(self, checkpoint: Path) -> None:
+        """Raises ConfigError with the first tensor that a checkpoint's policy has otherwise than this one."""
+        from ramify.policy.weights import check_weights, read_weights
+
+        folder = checkpoint / "policy"
+        check_weights(self.serving.model, read_weights(folder), str(folder))
+
     async def start(self, out: Path) -> None:
         """Take the seats of the placement, and bring up the engines that are not in this process."""
         from ramify.inference.local.client import LocalClient
         from ramify.policy.load import save
 
         self.hosts = self._placed()
+        if self.run.placement is not None and self.run.placement.services:
+            self.services = Services(self.hosts or HereHosts(), self.run.placement.services, out)
+            await self.services.start()
         launch = None if self.hosts is None else partial(PlacedEngine, self.hosts)
         if not isinstance(self.client, LocalClient):
             await self.client.start(out / "inference", lambda folder: save(self.serving, folder), launch)
@@ -237,6 +251,7 @@ class Made:
             rl.signals, rl.algorithm, pool=self.rlm.pool, budget=rl.judges, policy=self.seen, teachers=teachers,
             cache=CallCache(Store(rl.judge_cache)) if rl.judge_cache else None, writing=self.policy.renderer,
             weights=self.task.weights, temperature=rl.rollout.temperature, say=self._say,
+            wants_reference="ref_logprobs" in streams_of(rl.loss) | needs_of(rl.algorithm).streams,
         )  # fmt: skip
 
     def _engine_of(self, name: str) -> object:
@@ -270,7 +285,10 @@ class Made:
             )  # fmt: skip
         return stages
 
-    def loop(self, out: Path, listener: Callable[[Measured], None] | None) -> Loop:
+    def loop(
+        self, out: Path, listener: Callable[[Measured], None] | None, on_stall: Callable[[str], None] | None = None
+    ) -> Loop:
+        from ramify.inference.local.client import LocalClient
         from ramify.policy.fingerprint import fingerprint_of
 
         run = self.run
@@ -286,7 +304,12 @@ class Made:
             first=run.evaluate.first, final=run.evaluate.final, cadence=run.cadence, guard=run.guard,
             config=plain(run), check=check, reference_of=lambda folder: trained.reference(folder, starts_at_base),
             listener=listener, say=self._say,
+            watch=Watch(out, run.stall_s, others=getattr(trained, "stacks", None), on_stall=on_stall),
         )  # fmt: skip
+        self.seen.on_reply = loop.watch.moved
+        if not isinstance(self.client, LocalClient):
+            self.client.absent.came = lambda: loop.welcome(published.welcome)
+            loop.measures = self.client.metrics
         first = run.rl.sample.first_item if run.rl is not None else 0
         loop.state.next_item = max(first, run.sft.num if run.sft is not None and run.sft.demos else 0)
         return loop

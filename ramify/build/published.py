@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from ramify.inference.http.client import HttpEngines
     from ramify.inference.local.client import LocalClient
+    from ramify.inference.weights.base import Source
     from ramify.policy.load import Policy
     from ramify.train.backends.base import Trained
 
@@ -48,14 +49,25 @@ class Published:
 
     async def publish(self) -> None:
         from ramify.inference.local.client import LocalClient
-        from ramify.inference.weights.layout import source
 
         self._trained.version += 1
         if not isinstance(self._client, LocalClient):
-            tensors = [source(n, t, self._serving.dtype, make) for n, t, make in self._unmerged()]
-            return await self._client.update(tensors, self._trained.version)
+            return await self._client.update(self._sources(), self._trained.version)
         given = self._serving.model if self._shares else await asyncio.to_thread(lambda: dict(self.weights()))
         return await self._client.update(given, self._trained.version)
+
+    async def welcome(self) -> bool:
+        """Give what was published last to engines that came back; whether there were any."""
+        from ramify.inference.local.client import LocalClient
+
+        if isinstance(self._client, LocalClient):
+            return False
+        return await self._client.welcome(self._sources(), self._trained.version)
+
+    def _sources(self) -> list[Source]:
+        from ramify.inference.weights.layout import source
+
+        return [source(name, tensor, self._serving.dtype, make) for name, tensor, make in self._unmerged()]
 
     def _unmerged(self) -> Iterator[tuple[str, Tensor, Callable[[], Tensor] | None]]:
         """As ``lora.unmerged``, wherever the weights are."""

@@ -18,7 +18,7 @@ from ramify.train.loop import Loop
 from ramify.train.metrics import Measured
 from ramify.train.trackers.base import Trackers
 
-FREE = ("cadence.", "compute.shard.", "evaluate.", "guard.", "inference", "name", "placement", "tracker")
+FREE = ("cadence.", "compute.shard.", "evaluate.", "guard.", "inference", "name", "placement", "stall_s", "tracker")
 """Fields of a run that a resumed one may have otherwise: they change no weight, but for how long it is trained."""
 _SWITCH_S = 5e-4
 """How long one thread may keep the interpreter from another: the loop's, which speaks to sessions, waits for the engine's
@@ -28,11 +28,13 @@ after each system call. At Python's 5 ms a step of rollouts takes a fifth longer
 def train(
     run: Run, out: str | Path, *, resume: str | Path | None = None,
     listener: Callable[[Measured], None] | None = None, say: Callable[[str], None] = print,
+    on_stall: Callable[[str], None] | None = None,
 ) -> State:  # fmt: skip
     """Carry ``run`` out in the folder ``out``, from the beginning or from a checkpoint; where it stands at the end.
 
     ``resume`` is a run's folder or one of its checkpoints. Raises ConfigError for what is wrong with the run before
-    anything is trained, TrainError where training cannot go on."""
+    anything is trained, TrainError where training cannot go on. ``on_stall`` is told where nothing moves for
+    ``run.stall_s``: an error follows, but a thread that stands may keep this from returning."""
     launch.follow_if_told()
     out = Path(out)
     checkpoint = find(Path(resume)) if resume is not None else None
@@ -50,7 +52,7 @@ def train(
             listener(each)
 
     async def carry_out() -> State:
-        async with building(run, out, listener=measured, say=say) as loop:
+        async with building(run, out, checkpoint, listener=measured, say=say, on_stall=on_stall) as loop:
             with trackers.opened(run.name, out, plain(run), resumed_at):
                 return await loop.run(checkpoint)
 
@@ -59,10 +61,15 @@ def train(
 
 @contextlib.asynccontextmanager
 async def building(
-    run: Run, out: Path, *, listener: Callable[[Measured], None] | None = None, say: Callable[[str], None] = print
-) -> AsyncIterator[Loop]:
-    """The loop of ``run``, with all that it needs open as long as the block lasts. All checks are done here."""
+    run: Run, out: Path, checkpoint: Path | None = None, *,
+    listener: Callable[[Measured], None] | None = None, say: Callable[[str], None] = print,
+    on_stall: Callable[[str], None] | None = None,
+) -> AsyncIterator[Loop]:  # fmt: skip
+    """The loop of ``run``, with all that it needs open as long as the block lasts. All checks are done here, also that it can
+    go on from ``checkpoint``."""
     made = Made(run, say)
+    if checkpoint is not None:
+        made.check_fits(checkpoint)
     interval = sys.getswitchinterval()
     sys.setswitchinterval(_SWITCH_S)
     gc.collect()
@@ -70,7 +77,7 @@ async def building(
     try:
         await made.start(out)
         async with made.rlm:
-            yield made.loop(out, listener)
+            yield made.loop(out, listener, on_stall)
     finally:
         gc.unfreeze()
         sys.setswitchinterval(interval)
@@ -81,5 +88,7 @@ async def building(
         await made.client.close()
         if made.trained is not None:
             made.trained.close()
+        if made.services is not None:
+            await made.services.close()
         if made.hosts is not None:
             made.hosts.close()

@@ -204,13 +204,13 @@ def _print_answer(result: Result, notes: Notes, has_schema: bool) -> None:
         print("\n" + "\n".join(lines))
 
 
-def summary(trajectory: Trajectory, run_id: str | None) -> str:
-    """``final · 3 turns, 12 calls · 45.2k tokens · $0.012 · 4.2 s · run 20260301-…``"""
+def summary(trajectory: Trajectory, run_id: str | None, unfinished: str = "running") -> str:
+    """``final · 3 turns, 12 calls · 45.2k tokens · $0.012 · 4.2 s · run 20260301-…``; ``unfinished`` is for one without end."""
     usage = trajectory.usage
     turns = len(trajectory.root.turns) if trajectory.calls else 0
     bound = "at most " if usage.unknown_calls else ""
     parts = [
-        str(trajectory.stop or "running"), f"{text.many(turns, 'turn')}, {text.many(usage.calls, 'call')}",
+        str(trajectory.stop or unfinished), f"{text.many(turns, 'turn')}, {text.many(usage.calls, 'call')}",
         f"{bound}{text.count(usage.total_tokens)} tokens",
         *([bound + text.dollars(trajectory.cost)] if trajectory.cost is not None else []),
         text.seconds(trajectory.seconds), *([f"run {run_id}"] if run_id else []),

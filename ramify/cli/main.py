@@ -6,6 +6,7 @@ part of a short question's time. Errors are one line on stderr; exit codes are i
 
 from __future__ import annotations
 
+import errno
 import gc
 import importlib
 import io
@@ -107,7 +108,7 @@ def _ended(run: Callable[[], int], arguments: list[str]) -> int:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # ``ramify.__main__`` had none
         return run()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python complains when it flushes at its end
+        _give_up_stdout()
         return Exit.BROKEN_PIPE
     except UsageError as error:
         name = split(arguments)[0]
@@ -118,9 +119,22 @@ def _ended(run: Callable[[], int], arguments: list[str]) -> int:
     except Exception as error:
         if os.environ.get("RAMIFY_DEBUG"):
             raise
-        bug = f"internal error: {type(error).__name__}: {error}; run it with RAMIFY_DEBUG=1 for the traceback"
-        error_line(str(error) if isinstance(error, RamifyError) else bug)
+        error_line(str(error) if isinstance(error, RamifyError) else _unforeseen(error))
         return Exit.ERROR
+
+
+def _give_up_stdout() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python complains when it flushes at its end
+
+
+def _unforeseen(error: Exception) -> str:
+    """A line for what nobody caught; a disk that is full and a folder that may not be written are no bugs of ours."""
+    if isinstance(error, OSError) and error.strerror:
+        if error.errno == errno.ENOSPC and not error.filename:
+            _give_up_stdout()
+        what = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+        return f"{what}; RAMIFY_DEBUG=1 shows what was being done"
+    return f"internal error: {type(error).__name__}: {error}; run it with RAMIFY_DEBUG=1 for the traceback"
 
 
 if __name__ == "__main__":

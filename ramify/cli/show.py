@@ -23,6 +23,7 @@ from ramify.cli.exits import Exit
 from ramify.cli.parser import Command, Option
 from ramify.cli.text import clean, dollars, moment, one_line, seconds
 from ramify.errors import ConfigError, nearest
+from ramify.store.journal import writer
 from ramify.store.store import Store
 from ramify.types.trajectory import Call, Cell, Stop, Trajectory, Turn
 
@@ -42,17 +43,20 @@ def show(words: list[str], call: str | None, full: bool | None, json: bool | Non
     if json:
         _write(msgspec.json.encode(_call_of(trajectory, call) if call else trajectory))
         return Exit.ANSWERED
-    lines = _conversation(trajectory, _call_of(trajectory, call)) if call else _run_lines(trajectory, bool(full))
+    if call:
+        lines = _conversation(trajectory, _call_of(trajectory, call))
+    else:
+        lines = _run_lines(trajectory, bool(full), writer(store.path(run)) is not None)
     for line in lines:
         print(clean(line))
     return Exit.ANSWERED
 
 
-def _run_lines(trajectory: Trajectory, full: bool) -> Iterator[str]:
+def _run_lines(trajectory: Trajectory, full: bool, is_alive: bool) -> Iterator[str]:
     from ramify.cli.asking import summary
 
     yield f"run {trajectory.id}  {moment(trajectory.started_at)}"
-    yield summary(trajectory, None)
+    yield summary(trajectory, None, "running" if is_alive else "cut off")
     if trajectory.context:
         yield f"context: {trajectory.context.kind}, {trajectory.context.chars:,} characters"
     for root in trajectory.calls:

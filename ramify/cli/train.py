@@ -5,6 +5,8 @@ Leaves out what a recipe may say (``train/config.py``) and everything that train
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,7 +15,7 @@ import msgspec
 
 from ramify.cli.curves import Curves, line
 from ramify.cli.exits import Exit
-from ramify.cli.notes import Notes, write
+from ramify.cli.notes import Notes, error_line, write
 from ramify.cli.parser import Command, Option, UsageError
 from ramify.cli.progress import OPTION, Screen, form_of
 from ramify.progress import doing
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
 TRACKERS = "tensorboard, wandb, mlflow, trackio"
 EVERY = 50
 """Steps between lines of a stage that is not sampled, where there is no live view."""
+_END_S = 30.0
+"""How long a run that stands still may take to end."""
 
 
 def train(
@@ -35,6 +39,7 @@ def train(
     quiet: bool | None = None,
     progress: str | None = None,
     track: list[str] | None = None,
+    restarts: int | None = None,
     placement: str | None = None,
 ) -> int:
     recipes = [word for word in words if "=" not in word]
@@ -45,6 +50,19 @@ def train(
     notes.take_warnings()
     if plain and progress not in (None, "lines"):
         raise UsageError(f"--plain is --progress lines: leave out one of --plain and --progress {progress}")
+    if restarts is not None:
+        from ramify.cli.supervise import supervise
+
+        into = out or _folder(resume)
+        if into is None:
+            raise UsageError("--restarts needs --out DIR, where checkpoints are looked for")
+        flags = [f"--{name}" for name, is_on in (("plain", plain), ("quiet", quiet)) if is_on]
+        given = [
+            *(("--progress", progress) if progress else ()),
+            *(("--placement", placement) if placement else ()),
+            *(part for name in track or () for part in ("--track", name)),
+        ]
+        return supervise(words, [*flags, *given], Path(into), resume, restarts, notes.say)
     with Screen(notes, form_of("lines" if plain else progress, notes)) as screen:
         with doing("starting"):
             from ramify.build.recipe import recipe, stored  # everything heavy comes with it
@@ -55,15 +73,34 @@ def train(
             run = msgspec.structs.replace(run, trackers=(*run.trackers, *(track or ())))
             run = by(run, placement) if placement else run
         folder = Path(out or _folder(resume) or f"runs/{run.name}")
+        if _was_restarted() and any(folder.glob("checkpoints/step-*")):
+            resume = str(folder)
         listener = _listener(run.name, folder, screen, resume is not None)
         try:
-            train(run, folder, resume=resume, listener=listener, say=notes.say)
+            train(run, folder, resume=resume, listener=listener, say=notes.say, on_stall=_end_soon)
         except KeyboardInterrupt:
             screen.close()
             write(f"stopped; go on with: ramify train --resume {folder}")
             return Exit.STOPPED
     print(f"{folder}/policy holds the trained policy: ramify ask --model local:{folder}/policy …")
     return Exit.ANSWERED
+
+
+def _was_restarted() -> bool:
+    """Whether torchrun has started this process anew."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") not in ("", "0")
+
+
+def _end_soon(why: str) -> None:
+    """What stands still may never let this process end by itself."""
+
+    def end() -> None:
+        error_line(why)
+        os._exit(Exit.ERROR)
+
+    timer = threading.Timer(_END_S, end)
+    timer.daemon = True
+    timer.start()
 
 
 def _folder(resume: str | None) -> str | None:
@@ -129,6 +166,11 @@ COMMAND = Command(
             str,
             "go on from a run's last checkpoint, or from the one named; the recipe may be left out",
             "DIR",
+        ),
+        Option(
+            "restarts",
+            int,
+            "when training dies, start it again from the last checkpoint; give up where it got no further N times",
         ),
         Option(
             "placement",

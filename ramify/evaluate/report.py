@@ -193,8 +193,8 @@ def _spent(outcomes: Sequence[Outcome]) -> Spent:
 def table(found: Report) -> str:
     """``found`` for a person, lines below 100 characters."""
     plan = found.plan
-    each = "1 attempt" if plan.attempts == 1 else f"{plan.attempts} attempts"
-    head = f"{plan.task}/{plan.split} · {plan.model} · {found.rows[0].items:,} items, {each} each"
+    num, each = _many(f"{found.rows[0].items:,}", "item"), _many(str(plan.attempts), "attempt")
+    head = f"{plan.task}/{plan.split} · {plan.model} · {num}, {each} each"
     names = ("", "items", f"avg@{plan.attempts}", *((f"pass@{found.k}", f"majority@{found.k}") if found.k > 1 else ()))
     rows = [
         (row.kind or "(no kind)", f"{row.items:,}", *map(_shown, (row.average, row.passes, row.majority)))
@@ -209,7 +209,8 @@ def table(found: Report) -> str:
 
 def _closing(found: Report) -> list[str]:
     spent = found.spent
-    each = f"{spent.turns_mean:.3g} turns and {spent.calls_mean:.3g} calls below the root in {spent.seconds_mean:.3g} s"
+    turns, calls = _many(f"{spent.turns_mean:.3g}", "turn"), _many(f"{spent.calls_mean:.3g}", "call")
+    each = f"{turns} and {calls} below the root in {spent.seconds_mean:.3g} s"
     dollars = "" if spent.cost is None else f", ${spent.cost:.4g}"
     lines = [
         "ended " + ", ".join(f"{count:,} {stop}" for stop, count in found.stops.items()),
@@ -221,6 +222,10 @@ def _closing(found: Report) -> list[str]:
             f"{found.failed:,} of {found.attempts:,} attempts failed and are left out; the first: {found.first_error}"
         )
     return lines
+
+
+def _many(number: str, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == "1" else "s")
 
 
 def _shown(figure: Figure | None) -> str:

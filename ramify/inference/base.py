@@ -16,7 +16,7 @@ from typing import Protocol, runtime_checkable
 import msgspec
 
 from ramify.clients.base import Client
-from ramify.errors import ConfigError
+from ramify.errors import ConfigError, ModelError
 from ramify.progress import doing
 
 PROTOCOL = 1
@@ -24,6 +24,10 @@ PROTOCOL = 1
 misunderstand. Both sides say theirs at the start."""
 TINY = Path(__file__).parents[1] / "policy" / "tiny"
 """The folder of the packaged policy."""
+
+
+class EngineLost(ModelError):
+    """The one engine that was asked is gone; it comes back with the weights of then, or not at all."""
 
 
 class Pressure(msgspec.Struct, frozen=True):

@@ -38,6 +38,11 @@ WARNING = (
     "sandbox 'process': code runs in a process of its own, without the host's environment and under limits of memory "
     "and time, but with your user's rights: it can read your files and use the network. Do not run hostile code in it."
 )
+_STARTS = 3
+"""Of a fork server that is killed before it serves, or before a session that was asked for is there."""
+_BURY_S = 2.0
+_GONE_S = 0.2
+"""In which a server that was killed is known to be gone."""
 _MAX_TEMPLATES = 8
 _MAX_LEFTOVER_BYTES = 16 << 20
 _FDS_PER_SESSION = 4
@@ -75,12 +80,19 @@ class ProcessSandbox:
             raise SandboxError("the sandbox is closed: it opens no more sessions")
         if context is not None and not isinstance(context, SharedContext):
             raise ConfigError(f"a context must be a SharedContext, not {type(context).__name__}")
-        large = context is not None and context.fd is not None
-        link = await (self._template(context) if large and context is not None else self.base())
-        session = await self.fork(link, seed)
-        if context is not None and not large:
-            await session.set_context(context.buffer())
-        return session
+        for left in reversed(range(_STARTS)):
+            large = context is not None and context.fd is not None
+            link = await (self._template(context) if large and context is not None else self.base())
+            try:
+                session = await self.fork(link, seed)
+                if context is not None and not large:
+                    await session.set_context(context.buffer())
+                return session
+            except SandboxError:
+                await asyncio.wait([link.gone], timeout=_GONE_S)
+                if not left or not link.gone.done():  # else its server was killed before anybody had the session
+                    raise
+        raise AssertionError("a session is opened or an error raised")
 
     # -- servers
 
@@ -91,16 +103,19 @@ class ProcessSandbox:
         return await asyncio.shield(self._server)
 
     async def _start(self) -> Link:
-        server = self.start()
-        self._processes.append(server.process)
-        self._folders.append(server.folder)
-        link = Link(server.control, server.complaints)
-        try:
-            await link.wait_ready()
-        except SandboxError:
-            await link.close()
-            raise
-        return link
+        for left in reversed(range(_STARTS)):
+            server = self.start()
+            self._processes.append(server.process)
+            self._folders.append(server.folder)
+            link = Link(server.control, server.complaints)
+            try:
+                await link.wait_ready()
+                return link
+            except SandboxError:
+                await link.close()
+                if not left or not await _was_killed(server.process):
+                    raise
+        raise AssertionError("a start ends well or raises")
 
     def start(self) -> Server:
         """A fork server."""
@@ -429,6 +444,13 @@ class BranchDoor(ProcessDoor):
 
 
 _SCM_CREDENTIALS = 2
+
+
+async def _was_killed(process: subprocess.Popen[bytes]) -> bool:
+    """Whether somebody ended it, so that another one may fare better."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        return await asyncio.to_thread(process.wait, _BURY_S) < 0
+    return False
 
 
 def _is_gone(server: asyncio.Task[Link]) -> bool:

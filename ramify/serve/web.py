@@ -10,7 +10,7 @@ from typing import Any
 
 from aiohttp import web
 
-from ramify.errors import ConfigError
+from ramify.errors import ConfigError, cannot_listen
 from ramify.serve.completions import failure
 
 _KINDS = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
@@ -90,11 +90,9 @@ class Listener:
         self._site = web.TCPSite(self._runner, self.host, self.port, backlog=1024)
         try:
             await self._site.start()
-        except OSError as error:
+        except (OSError, OverflowError) as error:
             await self._runner.cleanup()
-            raise ConfigError(
-                f"cannot listen on {self.host}:{self.port} ({error.strerror}): choose another --port"
-            ) from None
+            raise cannot_listen(self.host, self.port, error) from None
         self.port = self._runner.addresses[0][1]
 
     async def close(self) -> None:

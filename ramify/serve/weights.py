@@ -145,7 +145,7 @@ class WeightRoutes:
 
     async def _start(self, _: web.Request, __: Body) -> Body:
         if self._receiver is None:
-            raise RuntimeError("there is no update before init_weight_transfer_engine")
+            raise Stale("there is no update before init_weight_transfer_engine: was this engine started anew?")
         self._client.pause()
         self._is_updating, self._num_taken = True, 0
         return {"message": "Weight update started"}

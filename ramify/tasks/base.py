@@ -164,6 +164,9 @@ def items_of(task: Task, split: str) -> Sequence[Item]:
     return task.splits[split]
 
 
+_OTHERS = "give file.py:attribute, module:attribute, rows in a .jsonl or .parquet file, or hf:NAME"
+
+
 def task_of(name: str, **options: Any) -> Task:
     """The task called ``name``: one of ``TASKS``; ``module:attribute`` or ``file.py:attribute``, a task or a function
     that makes one of ``options``; or a file of rows (``.jsonl``, ``.parquet``, ``hf:NAME``), with the options of
@@ -172,9 +175,11 @@ def task_of(name: str, **options: Any) -> Task:
         name, options = "ramify.tasks.data:dataset", {"source": name, **options}
     module, _, attribute = TASKS.get(name, name).rpartition(":")
     if not module:
-        raise ConfigError(f"unknown task '{name}': {nearest(name, TASKS)}; or give module:attribute or a .jsonl file")
+        raise ConfigError(f"unknown task '{name}': {nearest(name, TASKS)}; or {_OTHERS}")
     try:
         found = getattr(_file(module) if module.endswith(".py") else importlib.import_module(module), attribute)
+    except FileNotFoundError as error:
+        raise ConfigError(f"task '{name}': there is no file {error.filename}") from error
     except (ImportError, AttributeError, ValueError, OSError, SyntaxError) as error:
         raise ConfigError(f"task '{name}' cannot be loaded: {error}") from error
     if not isinstance(found, Task):

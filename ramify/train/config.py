@@ -215,12 +215,17 @@ class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     """Name of a tracker -> what its class takes: ``{"wandb": {"project": "mine"}}``."""
     inference: InferenceSpec | None = None
     """Engines in processes of their own; None: the one in the trainer's process, which holds the trainer's weights."""
+    stall_s: float = 1800.0
+    """How long the run may stand still, without a reply, a rollout or a step that ends, before it ends with all stacks in
+    OUT/stalled.txt."""
     placement: PlacementSpec | None = None
     """Where processes stand, and who starts them; None: on this machine."""
     threads: int = 0
     """Of torch, for one operation; 0: its own choice. One is best for small models, and on machines that are shared."""
 
     def __post_init__(self) -> None:
+        if not self.stall_s > 0:
+            raise ConfigError(f"stall_s={self.stall_s} must be above 0: it is how long the run may stand still")
         if self.warmup is None and self.sft is None and self.rl is None:
             raise ConfigError(f"run '{self.name}' has no stage: give warmup, sft or rl")
 

@@ -19,7 +19,6 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -27,7 +26,7 @@ import msgspec
 import numpy as np
 
 from ramify.errors import StoreError, TrainError
-from ramify.progress import doing
+from ramify.progress import doing, heard
 from ramify.train import groups as group_file
 from ramify.train import metrics as metric_file
 from ramify.train.backends.base import Backend, Reference
@@ -38,11 +37,14 @@ from ramify.train.pack import attach, describe, pack
 from ramify.train.selfcheck import SelfCheck
 from ramify.train.sft import write
 from ramify.train.stages import Part, Source, Stage, Work
+from ramify.train.watch import OneThread, Stalled, Watch
 from ramify.types.sequence import Batch, Floats
 from ramify.types.sequence import Sequence as Row
 from ramify.types.trajectory import Group
 
 T = TypeVar("T")
+STALL_S = 1800.0
+"""How long a run may stand still."""
 
 
 class Cadence(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -104,10 +106,11 @@ class Loop:
         reference_of: Callable[[Path], Reference] | None = None,
         listener: Callable[[Measured], None] | None = None,
         say: Callable[[str], None] = print,
+        watch: Watch | None = None,
     ) -> None:
         """``first`` and ``final`` are splits that are reported before rollouts and at the end. ``reference_of`` makes a
         backend of a saved policy, which a KL is measured to. ``say`` is told in a sentence what a person should know, as
-        that a step had no signal."""
+        that a step had no signal. ``watch`` bounds every wait."""
         self.out, self._stages, self._backend_of, self._policy = out, stages, backend_of, policy
         self._cadence = cadence = cadence or Cadence()
         self._guard = guard or Guard()
@@ -122,7 +125,12 @@ class Loop:
         self._backend: Backend | None = None
         self._source: Source | None = None
         self._is_published = False
-        self._torch = ThreadPoolExecutor(1, "ramify-train")
+        self._torch = OneThread("ramify-train")
+        self.watch = watch or Watch(out, STALL_S)
+        self.measures: Callable[[], Mapping[str, float]] = dict
+        """What engines tell of themselves at each step."""
+        self._weights = asyncio.Lock()
+        """Held while weights change, and until the engine has them."""
         self._since, self._cpu_since = time.monotonic(), 0.0
 
     # --- the run -------------------------------------------------------------------------------------------------
@@ -130,6 +138,23 @@ class Loop:
     async def run(self, resume: Path | None = None) -> State:
         """From the beginning, or from the checkpoint ``resume``, to the end. Returns where it stands then."""
         self.out.mkdir(parents=True, exist_ok=True)
+        is_stalled = False
+        try:
+            with heard(lambda _: self.watch.moved()):
+                return await self._run(resume)
+        except Stalled:
+            is_stalled = True
+            raise
+        finally:
+            if self._metrics is not None:
+                self._metrics.close()
+            self._torch.close(0 if is_stalled else None)
+            self.watch.close()
+            if not is_stalled:
+                with contextlib.suppress(StoreError):  # a run that came to its end has waited before
+                    self.checkpoints.settle()
+
+    async def _run(self, resume: Path | None) -> State:
         if resume is not None:
             await self._in_torch(self._go_back_to, resume)
             await self._policy.publish()  # the engine may hold weights of its own
@@ -140,16 +165,10 @@ class Loop:
         self._metrics = Metrics(self.out, self._listener)
         self._since = time.monotonic() - self.state.seconds
         self._cpu_since = time.process_time() - self.state.cpu_s if resume is not None else 0.0
-        try:
-            while self.state.stage < len(self._stages):
-                await self._run_stage(self._stages[self.state.stage])
-            await self._report()
-            return self.state
-        finally:
-            self._metrics.close()
-            self._torch.shutdown(wait=True, cancel_futures=True)
-            with contextlib.suppress(StoreError):  # a run that came to its end has waited before
-                self.checkpoints.settle()
+        while self.state.stage < len(self._stages):
+            await self._run_stage(self._stages[self.state.stage])
+        await self._report()
+        return self.state
 
     async def _run_stage(self, stage: Stage) -> None:
         if self._backend is None:
@@ -181,7 +200,7 @@ class Loop:
             self._source = source
             for step in range(self.state.stage_step, stage.num_steps):
                 started = time.monotonic()
-                work = await source.work(step)
+                work = await self.watch.bounded(f"the work of {self._where(stage)}", source.work(step))
                 work.metrics["work_s"] = time.monotonic() - started
                 yield work
 
@@ -190,21 +209,23 @@ class Loop:
         assert source is not None
         started = time.monotonic()
         values = dict(work.metrics) | metric_file.staleness(work.groups, self._policy.version)
-        where = f"step {state.step + 1} ({stage.name})"
+        where = self._where(stage)
         for note in work.notes:
             self._say(f"{where}: {note}")
         if work.silence:
             self._say(f"{where} has nothing to learn from: {work.silence}")
             values["silent"] = 1.0
-        if work.parts:
-            values |= await self._in_torch(self._prepare, stage, work)
-        values |= _over_parts([await self._in_torch(self._learn, stage, part) for part in work.parts])
-        values["learn_s"] = time.monotonic() - started
-        state.step, state.stage_step = state.step + 1, state.stage_step + 1
-        state.memory = work.memory
-        if stage.samples and work.parts:
-            await self._publish()
+        async with self._weights:
+            if work.parts:
+                values |= await self._in_torch(self._prepare, stage, work)
+            values |= _over_parts([await self._in_torch(self._learn, stage, part) for part in work.parts])
+            values["learn_s"] = time.monotonic() - started
+            state.step, state.stage_step = state.step + 1, state.stage_step + 1
+            state.memory = work.memory
+            if stage.samples and work.parts:
+                await self._publish()
         self._count(values)
+        values |= self.measures()
         if stage.samples:
             values |= self._told(after_step(self._guard, state.guard, values), where)
         self._write(stage.name, values)
@@ -216,6 +237,9 @@ class Loop:
         if not state.stopped:
             source.newer(state.stage_step)
         await self._at_intervals(stage)
+
+    def _where(self, stage: Stage) -> str:
+        return f"step {self.state.step + 1} ({stage.name})"
 
     async def _at_intervals(self, stage: Stage) -> None:
         done, cadence = self.state.stage_step, self._cadence
@@ -253,7 +277,9 @@ class Loop:
             self._attach_lag(rows)
         if "ref_logprobs" in stage.streams:
             assert self._reference is not None
-            _attach(rows, self._reference, "ref_logprobs", self._reference.logprobs)
+            missing = [row for row in rows if "ref_logprobs" not in row.streams]  # a signal may have computed some
+            if missing:
+                _attach(missing, self._reference, "ref_logprobs", self._reference.logprobs)
         if "old_logprobs" in stage.streams:
             _attach(rows, backend, "old_logprobs", backend.logprobs)
         if "values" in stage.streams:
@@ -293,19 +319,34 @@ class Loop:
         """Let the engine answer with the newest weights, and check that it does."""
         if self._is_published:
             return
-        await self._policy.publish()
+        await self.watch.bounded(f"giving the engine the weights after step {self.state.step}", self._policy.publish())
         self._is_published = True
         self.state.version += 1
+        await self._checked()
+
+    async def _checked(self) -> None:
         if self._check is not None and self._backend is not None:
-            await self._check.engine(self._backend, self._in_torch)
+            checking = self._check.engine(self._backend, self._in_torch)
+            await self.watch.bounded(f"checking the engine after step {self.state.step}", checking)
+
+    async def welcome(self, give: Callable[[], Awaitable[bool]]) -> None:
+        """An engine is back: have it given the weights of now by ``give``, between two steps, and check it as the others.
+        What fails here ends the run."""
+        try:
+            async with self._weights:
+                if await give():
+                    await self._checked()
+        except Exception as error:  # noqa: BLE001 (raised where the run waits)
+            self.watch.fail(error)
 
     # --- what is written down ------------------------------------------------------------------------------------
 
     async def evaluate(self, split: str, stage: str) -> Mapping[str, float]:
         """Measure the policy as it is on ``split``. On the validation stream it becomes the run's score."""
-        await self._publish()
+        async with self._weights:
+            await self._publish()
         started = time.monotonic()
-        values = dict(await self._evaluate(split))
+        values = dict(await self.watch.bounded(f"evaluating {split}", self._evaluate(split)))
         values["evaluate_s"] = time.monotonic() - started
         if split == "validation":
             self.state.score = values.get("validation/reward")
@@ -372,7 +413,9 @@ class Loop:
             self._begin_next_stage()
 
     async def _in_torch(self, work: Callable[..., T], *arguments: Any) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._torch, work, *arguments)
+        name = getattr(work, "__name__", "work").strip("_")
+        what = f"'{name}' in step {self.state.step + 1}"
+        return await self.watch.bounded(what, self._torch.run(work, *arguments), thread=self._torch.name)
 
 
 def _attach(

@@ -25,13 +25,12 @@ from pathlib import Path
 
 import msgspec
 
+from ramify.evaluate.report import RIGHT
 from ramify.evaluate.statistics import pass_at_k
 from ramify.tasks.base import total
 from ramify.types.trajectory import Call, Group, Trajectory
 
 FILE = "metrics.jsonl"
-_RIGHT = 1 - 1e-9
-"""The reward from which on a rollout counts as right."""
 
 
 class Measured(msgspec.Struct, frozen=True):
@@ -146,18 +145,28 @@ def _layer(depth: int, kind: str, members: Sequence[tuple[Call, float | None]]) 
     )  # fmt: skip
 
 
-def of_rollouts(groups: Sequence[Group], weights: Mapping[str, float], prefix: str = "") -> dict[str, float]:
-    """pass@k for k = 2, 4, 8 … and the size of a group, over the groups that have so many scored rollouts; and the layers."""
-    scored = [
-        [total(tree.rewards, weights) >= _RIGHT for tree in group.trajectories if tree.rewards] for group in groups
+def passes(groups: Sequence[Group], weights: Mapping[str, float], *, failed_are_wrong: bool) -> dict[int, float]:
+    """k -> pass@k for k = 2, 4, 8 … and the size of a group, over the groups that have so many attempts.
+
+    An evaluation counts a rollout that failed as a wrong attempt: left out, the same items would be divided by fewer the
+    more of them fail, and a policy whose rollouts end in failures would be chosen as the best. Rollouts that are learnt
+    from leave it out, as their algorithm does: it says nothing of what the policy tried."""
+    right = [
+        [total(tree.rewards, weights) >= RIGHT for tree in group.trajectories if tree.rewards or failed_are_wrong]
+        for group in groups
     ]
-    most = max((len(each) for each in scored), default=0)
+    most = max((len(each) for each in right), default=0)
+    powers = {2**power for power in range(1, most.bit_length()) if 2**power <= most}
     found = {}
-    for k in sorted(
-        {*(2**power for power in range(1, most.bit_length()) if 2**power <= most), *([most] if most > 1 else [])}
-    ):
-        enough = [pass_at_k(len(each), sum(each), k) for each in scored if len(each) >= k]
-        found[f"{prefix}pass@{k}"] = math.fsum(enough) / len(enough)
+    for k in sorted(powers | ({most} if most > 1 else set())):
+        enough = [pass_at_k(len(each), sum(each), k) for each in right if len(each) >= k]
+        found[k] = math.fsum(enough) / len(enough)
+    return found
+
+
+def of_rollouts(groups: Sequence[Group], weights: Mapping[str, float], prefix: str = "") -> dict[str, float]:
+    """pass@k of the rollouts that were scored, and the layers."""
+    found = {f"{prefix}pass@{k}": value for k, value in passes(groups, weights, failed_are_wrong=False).items()}
     trajectories = [tree for group in groups for tree in group.trajectories]
     for layer in layers(trajectories, weights):
         name = f"{prefix}depth{layer.depth}.{layer.kind}"

@@ -13,6 +13,7 @@ algorithm says why (``Stamping.silence``).
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
@@ -21,7 +22,7 @@ import numpy as np
 
 from ramify.clients.base import Request, Sampling
 from ramify.errors import TrainError
-from ramify.inference.base import InferenceClient, engines_of
+from ramify.inference.base import EngineLost, InferenceClient, engines_of
 from ramify.train.backends.base import Backend
 from ramify.train.pack import pack
 from ramify.types.message import Message, Reply
@@ -42,10 +43,14 @@ class Seen:
         may be over before those of this one are learnt from."""
         self.name, self.window, self.price = client.name, client.window, client.price
         self.client = client
+        self.on_reply: Callable[[], None] | None = None
+        """Told of each reply."""
         self._paths: deque[set[int]] = deque([set()], maxlen=oldest + 1)
 
     async def complete(self, request: Request) -> Reply:
         reply = await self.client.complete(request)
+        if self.on_reply is not None:
+            self.on_reply()
         if reply.prompt_ids is not None and reply.token_ids is not None:
             self._paths[-1].add(hash((*reply.prompt_ids, *reply.token_ids)))
         return reply
@@ -92,7 +97,8 @@ class SelfCheck:
         """Raises TrainError where an engine and the trainer are not the same policy."""
         ours = await in_torch(self._fingerprint)
         for engine in engines_of(self._seen.client):
-            await self._one(engine, ours, backend, in_torch)
+            with contextlib.suppress(EngineLost):  # it is checked when it is back
+                await self._one(engine, ours, backend, in_torch)
         self.good_version = self._seen.client.version
 
     async def _one(self, engine: InferenceClient, ours: str, backend: Backend, in_torch: InTorch) -> None:

@@ -224,7 +224,7 @@ class Reinforce:
         self.loss = loss.for_minibatches(sample.minibatches)
         self.max_staleness = sample.max_staleness
         needs = needs_of(algorithm)
-        self.critic, self.streams = needs.values, needs.streams | _streams_of(self.loss)
+        self.critic, self.streams = needs.values, needs.streams | streams_of(self.loss)
         self.memory: dict[str, float] = {}
         self._task, self._items, self._rollouts, self._algorithm = task, items, rollouts, algorithm
         self._sample, self._temperature, self._signals = sample, temperature, signals
@@ -302,7 +302,7 @@ def scheduled(optim: Optim, num_steps: int) -> Optim:
     return optim if optim.num_steps else msgspec.structs.replace(optim, num_steps=num_steps)
 
 
-def _streams_of(loss: Loss) -> frozenset[str]:
+def streams_of(loss: Loss) -> frozenset[str]:
     """What a loss needs that the trainer has to compute first."""
     wanted = {"ref_logprobs"} if loss.kl_beta else set()
     if loss.old == "pass":

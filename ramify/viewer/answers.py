@@ -14,7 +14,8 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-STATIC = Path(__file__).parent / "static"
+from ramify.viewer.script import APP, STATIC, app, early, module
+
 _KEEP_ALIVE_S = 15.0
 """Between signs of life on a stream that has no news."""
 
@@ -36,14 +37,22 @@ class Assets:
     def _file(self, name: str) -> tuple[bytes, str, str]:
         known = self._files.get(name)
         if known is None:
-            path = (STATIC / name).resolve()
-            if not path.is_relative_to(STATIC) or not path.is_file():
-                raise web.HTTPNotFound
-            body = path.read_bytes()
-            kind = {".js": "text/javascript"}.get(path.suffix) or mimetypes.guess_type(name)[0] or "text/plain"
+            body = _body(name)
+            kind = {".js": "text/javascript"}.get(Path(name).suffix) or mimetypes.guess_type(name)[0] or "text/plain"
             charset = "; charset=utf-8" if kind.startswith("text/") else ""
             known = self._files[name] = (body, kind + charset, hashlib.sha256(body).hexdigest()[:20])
         return known
+
+
+def _body(name: str) -> bytes:
+    if name == APP:
+        return app().encode()
+    path = (STATIC / name).resolve()
+    if not path.is_relative_to(STATIC) or not path.is_file():
+        raise web.HTTPNotFound
+    if name == "index.html":
+        return path.read_text(encoding="utf-8").replace("<script></script>", f"<script>{early()}</script>").encode()
+    return module(name).encode() if path.suffix == ".js" and path.parent == STATIC else path.read_bytes()
 
 
 def data(value: Any) -> web.Response:

@@ -1,17 +1,11 @@
 """One run as one file that works offline: the page's own modules, its styles and all of the run's data.
 
-The modules are put one after the other into one script, since a file from disk may not import others: each import line
-goes, each ``export`` too, and the names of all modules are distinct (a test holds them to it). The policy in the file's
-head allows that one script and that one style sheet, by their hashes, and nothing else.
+The policy in the file's head allows that one script and that one style sheet, by their hashes, and nothing else.
 """
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import json
-import re
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -19,16 +13,13 @@ import msgspec
 from ramify.errors import StoreError
 from ramify.viewer.kinds import Found
 from ramify.viewer.picture import picture
+from ramify.viewer.script import STATIC, app, hashed
 from ramify.viewer.tokens import tokenizer_of, tokens
 from ramify.viewer.transcript import transcript
 from ramify.viewer.watch import Watched
 
-STATIC = Path(__file__).parent / "static"
 MAX_TEXT = 100_000
 """Characters of one text that go into the file."""
-_IMPORT = re.compile(r'^import (.+?) from "\./(.+?)";\n', re.MULTILINE)
-_EXPORT = re.compile(r"^export (?=(?:async )?function|class|const|let)", re.MULTILINE)
-_VENDOR_EXPORT = re.compile(r"export\s*(?:\{\s*(\w+) as default\s*\}|default (\w+));?")
 
 
 def page(found: Found) -> bytes:
@@ -37,9 +28,9 @@ def page(found: Found) -> bytes:
     run.refresh()
     if not run.tree.order and run.problem:
         raise StoreError(run.problem)
-    script, style = bundle(STATIC / "main.js"), (STATIC / "style.css").read_text(encoding="utf-8")
+    script, style = app(), (STATIC / "style.css").read_text(encoding="utf-8")
     policy = (
-        f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; img-src data:; base-uri 'none'; "
+        f"default-src 'none'; script-src {hashed(script)}; style-src {hashed(style)}; img-src data:; base-uri 'none'; "
         "form-action 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
     )
     return (
@@ -70,32 +61,6 @@ def data(run: Watched) -> dict[str, Any]:
     return {"picture": shown, "calls": calls, "tokens": known}
 
 
-def bundle(main: Path) -> str:
-    """``main`` and the modules that it imports, as one script; those that it imports only when asked are left out."""
-    done: dict[str, str] = {}
-    _add(main.name, done)
-    return "".join(f"// --- {name}\n{source}\n" for name, source in done.items())
-
-
-def _add(name: str, done: dict[str, str]) -> None:
-    """``name`` after all that it imports."""
-    source = (STATIC / name).read_text(encoding="utf-8")
-    for names, other in _IMPORT.findall(source):
-        if other in done:
-            continue
-        if other.startswith("vendor/"):
-            done[other] = _vendored(names, (STATIC / other).read_text(encoding="utf-8"))
-        else:
-            _add(other, done)
-    done[name] = _EXPORT.sub("", _IMPORT.sub("", source))
-
-
-def _vendored(name: str, source: str) -> str:
-    """A module with one default export as a constant called ``name``."""
-    inside = _VENDOR_EXPORT.sub(lambda found: f"return {found[1] or found[2]};", source)
-    return f"const {name} = (() => {{\n{inside}\n}})();"
-
-
 def _harmless(value: Any) -> str:
     """JSON that no parser of HTML takes for an end of its element, or a comment's beginning."""
     try:
@@ -103,7 +68,3 @@ def _harmless(value: Any) -> str:
     except UnicodeEncodeError:
         text = json.dumps(msgspec.to_builtins(value))
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
-
-
-def _hash(text: str) -> str:
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

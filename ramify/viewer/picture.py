@@ -1,14 +1,16 @@
 """A run as its page's first look: the head, and its calls as the columns of a table.
 
 Ten thousand calls must reach the page within a fraction of a second, so each column is one list, or one value where all are
-the same; texts are cut to a glance, and what a call said is left to ``transcript.py``.
+the same; texts are cut to a glance, those of most calls are sent when the page stands, and what a call said is left to
+``transcript.py``.
 
-    {"num": 3, "columns": {"id": ["0", "0.0", "0.1"], "kind": ["rlm", "lm", "lm"], "cost": null, …}, "head": {…}}
+    {"num": 3, "columns": {"id": ["0", "0.0", "0.1"], "kind": ["rlm", "lm", "lm"], "cost": null, …}, "head": {…}, "texts": 3}
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -17,42 +19,54 @@ from ramify.viewer.tree import Node, as_text, cut
 from ramify.viewer.watch import Watched
 
 COLUMNS: dict[str, Callable[[Node], Any]] = {
-    "id": lambda node: node.id,
-    "kind": lambda node: node.kind,
+    "id": attrgetter("id"),
+    "kind": attrgetter("kind"),
     "turn": lambda node: -1 if node.parent is None else node.parent.turn,
     "cell": lambda node: -1 if node.parent is None else node.parent.cell,
-    "depth": lambda node: node.depth,
-    "model": lambda node: node.model,
+    "depth": attrgetter("depth"),
+    "model": attrgetter("model"),
     "started_s": lambda node: round(node.started_s, 4),
     "ended_s": lambda node: None if node.ended_s is None else round(node.ended_s, 4),
-    "state": lambda node: state(node),
-    "stop": lambda node: node.stop,
+    "state": lambda node: "done" if node.stop is not None else state(node),
+    "stop": attrgetter("stop"),
     "turns": lambda node: node.num_turns + (node.asking >= 0),
-    "tokens_in": lambda node: node.input_tokens,
-    "tokens_out": lambda node: node.output_tokens,
-    "cost": lambda node: node.cost,
-    "question": lambda node: node.question,
-    "answer": lambda node: node.answer,
-    "error": lambda node: node.error,
-    "spans": lambda node: [round(each, 4) for each in node.spans] or None,
+    "tokens_in": attrgetter("input_tokens"),
+    "tokens_out": attrgetter("output_tokens"),
+    "cost": attrgetter("cost"),
+    "question": attrgetter("question"),
+    "answer": attrgetter("answer"),
+    "error": attrgetter("error"),
+    "spans": lambda node: [round(each, 4) for each in node.spans] if node.spans else None,
     "fork": lambda node: None if node.fork is None else [node.fork.call, node.fork.turn],
     "tools": lambda node: node.tools or None,
-    "scores": lambda node: [(mark.turn, *each) for mark in node.marks for each in mark.values.items()] or None,
+    "scores": lambda node: (_scores(node) or None) if node.marks else None,
 }
 """What a page knows of each call, besides ``parent`` and ``reward``. ``turn`` and ``cell`` are where the parent made it;
 ``state`` is one of ``asking``, ``running``, ``open``, ``done``; ``spans`` are of calls with a session; ``tools`` is [when,
 whether it failed] of each tool's answer; ``scores`` is [turn, name, number] of what was scored beside rewards."""
+TEXTS = ("question", "answer")
+"""Columns that are most of a picture's bytes, and that nothing but a row in sight shows."""
 _MAX_ERRORS = 200
 
 
-def picture(run: Watched) -> dict[str, Any]:
-    """All of the run's first look."""
+def picture(run: Watched, num_texts: int | None = None) -> dict[str, Any]:
+    """All of the run's first look; questions and answers of the first ``num_texts`` calls alone, where that is given."""
     nodes = run.tree.order
+    columns = _columns(run, nodes)
+    num_texts = len(nodes) if num_texts is None else min(num_texts, len(nodes))
+    for name in TEXTS:
+        columns[name][num_texts:] = [""] * (len(nodes) - num_texts)
     return {
         "num": len(nodes),
-        "columns": {name: _same(each) for name, each in _columns(run, nodes).items()},
+        "columns": {name: _same(each) for name, each in columns.items()},
         "head": head(run),
+        "texts": num_texts,
     }
+
+
+def texts(run: Watched, first: int) -> dict[str, list[str]]:
+    """What ``picture`` left out: the texts of all calls from ``first`` on."""
+    return {name: [COLUMNS[name](node) for node in run.tree.order[first:]] for name in TEXTS}
 
 
 def changes(run: Watched, changed: Iterable[int]) -> dict[str, Any]:
@@ -63,15 +77,18 @@ def changes(run: Watched, changed: Iterable[int]) -> dict[str, Any]:
 
 def _columns(run: Watched, nodes: Sequence[Node]) -> dict[str, list[Any]]:
     """``parent`` is an index among the calls before it, or -1."""
-    known = run.tree.nodes
+    known, scored = run.tree.nodes, run.tree.run.call_rewards
     parents = [known.get(node.parent.call) if node.parent else None for node in nodes]
     return {
-        **{name: [of(node) for node in nodes] for name, of in COLUMNS.items()},
+        **{name: list(map(of, nodes)) for name, of in COLUMNS.items()},
         "parent": [
             -1 if parent is None or parent.index >= node.index else parent.index
             for parent, node in zip(parents, nodes, strict=True)
         ],
-        "reward": [next(iter(rewards_of(run, node).values()), None) for node in nodes],
+        "reward": [
+            next(iter(rewards_of(run, node).values()), None) if node.id in scored or not node.index else None
+            for node in nodes
+        ],
     }
 
 
@@ -80,6 +97,10 @@ def _same(column: list[Any]) -> Any:
     first = column[0] if column else None
     is_plain = not isinstance(first, list | tuple)
     return first if is_plain and column.count(first) == len(column) else column
+
+
+def _scores(node: Node) -> list[tuple[Any, ...]]:
+    return [(mark.turn, *each) for mark in node.marks for each in mark.values.items()]
 
 
 def head(run: Watched) -> dict[str, Any]:

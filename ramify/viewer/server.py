@@ -2,7 +2,8 @@
 
     GET /                        the page; /static/… its modules and styles
     GET /api/runs                every run, evaluation and training, and what could not be read
-    GET /api/run?key=            one run's picture;  /api/call  one call of it;  /api/tokens  one turn's ids;  /api/search
+    GET /api/run?key=            one run's picture (&texts= of so many calls);  /api/texts  the texts of the rest (&from=)
+    GET /api/call?key=           one call of it;  /api/tokens  one turn's ids;  /api/search
     GET /api/events?key=         what changes in it, from the version that the page has
     GET /api/journal?key=        the file, to be kept
     GET /api/training?key=       curves;  /api/training/events  as they grow;  /api/samples  a step's rollouts
@@ -20,13 +21,13 @@ from urllib.parse import quote
 
 from aiohttp import web
 
-from ramify.errors import ConfigError
+from ramify.errors import cannot_listen
 from ramify.viewer.answers import Assets, data, stream
 from ramify.viewer.evaluation import Evaluations
 from ramify.viewer.feed import Feed, Feeds
 from ramify.viewer.guard import BadRequest, Guard, add_headers
 from ramify.viewer.library import Library
-from ramify.viewer.picture import picture
+from ramify.viewer.picture import picture, texts
 from ramify.viewer.search import search
 from ramify.viewer.tokens import tokenizer_of, tokens
 from ramify.viewer.training import kept, samples
@@ -62,10 +63,10 @@ class ViewServer:
         app.on_response_prepare.append(add_headers)
         for path, handler in {
             "/": self._page, "/static/{name:.+}": self._asset, "/api/runs": self._runs, "/api/run": self._run,
-            "/api/call": self._call, "/api/tokens": self._tokens, "/api/search": self._search,
-            "/api/events": self._events, "/api/journal": self._journal, "/api/training": self._training,
-            "/api/training/events": self._training_events, "/api/samples": self._samples,
-            "/api/evaluation": self._evaluation,
+            "/api/texts": self._texts, "/api/call": self._call, "/api/tokens": self._tokens,
+            "/api/search": self._search, "/api/events": self._events, "/api/journal": self._journal,
+            "/api/training": self._training, "/api/training/events": self._training_events,
+            "/api/samples": self._samples, "/api/evaluation": self._evaluation,
         }.items():  # fmt: skip
             app.router.add_get(path, handler)
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
@@ -73,11 +74,9 @@ class ViewServer:
         site = web.TCPSite(self._runner, self.host, self.port)
         try:
             await site.start()
-        except OSError as error:
+        except (OSError, OverflowError) as error:
             await self._runner.cleanup()
-            raise ConfigError(
-                f"cannot listen on {self.host}:{self.port} ({error.strerror}): choose another --port"
-            ) from None
+            raise cannot_listen(self.host, self.port, error) from None
         self.port = self._runner.addresses[0][1]
         if self._first:
             self._reading = asyncio.create_task(self._feeds.run(self._library.find(self._first)).fresh())
@@ -115,8 +114,16 @@ class ViewServer:
 
     async def _run(self, request: web.Request) -> web.Response:
         feed = self._feed(request)
+        num_texts = _number(request, "texts") if "texts" in request.query else None
         await feed.fresh()
-        return data(await feed.inspect(picture))
+        return data(await feed.inspect(lambda run: picture(run, num_texts)))
+
+    async def _texts(self, request: web.Request) -> web.Response:
+        first = _number(request, "from")
+        feed = self._feed(request)
+        if not feed.watched.version:
+            await feed.fresh()
+        return data(await feed.inspect(lambda run: texts(run, first)))
 
     async def _call(self, request: web.Request) -> web.Response:
         id, first = _word(request, "id"), _number(request, "from")

@@ -15,7 +15,6 @@ import msgspec
 from ramify.types.event import (
     Attempted,
     CallEnded,
-    CallStarted,
     Fold,
     Noted,
     RunEnded,
@@ -24,7 +23,7 @@ from ramify.types.event import (
 )
 from ramify.types.message import Usage
 from ramify.types.trajectory import Call, Fork, Mark, Parent, Stop, Trajectory
-from ramify.viewer.glance import Answered, AnyGlance, Asked, Ran, Used
+from ramify.viewer.glance import Answered, AnyGlance, Asked, Began, Ran, Used
 
 GLANCE = 120
 """Characters of a text that a row shows."""
@@ -78,14 +77,14 @@ class Tree:
         self.at_s = 0.0
         """Seconds since the run began, at its last event."""
         self.version = 0
-        """Counts up with every event."""
+        """Counts up with every event, which each have a line."""
         self._starts = array("q")
         """Line of the journal -> its offset."""
         self._before = array("q")
         """Line of the journal -> the one before it that is about the same call; -1 for none."""
         self._fold = Fold()
         self._acts: dict[type[Any], Callable[[Any], Node | None]] = {
-            CallStarted: self._begin, Asked: self._ask, Answered: self._answer, Ran: self._ran, CallEnded: self._end,
+            Began: self._begin, Asked: self._ask, Answered: self._answer, Ran: self._ran, CallEnded: self._end,
             Attempted: self._attempt, Used: self._use, Noted: lambda event: self.nodes.get(event.call),
             Scored: self._score, RunStarted: self._fold.apply, RunEnded: self._fold.apply,
         }  # fmt: skip
@@ -100,14 +99,17 @@ class Tree:
         IndexError where it does not follow from those before it."""
         kind = type(event)
         node = self._acts[kind](event)
-        self.version += 1
-        if kind is not Scored and event.at_s > self.at_s:
+        line = self.version
+        self.version = line + 1
+        if event.at_s > self.at_s and kind is not Scored:
             self.at_s = event.at_s
         self._starts.append(offset)
-        self._before.append(-1 if node is None else node.last_line)
-        if node is not None:
-            node.version = self.version
-            node.last_line = len(self._starts) - 1
+        if node is None:
+            self._before.append(-1)
+        else:
+            self._before.append(node.last_line)
+            node.last_line = line
+            node.version = line + 1
         return node
 
     def lines_of(self, node: Node, after: int = -1) -> list[tuple[int, int]]:
@@ -119,7 +121,7 @@ class Tree:
             line = self._before[line]
         return found[::-1]
 
-    def _begin(self, event: CallStarted) -> Node:
+    def _begin(self, event: Began) -> Node:
         node = self.nodes[event.id] = Node(
             len(self.order), event.id, event.kind, event.model, event.depth, cut(event.question), event.parent,
             event.fork, event.at_s,

@@ -16,10 +16,10 @@ import msgspec
 
 from ramify.errors import StoreError
 from ramify.store.journal import writer
-from ramify.store.reading import lines
+from ramify.store.reading import blocks
 from ramify.types.event import RunStarted
 from ramify.types.trajectory import SCHEMA_VERSION, Trajectory
-from ramify.viewer.glance import glance_at
+from ramify.viewer.glance import glances
 from ramify.viewer.kinds import Found, kind_of, newer
 from ramify.viewer.tree import Tree
 from ramify.viewer.whole import Whole, Wholes
@@ -39,7 +39,6 @@ class Watched:
         self.tree = Tree()
         self.offset = 0
         """Bytes that were read."""
-        self._number = 0
         self._stamp: tuple[int, int] | None = None
         self._wholes = Wholes(self.path)
 
@@ -89,22 +88,24 @@ class Watched:
         except StoreError as error:
             self.problem = str(error)
         except (KeyError, IndexError) as error:
-            self.problem = f"{self.path}, line {self._number} does not follow from those before it: no {error}"
+            self.problem = f"{self.path}, line {self.version + 1} does not follow from those before it: no {error}"
         if not self.problem and not self.is_alive:
             self._look_at_the_end()
         return changed
 
     def _read_on(self, changed: set[int]) -> None:
-        tree = self.tree
-        for line in lines(self.path, self.offset):
-            self._number += 1
-            event = glance_at(line, self.path, self._number)
-            if self._number == 1 and not isinstance(event, RunStarted):
-                raise StoreError(f"{self.path} is not a run: its first line is no RunStarted")
-            node = tree.apply(event, self.offset)
-            self.offset += len(line) + 1
-            if node is not None:
-                changed.add(node.index)
+        tree, apply, add, offset = self.tree, self.tree.apply, changed.add, self.offset
+        try:
+            for block in blocks(self.path, offset):
+                for event, size in glances(block, self.path, tree.version + 1):
+                    if not offset and not isinstance(event, RunStarted):
+                        raise StoreError(f"{self.path} is not a run: its first line is no RunStarted")
+                    node = apply(event, offset)
+                    offset += size
+                    if node is not None:
+                        add(node.index)
+        finally:
+            self.offset = offset
 
     def _not_a_journal(self) -> str:
         try:

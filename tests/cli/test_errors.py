@@ -131,6 +131,13 @@ def test_a_bug_is_one_line_and_a_traceback_where_asked_for(shell: Shell) -> None
     assert "Traceback" in shell.run("ask", "q", **env, RAMIFY_DEBUG="1").err
 
 
+def test_a_full_disk_is_no_bug(shell: Shell) -> None:
+    with Path("/dev/full").open("wb") as full:
+        process = shell.start("doctor", stdout=full)
+    assert re.fullmatch(rb"ramify: No space left on device; .*\n", process.communicate(timeout=60)[1])
+    assert process.returncode == 1
+
+
 def test_an_early_error_leaves_nothing_behind(shell: Shell) -> None:
     (shell.folder / "tmp").mkdir()
     shell.write("log.txt", "abc")

@@ -28,7 +28,7 @@ def test_a_run_is_carried_out_and_gone_on_with(shell: Shell) -> None:
     assert (out / "policy/model.safetensors").is_file()
     assert "validation/reward" in done.err
     assert "| torch\n" in done.err.replace("|   ", "| ")
-    assert "torch._dynamo" not in done.err  # it takes two seconds
+    assert "transformers.modeling_utils" not in done.err  # nothing here needs it, and it takes seconds
     again = shell.run("train", "--resume", "out", "--quiet")
     assert (again.code, again.err) == (0, "")
     other = shell.run("train", recipe, "--resume", "out", *SHORT)

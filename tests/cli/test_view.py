@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -70,6 +71,18 @@ def test_what_is_refused(shell: Shell, stored: str) -> None:
         done = shell.run("view", *arguments)
         assert done.code != 0
         assert words in done.err
+
+
+def test_an_address_that_cannot_be_had(shell: Shell) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        for arguments, words in {
+            ("--port", port): f"cannot listen on 127.0.0.1:{port} (Address already in use): choose another --port",
+            ("--port", "65536"): "--port 65536: ports go from 1 to 65535",
+            ("--host", "192.0.2.1", "--token", "t"): "give an address of this machine as --host",
+        }.items():
+            done = shell.run("view", *arguments)
+            assert (done.code, words in done.err, done.err.count("\n")) == (1, True, 1)
 
 
 def test_one_run_as_a_file(shell: Shell, stored: str) -> None:

@@ -75,11 +75,13 @@ def test_a_stop_text_belongs_to_the_reply() -> None:
 
 
 def test_a_whole_conversation() -> None:
-    """Nothing that goes wrong ends it: a malformed call, an error, silence, a time-out, too much output."""
+    """Nothing that goes wrong ends it: a malformed call, an error, silence, a time-out, too much output. Code is run as it
+    was written, so that a text over several lines keeps its blanks."""
     model = client(
         [
-            "<tool_call>{oops</tool_call>", "I think that it is 34.", "<code>1/0</code>", "<code>x = 7</code>",
-            "<code>while True: pass</code>", "<code>print('y'*5000)</code>", "<code>x * 6</code>", r"It is \boxed{42}.",
+            "<tool_call>{oops</tool_call>", "I think that it is 34.", "<code>1/0</code>",
+            '<code>x = 7\ntext = """a\n  b"""</code>', "<code>while True: pass</code>", "<code>print('y'*5000)</code>",
+            "<code>x * 6 if text == 'a\\n  b' else text</code>", r"It is \boxed{42}.",
         ]
     )  # fmt: skip
     with rlm(model, scaffold="retool", sandbox=SandboxSpec(cell_s=0.3), limits={"max_turns": 9}) as r:

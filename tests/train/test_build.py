@@ -15,7 +15,10 @@ from ramify.build.parts import Made
 from ramify.build.recipe import recipe, stored
 from ramify.build.run import train
 from ramify.errors import ConfigError
+from ramify.inference.http.spec import InferenceSpec
 from ramify.train.algorithms.grpo import GRPO
+from ramify.train.algorithms.sft import SFT
+from ramify.train.checkpoint import Checkpoints, State
 from ramify.train.config import LoraSpec, PolicySpec, Run, SftSpec, TaskSpec, plain
 from ramify.train.loss import Loss
 from ramify.train.rollout import RolloutOptions
@@ -51,6 +54,18 @@ def test_what_is_wrong_is_said_before_anything_is_trained(run: Run, message: str
         train(run, tmp_path / "out")
     assert message in str(caught.value)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_checkpoint_of_another_architecture_is_said_before_an_engine_is_started(tmp_path: Path) -> None:
+    from ramify.policy.load import save
+
+    other = Made(changed("policy", shape={**SHAPE, "hidden_size": 48}), print)
+    close(other)
+    run = small(inference=InferenceSpec())
+    Checkpoints(tmp_path).save(State(step=1, config=plain(run)), {"policy": lambda folder: save(other.policy, folder)})
+    with pytest.raises(ConfigError, match=r"tensor 'model\.embed_tokens\.weight' is \d+x48, and \d+x32 by"):
+        train(run, tmp_path, resume=tmp_path)
+    assert not (tmp_path / "inference").exists()
 
 
 def test_a_policy_without_its_templates_tokens_is_refused(tmp_path: Path) -> None:
@@ -140,9 +155,10 @@ def test_a_folder_that_holds_a_run_is_not_written_over(tmp_path: Path) -> None:
 def test_stored_runs_come_back_as_they_were(tmp_path: Path) -> None:
     from ramify.train.checkpoint import Checkpoints, State
 
-    run = changed("rl", algorithm=GRPO(credit="root"))
-    Checkpoints(tmp_path).save(State(step=1, config=plain(run)), {})
-    assert stored(tmp_path, ["seed=2"]) == msgspec.structs.replace(run, seed=2)
+    for algorithm in (GRPO(credit="root"), SFT(min_reward=1.0)):
+        run = changed("rl", algorithm=algorithm)
+        Checkpoints(tmp_path).save(State(step=1, config=plain(run)), {})
+        assert stored(tmp_path, ["seed=2"]) == msgspec.structs.replace(run, seed=2)
     Checkpoints(tmp_path).save(State(step=2, config={**plain(run), "colour": 1}), {})
     with pytest.raises(ConfigError, match="give the recipe that it was made by"):
         stored(tmp_path)

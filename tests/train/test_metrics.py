@@ -7,7 +7,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from ramify.train.metrics import FILE, Measured, Metrics, cut, of_rollouts, read, staleness
+from ramify.build.report import report
+from ramify.tasks.base import Item
+from ramify.train.metrics import FILE, Measured, Metrics, cut, of_rollouts, passes, read, staleness
 from ramify.types.message import VersionSpan
 from ramify.types.trajectory import Stop
 from tests.train import trees
@@ -57,6 +59,19 @@ def test_what_rollouts_came_to() -> None:
         "depth1.rlm/reward": 1.0, "depth1.rlm/calls": 5 / 8, "depth1.rlm/turns": 1.0, "depth1.rlm/sampled": 3.0,
         "depth1.rlm/surprise": 0.5, "depth1.rlm/truncated": 0.0,
     })  # fmt: skip
+
+
+def test_a_failed_rollout_is_a_wrong_attempt_of_an_evaluation() -> None:
+    """An item with one right of two, and one whose attempts both failed: half are solved, or all that were tried."""
+    right, wrong, failed = (trees.tree(trees.call("0", 1), reward=reward) for reward in (1.0, 0.0, None))
+    two = [trees.group(right, wrong), trees.group(failed, failed)]
+    assert passes(two, {}, failed_are_wrong=True) == {2: 0.5}
+    assert passes(two, {}, failed_are_wrong=False) == {2: 1.0}
+    four = [trees.group(right, wrong, failed, failed)]
+    assert passes(four, {}, failed_are_wrong=True) == {2: pytest.approx(1 - 3 / 6), 4: 1.0}
+    assert passes(four, {}, failed_are_wrong=False) == {2: 1.0}
+    found = report("test", [Item("?", "7")], four, {})
+    assert (found["test/reward"], found["test/pass@2"], found["test/failed"]) == (0.25, pytest.approx(0.5), 2.0)
 
 
 def test_staleness_is_told_by_token() -> None:

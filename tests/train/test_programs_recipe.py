@@ -52,7 +52,7 @@ def test_from_nothing_by_outcome(begun: Path) -> None:
     assert last.keys() >= {"test/reward", "test/pass@2", "test/metric malformed", "test/metric raised"}
 
 
-@pytest.mark.parametrize("arm", ["hybrid", "process", "v3", "shuffled", "ema"])
+@pytest.mark.parametrize("arm", ["narrow", "process", "v3", "shuffled", "ema"])
 def test_arms_differ_by_overrides_alone(arm: str, begun: Path, tmp_path: Path, benchmark: ModuleType) -> None:
     short = [each for each in SHORT if not each.startswith(("sft", "policy"))]
     given = ["sft=null", f"policy.path={begun}/policy", *benchmark.ARMS[arm].overrides, *short]
@@ -75,7 +75,7 @@ def test_the_interval_of_a_difference(benchmark: ModuleType) -> None:
 
     def ran(arm: str, seed: int, gain: float) -> object:
         rewards = {f"i{n}": [0.25 + gain, 0.25 + gain] for n in range(4)}
-        return benchmark.Trained(arm, seed, rewards, [], [], 0.0, 0.0, 0.0, 0.0, {})
+        return benchmark.Trained(arm, seed, rewards, 0.25, 30, [], [], 0.0, 0.0, 0.0, 0.0, 0.0, {})
 
     base = [ran("outcome", seed, 0.0) for seed in (0, 1)]
     assert benchmark.paired([*base, ran("hybrid", 0, 0.5), ran("hybrid", 1, 0.5)], "hybrid", "outcome") == (
@@ -86,3 +86,12 @@ def test_the_interval_of_a_difference(benchmark: ModuleType) -> None:
     mean, low, high = benchmark.paired([*base, ran("hybrid", 0, 0.5), ran("hybrid", 1, -0.5)], "hybrid", "outcome")
     assert (mean, low, high) == (0.0, -0.5, 0.5)
     assert benchmark.paired(base, "hybrid", "outcome") is None
+
+
+def test_a_page_is_filled_where_it_says(benchmark: ModuleType, tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("a\n<!-- begin x -->\nold\n<!-- end x -->\nb\n")
+    benchmark.fill(page, {"x": "new\n"})
+    assert page.read_text() == "a\n<!-- begin x -->\nnew\n<!-- end x -->\nb\n"
+    with pytest.raises(SystemExit, match="has no place for y"):
+        benchmark.fill(page, {"y": ""})

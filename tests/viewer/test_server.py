@@ -72,6 +72,7 @@ def calls_of(told: dict[str, Any]) -> list[dict[str, Any]]:
     """The calls of a picture, or of changes, as the page makes them of columns; one value stands for a column of it."""
     num = told.get("num", len(told.get("indices", ())))
     whole = {name: each if isinstance(each, list) else [each] * num for name, each in told["columns"].items()}
+    assert {len(column) for column in whole.values()} <= {num}
     return [{name: column[at] for name, column in whole.items()} for at in range(num)]
 
 
@@ -223,6 +224,40 @@ def test_each_bad_file_is_named_and_the_rest_is_shown(tmp_path: Path) -> None:
             assert str(tmp_path / name) in problem
         assert (await get("/api/run", key="p0/damaged.jsonl"))["num"] == 3
         assert (await get("/api/run", key="p0/torn.jsonl"))["num"] == 5
+
+    asked([tmp_path], ask)
+
+
+def test_texts_of_most_calls_can_come_later(tmp_path: Path) -> None:
+    golden.journal_of(300, tmp_path / "run.jsonl")
+
+    async def ask(get: Get, _: ViewServer) -> None:
+        whole = await get("/api/run", key="p0/run.jsonl")
+        first = await get("/api/run", key="p0/run.jsonl", texts=100)
+        rest = await get("/api/texts", key="p0/run.jsonl", **{"from": 100})
+        assert (whole["texts"], first["texts"]) == (300, 100)
+        known, calls = calls_of(whole), calls_of(first)
+        for name in ("question", "answer"):
+            assert [call[name] for call in calls[:100]] + rest[name] == [call[name] for call in known]
+            assert {call[name] for call in calls[100:]} == {""}
+        assert calls[250] | {"question": "", "answer": ""} == known[250] | {"question": "", "answer": ""}
+        assert "is not a number" in (await get("/api/run", key="p0/run.jsonl", texts="all"))["error"]
+
+    asked([tmp_path], ask)
+
+
+@pytest.mark.parametrize(("broken", "words"), [(b"", "is damaged"), (b'{"type":"Noted","call":"0.9"', "is damaged")])
+def test_one_bad_line_of_thousands_is_named(tmp_path: Path, broken: bytes, words: str) -> None:
+    """Many lines are decoded at once; which of them it was is found all the same."""
+    path = golden.journal_of(500, tmp_path / "run.jsonl")
+    lines = path.read_bytes().split(b"\n")
+    lines[1799] = broken
+    path.write_bytes(b"\n".join(lines))
+
+    async def ask(get: Get, _: ViewServer) -> None:
+        told = await get("/api/run", key="p0/run.jsonl")
+        assert f"line 1800 {words}" in told["head"]["problems"][0]
+        assert told["head"]["version"] == 1799
 
     asked([tmp_path], ask)
 
@@ -380,7 +415,7 @@ def test_nothing_beside_the_named_places_is_read(world: World, tmp_path: Path) -
 def test_every_answer_has_the_policy(world: World) -> None:
     async def ask(_: Get, server: ViewServer) -> None:
         async with aiohttp.ClientSession() as http:
-            for path in ("/", "/static/main.js", "/api/runs", "/nothing"):
+            for path in ("/", "/static/app.js", "/api/runs", "/nothing"):
                 async with http.get(f"http://127.0.0.1:{server.port}{path}") as response:
                     assert response.headers["Content-Security-Policy"] == POLICY
                     assert response.headers["X-Content-Type-Options"] == "nosniff"

@@ -28,6 +28,7 @@ class Api:
         self.url = url.rstrip("/").removesuffix("/v1")
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._session: aiohttp.ClientSession | None = None
+        self._is_closed = False
 
     async def get(self, path: str, timeout_s: float) -> dict[str, Any]:
         return await self._ask("GET", path, None, timeout_s)
@@ -36,17 +37,21 @@ class Api:
         return await self._ask("POST", path, body, timeout_s)
 
     async def close(self) -> None:
+        """For good: who still asks gets Unreachable."""
+        self._is_closed = True
         session, self._session = self._session, None
         if session is not None:
             await session.close()
 
     async def _ask(self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float) -> dict[str, Any]:
+        where = f"{self.url}{path}"
+        if self._is_closed:
+            raise Unreachable(f"{method} {where}: it was given up")
         if self._session is None:
             limits = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S)
             self._session = aiohttp.ClientSession(
                 headers=self._headers, timeout=limits, connector=aiohttp.TCPConnector(limit=0)
             )
-        where = f"{self.url}{path}"
         data = None if body is None else msgspec.json.encode(body)
         headers = {"Content-Type": "application/json"} if data is not None else {}
         try:

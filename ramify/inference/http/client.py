@@ -5,7 +5,8 @@
 
 A tree's calls go to one server, where what they share is computed already; a new tree goes to the one with least to do. A
 reply that an update interrupts is continued from its ids under the new weights, and says which version sampled what. A
-server that no longer answers is dropped, aloud; its trees move. When none is left, whoever asks is told why.
+server that no longer answers is dropped, aloud, and brought back where it may be (``absent.py``); its trees move, or wait
+where there is no other. When none is left, whoever asks is told why.
 """
 
 from __future__ import annotations
@@ -15,25 +16,28 @@ import contextlib
 import os
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
 from ramify.clients.base import Price, Request, Sampling
 from ramify.errors import ConfigError, ModelError, ReplyLost, ServerFailed, TrainError, Unreachable
-from ramify.inference.base import Pressure
+from ramify.inference.base import EngineLost, Pressure
+from ramify.inference.http.absent import Absent
 from ramify.inference.http.api import Conflict
 from ramify.inference.http.pressure import together
 from ramify.inference.http.process import Engine, EngineProcess, ports_for
 from ramify.inference.http.server import Sampled, Server
 from ramify.inference.http.sglang import Sglang
+from ramify.inference.http.so_far import SoFar, tree_of
 from ramify.inference.http.spec import InferenceSpec
 from ramify.inference.http.vllm import Ramify, Vllm
 from ramify.inference.prompts import prompt_ids, spoken, too_long
 from ramify.inference.weights.base import Carrier, Source, carrier_class
 from ramify.policy.load import Policy
-from ramify.types.message import Finish, Reply, Usage, VersionSpan
+from ramify.types.message import Finish, Reply, Usage
 
 ENGINES: dict[str, Callable[[str, InferenceSpec, str], Server]] = {"ramify": Ramify, "vllm": Vllm, "sglang": Sglang}
 Launch = Callable[[InferenceSpec, int, Path, str, int, Path], Engine]
@@ -43,6 +47,9 @@ _MAX_TREES = 65_536
 _MAX_ABORTS = 64
 """Updates that one reply may live through."""
 _POLL_S = 0.1
+_TOLD = 3
+"""Of the engines that went last an error says why."""
+T = TypeVar("T")
 
 
 class _Lost(Exception):
@@ -68,8 +75,7 @@ class HttpEngines:
         self._alive: list[Server] = []
         self._in_flight: dict[str, int] = {}
         self._trees: OrderedDict[Hashable, Server] = OrderedDict()
-        self._gone: list[str] = []
-        """Why each server that was dropped was."""
+        self.absent = Absent(spec.restarts, self._bring, say)
         self._open = asyncio.Event()
         self._open.set()
         self._updating = asyncio.Lock()
@@ -97,10 +103,16 @@ class HttpEngines:
             servers = [ENGINES[self.spec.engine](url, self.spec, self._key) for url in urls]
             self._alive = servers
             self._in_flight = {server.url: 0 for server in servers}
-            await asyncio.gather(*map(self._wait_until_up, servers))
+            waits = [self._wait_until_up(each, self._start_s(each, self.spec.probe_s)) for each in servers]
+            await asyncio.gather(*waits)
             await asyncio.gather(*map(self._check, servers))
             if carries:
                 await self._open_carrier()
+            else:
+                self.absent.came = self._ask_again
+        except _Lost:
+            await self.close()
+            raise ConfigError(f"an engine went away while it was prepared for weights: {self._why()}") from None
         except BaseException:
             await self.close()
             raise
@@ -108,6 +120,12 @@ class HttpEngines:
     def follow(self, version: int) -> None:
         """Another has given the servers this version."""
         self._version = version
+        self.absent.took()
+
+    async def _ask_again(self) -> None:
+        """Ask those that are back, which another gives the weights to; a reply by older ones is not taken."""
+        self._alive += self.absent.take_ready()
+        self.absent.tell()
 
     def _launch(self, out: Path, save: Callable[[Path], None], launch: Launch | None) -> list[str]:
         checkpoint = out / "checkpoint"
@@ -122,16 +140,25 @@ class HttpEngines:
             self._processes[process.url] = process
         return list(self._processes)
 
-    async def _wait_until_up(self, server: Server) -> None:
+    def _start_s(self, server: Server, else_s: float) -> float:
+        return self.spec.start_s if server.url in self._processes else else_s
+
+    async def _wait_until_up(self, server: Server, wait_s: float) -> None:
         process = self._processes.get(server.url)
-        deadline = time.monotonic() + (self.spec.start_s if process is not None else self.spec.probe_s)
+        deadline, left = time.monotonic() + wait_s, self.spec.restarts
         while True:
             try:
                 return await server.healthy()
             except ModelError as error:
-                if process is not None and process.ended is not None:
+                ended = process.ended if process is not None else None
+                was_killed = ended is not None and ended < 0
+                if isinstance(process, EngineProcess) and was_killed and left:  # another may fare better
+                    left -= 1
+                    process.close()
+                    process.start()
+                elif process is not None and ended is not None:
                     raise ConfigError(
-                        f"the engine at {server.url} ended with status {process.ended} before it answered; its log "
+                        f"the engine at {server.url} ended with status {ended} before it answered; its log "
                         f"{process.log} ends: {process.said()}"
                     ) from None
                 if time.monotonic() > deadline:
@@ -172,6 +199,7 @@ class HttpEngines:
 
     async def close(self) -> None:
         """Free the carrier and end what was started here. Idempotent."""
+        await self.absent.close()
         servers, self._alive = self._alive, []
         self._carrier.close()
         for server in servers:
@@ -192,7 +220,7 @@ class HttpEngines:
         ids = prompt_ids(self._policy.renderer, request)
         if len(ids) >= self.window:
             raise too_long(self.name, self.window, request, len(ids))
-        so_far = _SoFar(ids, min(sampling.max_tokens, self.window - len(ids)))
+        so_far = SoFar(ids, min(sampling.max_tokens, self.window - len(ids)))
         for _ in range(_MAX_ABORTS):
             version, part = await self._sampled(so_far, sampling, request, only)
             so_far.add(part, version)
@@ -201,20 +229,27 @@ class HttpEngines:
         return self._reply(so_far, request, time.perf_counter() - started)
 
     async def _sampled(
-        self, so_far: _SoFar, sampling: Sampling, request: Request, only: Server | None
+        self, so_far: SoFar, sampling: Sampling, request: Request, only: Server | None
     ) -> tuple[int, Sampled]:
         """(the version that was asked, what it sampled), by the first server that answers."""
-        tree = _tree(request)
+        tree = tree_of(request)
         asked = msgspec.structs.replace(sampling, max_tokens=so_far.left)
         while True:
             await self._open.wait()
+            if only is None and not self._alive and self.absent.is_any_expected:
+                await self._one_is_back()
+                continue
             server, version = only or self._pick(tree), self._version
             self._in_flight[server.url] += 1
             try:
                 stop_ids = self._policy.renderer.stop_ids
-                return version, await server.sample(so_far.ids, asked, stop_ids, request.affinity)
+                sampled = await server.sample(so_far.ids, asked, stop_ids, request.affinity)
+                if not await self._is_older(server, sampled, version):
+                    return version, sampled
+                if only is not None:
+                    raise EngineLost(self.absent.why[-1])
             except (Unreachable, ReplyLost, ServerFailed) as error:
-                if not await self._is_gone(server, error) or only is not None:
+                if not await self.is_gone(server, error) or only is not None:
                     raise
             finally:
                 self._in_flight[server.url] -= 1
@@ -247,7 +282,7 @@ class HttpEngines:
             return msgspec.structs.replace(sampling, **drawn)
         return sampling
 
-    def _reply(self, so_far: _SoFar, request: Request, seconds: float) -> Reply:
+    def _reply(self, so_far: SoFar, request: Request, seconds: float) -> Reply:
         message = spoken(self._policy.renderer, so_far.sampled, request.sampling.stop)
         return Reply(
             message=message,
@@ -295,7 +330,14 @@ class HttpEngines:
 
     # --- servers that go -----------------------------------------------------------------------------------------
 
-    async def _is_gone(self, server: Server, error: Exception) -> bool:
+    def metrics(self) -> dict[str, float]:
+        """How many engines answer, how often one went away and came back; nothing where none ever went."""
+        if not self.absent.num_lost:
+            return {}
+        lost, back = float(self.absent.num_lost), float(self.absent.num_back)
+        return {"engines": float(len(self._alive)), "engines_lost": lost, "engines_back": back}
+
+    async def is_gone(self, server: Server, error: Exception) -> bool:
         """Whether ``server``, at which ``error`` was met, does not answer any more; it is dropped then, and that is said."""
         if server not in self._alive:
             return True
@@ -307,26 +349,62 @@ class HttpEngines:
         except ModelError:
             pass
         if server in self._alive:  # another request may have found out meanwhile
-            self._alive.remove(server)
-            ended = (
-                f", and ended with status {process.ended}: {process.said()}"
-                if process and process.ended is not None
-                else ""
-            )
-            self._gone.append(f"{server.url} does not answer any more; it was asked {error}{ended}")
-            left = (
-                f"goes on with {len(self._alive)} of {len(self._in_flight)} engines"
-                if self._alive
-                else "no engine is left"
-            )
-            self._say(f"{self._gone[-1]}; {left}")
-            await server.close()
+            ended = process.ended if process is not None else None
+            how = f", and ended with status {ended}: {process.said()}" if process and ended is not None else ""
+            why = f"{server.url} does not answer any more; it was asked {error}{how}"
+            await self._drop(server, why)
         return True
 
-    def _none_left(self) -> ServerFailed:
-        error = ServerFailed(f"{self.name}: no engine is left: {'; '.join(self._gone) or 'none was started'}")
+    async def _is_older(self, server: Server, sampled: Sampled, version: int) -> bool:
+        """Whether the server has weights from before ``version``, which it was given: somebody else started it anew."""
+        first = min((span.version for span in sampled.versions or ()), default=version)
+        if first >= version:
+            return False
+        if server in self._alive:
+            await self._drop(
+                server, f"{server.url} answers with version {first} of the weights, and was given version {version}"
+            )
+        return True
+
+    async def _drop(self, server: Server, why: str) -> None:
+        self._alive.remove(server)
+        process = self._processes.get(server.url)
+        may_return = process is None or isinstance(process, EngineProcess)  # one that Ray started is not started again
+        is_expected = self.absent.left(server.url, why, may_return=may_return)
+        num, of = len(self._alive), len(self._in_flight)
+        left = f"goes on with {num} of {of} engines" if num else "no engine is left"
+        back = "it is started again" if process is not None else f"it is waited for, {self.spec.return_s:g} s at most"
+        self._say(f"{why}; {left}{f'; {back}' if is_expected else ''}")
+        await server.close()
+
+    async def _bring(self, url: str) -> Server:
+        """The server of ``url`` once it answers again and fits."""
+        process = self._processes.get(url)
+        if isinstance(process, EngineProcess):
+            await asyncio.to_thread(process.close)  # it may still run, and not answer
+            process.start()
+        server = ENGINES[self.spec.engine](url, self.spec, self._key)
+        try:
+            await self._wait_until_up(server, self._start_s(server, self.spec.return_s))
+            await self._check(server)
+        except BaseException:
+            await server.close()
+            raise
+        return server
+
+    async def _one_is_back(self) -> None:
+        """Return once a server answers, or none is expected any more. Raises ServerFailed where nothing happens."""
+        wait_s = 2 * self.spec.update_s + (self.spec.start_s if self._processes else self.spec.return_s)
+        if not await self.absent.news(wait_s):
+            raise self._none_left(f"; none came back within {wait_s:g} s")
+
+    def _none_left(self, more: str = "") -> ServerFailed:
+        error = ServerFailed(f"{self.name}: no engine is left: {self._why()}{more}")
         error.transient = False
         return error
+
+    def _why(self) -> str:
+        return "; ".join(self.absent.why[-_TOLD:]) or "none was started"
 
     async def _all(self, act: Callable[[Server], Awaitable[None]]) -> None:
         """``act`` at every server. Raises what one refuses; _Lost where some went."""
@@ -338,11 +416,9 @@ class HttpEngines:
         lost = False
         for server, error in failed:
             gone = (Unreachable, ReplyLost, ServerFailed)
-            if not isinstance(error, gone) or not await self._is_gone(server, error):
+            if not isinstance(error, gone) or not await self.is_gone(server, error):
                 raise error
             lost = True
-        if not self._alive:
-            raise TrainError(f"weights cannot be given to anybody: {'; '.join(self._gone)}")
         if lost:
             raise _Lost
 
@@ -353,30 +429,57 @@ class HttpEngines:
         with the last good version where a server does not take them."""
         assert isinstance(weights, list)
         async with self._updating:
-            try:
-                await self._sent(weights, version)
-                self._version = version
-            except (ModelError, ConfigError, OSError, RuntimeError) as error:
-                raise TrainError(
-                    f"the engines did not take version {version} of the weights: {error}; the last good one is version "
-                    f"{self._version}"
-                ) from error
-            finally:
-                self._open.set()
+            await self._give(weights, version)
+            self.absent.took()
+
+    async def welcome(self, weights: object, version: int) -> bool:
+        """Give ``weights``, which answer as ``version`` already, to servers that came back; whether there were any."""
+        assert isinstance(weights, list)
+        async with self._updating:
+            if not self.absent.ready:  # an update came first
+                return False
+            await self._give(weights, version)
+        names = ", ".join(server.url for server in self._alive)
+        self._say(f"an engine is back, with version {version} of the weights; now there are {names}")
+        return True
+
+    async def _give(self, sources: list[Source], version: int) -> None:
+        try:
+            await self._sent(sources, version)
+            self._version = version
+        except (ModelError, ConfigError, OSError, RuntimeError) as error:
+            raise TrainError(
+                f"the engines did not take version {version} of the weights: {error}; the last good one is version "
+                f"{self._version}"
+            ) from error
+        finally:
+            self._open.set()
+            self.absent.tell()
 
     async def _sent(self, sources: list[Source], version: int) -> None:
         whole = False
-        for _ in range(2 + len(self._alive)):
-            try:
-                return await self._send(sources, version, whole)
-            except _Lost:
-                await self._reopen()
-            except Conflict as error:
-                if whole:
-                    raise
-                self._say(f"{error}: all weights are sent")
-            whole = True
-        raise TrainError(f"version {version} of the weights was not taken: {'; '.join(self._gone)}")
+        while True:  # at most as often as servers may go
+            if self.absent.ready:
+                self._open.clear()
+                self._alive += self.absent.take_ready()
+                whole = await self._reopened()
+            elif not self._alive and self.absent.is_any_expected:
+                await self._one_is_back()
+            elif not self._alive:
+                raise TrainError(
+                    f"version {version} of the weights cannot be given to anybody: {self._why()}; the last good one is "
+                    f"version {self._version}"
+                )
+            else:
+                try:
+                    return await self._send(sources, version, whole)
+                except _Lost:
+                    whole = await self._reopened()
+                except Conflict as error:
+                    if whole:
+                        raise
+                    self._say(f"{error}: all weights are sent")
+                    whole = await self._reopened()
 
     async def _send(self, sources: list[Source], version: int, whole: bool) -> None:
         chunks = iter(self._carrier.chunks(sources, version, whole=whole))
@@ -404,21 +507,27 @@ class HttpEngines:
             raise
 
     async def _open_carrier(self) -> None:
-        infos = self._carrier.open(len(self._alive))
-        servers = list(zip(self._alive, infos, strict=True))
+        """Raises _Lost where a server went meanwhile."""
+        infos = dict(zip([each.url for each in self._alive], self._carrier.open(len(self._alive)), strict=True))
         joined = asyncio.ensure_future(asyncio.to_thread(self._carrier.join))
         try:
-            await asyncio.gather(*(server.open_weights(info) for server, info in servers))
+            await self._all(lambda server: server.open_weights(infos[server.url]))
         except ModelError as error:
             raise ConfigError(f"an engine cannot be given weights by '{self.spec.carried_by}': {error}") from None
         finally:
             with contextlib.suppress(RuntimeError):
                 await joined
 
-    async def _reopen(self) -> None:
-        """Another group, of those that are left."""
-        self._carrier.close()
-        await self._open_carrier()
+    async def _reopened(self) -> bool:
+        """Another group, of those that are left; True."""
+        while True:
+            self._carrier.close()
+            try:
+                if self._alive:
+                    await self._open_carrier()
+                return True
+            except _Lost:
+                pass
 
 
 class OneEngine:
@@ -429,51 +538,19 @@ class OneEngine:
         self.name = server.url
 
     async def complete(self, request: Request) -> Reply:
-        return await self._engines.complete_at(request, self._server)
+        return await self._asked(self._engines.complete_at(request, self._server))
 
     async def fingerprint(self) -> str | None:
-        return await self._server.fingerprint()
+        return await self._asked(self._server.fingerprint())
 
     async def logprobs(self, ids: Sequence[int]) -> list[float]:
-        return await self._server.score(ids)
+        return await self._asked(self._server.score(ids))
 
-
-class _SoFar:
-    """A reply as far as it is."""
-
-    def __init__(self, prompt: Iterable[int], left: int) -> None:
-        self.ids = list(prompt)
-        """Given, then sampled."""
-        self.left = left
-        """Tokens that may still come."""
-        self.sampled: list[int] = []
-        self.logprobs: list[float] = []
-        self.kept: list[tuple[int, ...]] = []
-        self.versions: list[VersionSpan] = []
-        self.cached = 0
-        self.end = ""
-
-    def add(self, part: Sampled, version: int) -> None:
-        begin = len(self.sampled)
-        self.cached = self.cached if self.sampled else part.cached
-        self.ids += part.ids
-        self.sampled += part.ids
-        self.logprobs += part.logprobs
-        self.kept += part.kept or ()
-        self.left -= len(part.ids)
-        self.end = part.end
-        spans = part.versions if part.versions is not None else (VersionSpan(0, len(part.ids), version),)
-        for span in spans:
-            start, end = begin + span.start, begin + span.end
-            last = self.versions[-1] if self.versions else None
-            if last is not None and last.version == span.version:
-                self.versions[-1] = VersionSpan(last.start, end, span.version)
-            elif end > start or not self.versions:
-                self.versions.append(VersionSpan(start, end, span.version))
-
-
-def _tree(request: Request) -> Hashable:
-    """What all calls of one tree have in common: the seed of a rollout; else how its call's conversation begins."""
-    if request.sampling.seed is not None:
-        return request.sampling.seed
-    return request.messages[0].content if request.messages else request.affinity
+    async def _asked(self, answer: Awaitable[T]) -> T:
+        """Raises EngineLost where the server is gone."""
+        try:
+            return await answer
+        except (Unreachable, ReplyLost, ServerFailed) as error:
+            if await self._engines.is_gone(self._server, error):
+                raise EngineLost(str(error)) from error
+            raise

@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Protocol
 
@@ -23,6 +24,7 @@ INSIDE = Path(__file__).parent / "inside"
 """The folder of the one file that is loaded inside vLLM."""
 _HOST = "127.0.0.1"
 _END_S = 10.0
+_POLL_S = 0.01
 _QUOTED = 600
 """Characters of a log in an error."""
 _DIE_WITH_PARENT = 1
@@ -57,29 +59,42 @@ class EngineProcess:
     ) -> None:
         """Raises ConfigError where the command is not there."""
         self.url, self.log = f"http://{_HOST}:{port}", log
-        command = engine_command(spec, checkpoint, port, dtype, window)
+        self._spec, self._index = spec, index
+        self._command = engine_command(spec, checkpoint, port, dtype, window)
         log.parent.mkdir(parents=True, exist_ok=True)
-        libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+        log.unlink(missing_ok=True)
+        self.start()
+
+    def start(self) -> None:
+        """Start it, the first time or again once ``close`` has returned. Belongs into a thread that lasts: with the one it is
+        called in the engine ends. Raises ConfigError as above."""
+        command, libc = self._command, ctypes.CDLL(None) if sys.platform == "linux" else None
 
         def follow() -> None:
             if libc is not None:
                 libc.prctl(_DIE_WITH_PARENT, signal.SIGTERM)
 
         try:
-            with log.open("wb") as out:
+            with self.log.open("ab") as out:
                 self._process = subprocess.Popen(
-                    command, env={**os.environ, **engine_environment(spec, index)}, stdin=subprocess.DEVNULL,
+                    command, env={**os.environ, **engine_environment(self._spec, self._index)}, stdin=subprocess.DEVNULL,
                     stdout=out, stderr=out, start_new_session=True, preexec_fn=follow,
                 )  # fmt: skip
         except OSError as error:
             raise ConfigError(
-                f"an engine cannot be started: {command[0]}: {error.strerror}; give inference.command, or install {spec.engine}"
+                f"an engine cannot be started: {command[0]}: {error.strerror}; give inference.command, or install "
+                f"{self._spec.engine}"
             ) from None
 
     @property
     def ended(self) -> int | None:
-        """Its exit status; None while it runs."""
-        return self._process.poll()
+        """Its exit status; None while it runs. It is not reaped: its number still stands for what it started itself."""
+        if self._process.returncode is not None or not hasattr(os, "waitid"):
+            return self._process.poll()
+        found = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if found is None:
+            return None
+        return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
 
     def said(self) -> str:
         """The end of its log, on one line."""
@@ -90,13 +105,20 @@ class EngineProcess:
 
     def close(self) -> None:
         """End it and what it started. Idempotent."""
-        for kind in (signal.SIGTERM, signal.SIGKILL):
-            if self._process.poll() is not None:
-                break
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, kind)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(_END_S)
+        if self._process.returncode is not None:
+            return
+        if self.ended is None:
+            self._signal(signal.SIGTERM)
+            until = time.monotonic() + _END_S
+            while self.ended is None and time.monotonic() < until:
+                time.sleep(_POLL_S)
+        self._signal(signal.SIGKILL)  # also for what it left behind
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_S)
+
+    def _signal(self, kind: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, kind)
 
 
 def ports_for(spec: InferenceSpec) -> list[int]:

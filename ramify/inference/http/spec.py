@@ -58,6 +58,12 @@ class InferenceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """How long one step of a weight update may take."""
     probe_s: float = 5.0
     """How long a server may take to say that it is alive."""
+    restarts: int = 3
+    """How often an engine that went away is brought back without its having taken a new version of the weights in between:
+    started again, where it was started here, or waited for. 0: others go on without it."""
+    return_s: float = 120.0
+    """How long an engine that runs already (``urls``) is waited for when it went away; one that is started again has
+    ``start_s``."""
     tolerance: float = 0.0
     """Most that two log-probabilities of engine and trainer may differ by in the canary, whose mean difference may be a tenth
     of it; 0: 1e-4 for `ramify`, 1e-3 for others in fp32, 0.3 in lower precision."""
@@ -65,9 +71,11 @@ class InferenceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     def __post_init__(self) -> None:
         if self.num < 1:
             raise ConfigError(f"inference: num={self.num} must be at least 1")
-        if min(self.start_s, self.request_s, self.update_s, self.probe_s) <= 0 or self.tolerance < 0:
+        waits = (self.start_s, self.request_s, self.update_s, self.probe_s, self.return_s)
+        if min(waits) <= 0 or min(self.tolerance, self.restarts) < 0:
             raise ConfigError(
-                "inference: start_s, request_s, update_s and probe_s must be positive, tolerance not negative"
+                "inference: start_s, request_s, update_s, probe_s and return_s must be positive, tolerance and restarts not "
+                "negative"
             )
         for name, given in (("ports", self.ports), ("gpus", self.gpus)):
             if given and len(given) != self.num:

@@ -2,10 +2,15 @@
 
 The buffers are files in memory (``/dev/shm``; elsewhere a temporary folder), mapped by both sides, readable by this user
 alone. Where trainer and engine are one process no carrier is needed: the engine holds the trainer's own weights.
+
+Whoever made a buffer holds a lock on it as long as it lives. One that nobody locks is of a trainer that was killed: the next
+that opens this carrier in the same folder removes it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import mmap
 import os
 import secrets
@@ -32,6 +37,9 @@ from ramify.inference.weights.base import (
 )
 
 _MEMORY = Path("/dev/shm")
+_PREFIX = "ramify-weights-"
+_HELD = "held-"
+"""In the names of those whose makers hold a lock."""
 
 
 class Shared:
@@ -41,10 +49,13 @@ class Shared:
         """``folder`` is where the buffers are; by default in memory."""
         self._chunk_bytes = chunk_bytes
         self._folder = Path(folder) if folder else _MEMORY if _MEMORY.is_dir() else Path(tempfile.gettempdir())
-        self._name = f"ramify-weights-{secrets.token_hex(8)}"
+        self._name = f"{_PREFIX}{_HELD}{secrets.token_hex(8)}"
+        self._locks: dict[int, int] = {}
+        """Buffer -> a descriptor that holds its lock."""
         self._buffers: list[_Mapped | None] = [None, None]
 
     def open(self, num_engines: int) -> list[dict[str, Any]]:
+        sweep(self._folder)
         return [{"carrier": "shared", "folder": str(self._folder), "name": self._name}] * num_engines
 
     def join(self) -> None:
@@ -58,11 +69,14 @@ class Shared:
             yield Chunk({**described(part, version), "buffer": number % 2, "length": len(buffer.bytes)})
 
     def close(self) -> None:
-        for which, buffer in enumerate(self._buffers):
+        for buffer in self._buffers:
             if buffer is not None:
                 buffer.close()
-                self._path(which).unlink(missing_ok=True)
         self._buffers = [None, None]
+        for which, handle in self._locks.items():
+            self._path(which).unlink(missing_ok=True)
+            os.close(handle)
+        self._locks.clear()
 
     def _path(self, which: int) -> Path:
         return self._folder / f"{self._name}-{which}"
@@ -74,11 +88,11 @@ class Shared:
             return mapped
         length = max(length, self._chunk_bytes)
         try:
-            handle = os.open(self._path(which), os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600)
-            try:
-                os.posix_fallocate(handle, 0, length)  # a full memory is said now, not by a signal while writing
-            finally:
-                os.close(handle)
+            if which not in self._locks:
+                self._locks[which] = _made(self._path(which))
+            os.posix_fallocate(
+                self._locks[which], 0, length
+            )  # a full memory is said now, not by a signal while writing
         except OSError as error:
             raise ConfigError(
                 f"{self._folder} has no room for a buffer of {length >> 20} MiB for weights ({error.strerror}): give the "
@@ -92,12 +106,34 @@ class Shared:
         return SharedReceiver(info)
 
 
+def sweep(folder: Path) -> None:
+    """Remove buffers whose makers are no more."""
+    for path in folder.glob(f"{_PREFIX}{_HELD}*"):
+        with contextlib.suppress(OSError):  # another user's, or gone meanwhile
+            handle = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
+            finally:
+                os.close(handle)
+
+
+def _made(path: Path) -> int:
+    """A descriptor of a new file that holds its lock."""
+    while True:
+        handle = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600)
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        if os.fstat(handle).st_nlink:
+            return handle
+        os.close(handle)  # swept before it was locked
+
+
 class SharedReceiver:
     """Implements ``Receiver``: views of the buffers, which the engine copies from."""
 
     def __init__(self, info: Info) -> None:
         folder, name = Path(str(info["folder"])), str(info["name"])
-        if not name.startswith("ramify-weights-") or "/" in name:
+        if not name.startswith(_PREFIX) or "/" in name:
             raise ValueError(f"'{name[:80]}' is no name of a buffer of weights")
         self._paths = [folder / f"{name}-{which}" for which in (0, 1)]
         self._buffers: list[_Mapped | None] = [None, None]

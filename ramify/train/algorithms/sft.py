@@ -20,7 +20,7 @@ from ramify.train.stamps import Stamp, Stamped, Stamps
 from ramify.types.trajectory import Call, Group, Trajectory
 
 
-class SFT(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class SFT(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="sft"):
     """Implements ``Algorithm``."""
 
     min_reward: float | None = None

@@ -134,6 +134,10 @@ class OnRanks:
     def unmerged(self) -> Iterator[tuple[str, Tensor, Callable[[], Tensor] | None]]:
         return self._model.unmerged()
 
+    def stacks(self) -> str:
+        """Where the other ranks are, as text."""
+        return self._ranks.team.stacks()
+
     def close(self) -> None:
         self._ranks.close()
 

@@ -16,23 +16,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ramify.train.backends.optimizer import Optimizer
-
 _A, _B, _C = 3.4445, -4.7750, 2.0315
 _STEPS = 5
 _EPS = 1e-7
 
 
-class Muon(Optimizer):
+class Muon(torch.optim.Optimizer):
     """For matrices alone."""
 
     def __init__(
         self, matrices: Iterable[Tensor], lr: float, momentum: float = 0.95, weight_decay: float = 0.0
     ) -> None:
-        super().__init__([{"params": matrices, "lr": lr, "momentum": momentum, "weight_decay": weight_decay}])
+        super().__init__(matrices, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             alike: dict[torch.Size, list[Tensor]] = defaultdict(list)
             for parameter in group["params"]:

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from ramify.train.backends.base import Optim
 from ramify.train.backends.muon import Muon
-from ramify.train.backends.optimizer import AdamW, Optimizer
 
 _OUTSIDE = ("embed", "lm_head", "wte", "wpe", "output_embedding", "value_head")
 """Parts of the names of matrices that are not inside a layer."""
@@ -28,14 +28,14 @@ class Optimizers:
         self._optim = optim
         inside, others = _split(model)
         adamw: list[dict[str, Any]] = [{"params": others, "weight_decay": 0.0}]
-        self._all: list[Optimizer] = []
+        self._all: list[torch.optim.Optimizer] = []
         if optim.kind == "muon" and inside:
             self._all.append(muon(inside, optim.lr, optim.momentum, optim.weight_decay))
         else:
             adamw.append({"params": inside, "weight_decay": optim.weight_decay})
         groups = [group for group in adamw if group["params"]]
         if groups:
-            self._all.append(AdamW(groups, optim.lr, optim.betas, optim.eps))
+            self._all.append(torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True))
 
     def step(self, lr: float) -> None:
         for optimizer in self._all:
@@ -44,7 +44,7 @@ class Optimizers:
             optimizer.step()
 
     @property
-    def each(self) -> list[Optimizer]:
+    def each(self) -> list[torch.optim.Optimizer]:
         return self._all
 
     def state_dict(self) -> list[dict[str, Any]]:

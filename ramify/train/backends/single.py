@@ -249,8 +249,12 @@ class Single:
         return logprobs, entropies, None if self._value_head is None else self._value_head(h_ED.float())
 
     def _top(self, batch: Batch, num: int) -> dict[str, Tensor]:
-        """Log-probabilities of each entry's token and of its ``num`` likeliest, at the entry's temperature."""
+        """Log-probabilities of each entry's token, of its candidates where it has some, and of its ``num`` likeliest, at the
+        entry's temperature."""
         temperature, targets = self._tensor(batch.streams["temperature"]), self._tensor(batch.targets)[:, None]
+        wanted = targets
+        if "teacher_ids" in batch.streams:
+            wanted = torch.cat([targets, self._tensor(batch.streams["teacher_ids"]).long()], 1)
         parts: list[tuple[Tensor, Tensor, Tensor]] = []
         with self._autocast():
             rows, places = (self._tensor(each) for each in np.unique(batch.sources, return_inverse=True))
@@ -261,9 +265,10 @@ class Single:
                 at = slice(start, start + size)
                 z_nV = self._trunk.logits(h_ED[at]) / temperature[at, None]
                 logprobs_nV = z_nV.log_softmax(-1)
-                parts.append((logprobs_nV.gather(1, targets[at])[:, 0], *logprobs_nV.topk(num)))
+                parts.append((logprobs_nV.gather(1, wanted[at]), *logprobs_nV.topk(num)))
         logprobs, top, top_ids = (torch.cat(each) for each in zip(*parts, strict=True))
-        return {"logprobs": logprobs, "top": top, "top_ids": top_ids}
+        found = {"logprobs": logprobs[:, 0], "top": top, "top_ids": top_ids}
+        return found if wanted is targets else {**found, "candidates": logprobs[:, 1:]}
 
     def _asked(self, batch: Batch, streams: Mapping[str, Tensor], entropy: Literal["no", "value", "gradient"]) -> Asked:
         targets = self._tensor(batch.targets)[:, None]

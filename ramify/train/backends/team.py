@@ -141,6 +141,10 @@ class Team:
                 ended += [self._watch.ended(link) for link in self._links]
         return self._values(ended)
 
+    def stacks(self) -> str:
+        """Where the other ranks are, as text."""
+        return self._watch.stacks()
+
     def close(self) -> None:
         """Let the other ranks end, and see to it that they do."""
         self._watch.close()
@@ -244,6 +248,17 @@ class _Watch:
             elif time.monotonic() - since > self._timeout_s:
                 self._stalled()
                 return
+
+    def stacks(self) -> str:
+        """Of the other ranks; what one does not tell in time is said to be missing."""
+        self._answers.clear()
+        for link in self._links:
+            self._send(link, "stack")
+        until = time.monotonic() + _GRACE_S
+        while time.monotonic() < until and any(self._may_answer(link.rank) for link in self._links):
+            time.sleep(0.05)  # the watching thread reads
+        found = [(link.rank, self._answers.get(link.rank, "it did not answer\n")) for link in self._links]
+        return "\n".join(f"rank {rank}{self._place(rank)}\n{stack}" for rank, stack in found)
 
     def _send(self, link: Link, word: str) -> None:
         with contextlib.suppress(OSError, ValueError):

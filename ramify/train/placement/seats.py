@@ -60,7 +60,7 @@ class Seat(msgspec.Struct, frozen=True):
 def counts(spec: PlacementSpec, said: Mapping[str, int]) -> dict[str, int]:
     """Role -> how many processes it has. ``said``: what the run says elsewhere, 0 where it does not. Raises ConfigError
     where the two differ."""
-    found = {}
+    found = dict.fromkeys(spec.services, 1)
     for name in ROLES:
         here, there = spec.role(name).count, said.get(name, 0)
         if here and there and here != there:
@@ -93,7 +93,7 @@ def _wanted(spec: PlacementSpec, num: Mapping[str, int]) -> list[tuple[str, Need
     """(pool, what a seat takes, who sits there)"""
     grouped = {role: group for group in spec.colocate for role in group}
     found = []
-    for name in ROLES:
+    for name in spec.roles:
         group = tuple(each for each in grouped.get(name, (name,)) if num.get(each, 0))
         if not num.get(name, 0) or group[0] != name:
             continue

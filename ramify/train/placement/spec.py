@@ -66,6 +66,27 @@ class Role(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
             )
 
 
+class Service(Role, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A server that the run asks for judgements or rewards: one process, started before the engines."""
+
+    command: tuple[str, ...]
+    """What starts it; ``{host}`` and ``{port}`` in it are where it is to listen."""
+    variable: str
+    """Environment variable of the run that gets its address: ``VLLM_BASE_URL`` for a judge that is called vllm:NAME."""
+    path: str = "/v1"
+    """What is added to the address."""
+    start_s: float = 600.0
+    """How long it may take until it can be connected to."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.command or not self.variable or self.count > 1 or not self.start_s > 0:
+            raise ConfigError(
+                f"placement.services: one process with a command and a variable each, and a positive start_s; got "
+                f"command={self.command}, variable='{self.variable}', count={self.count}, start_s={self.start_s}"
+            )
+
+
 class PlacementSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Pools, roles, and who shares a seat."""
 
@@ -76,6 +97,8 @@ class PlacementSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     trainer: Role = Role()
     inference: Role = Role()
     rollouts: Role = Role()
+    services: dict[str, Service] = {}
+    """Name -> server, each a role of its own: judges, graders of rewards."""
     colocate: tuple[tuple[str, ...], ...] = ()
     """Groups of roles, with as many processes each, whose n-th processes share a seat: the same GPUs, one after another's
     turn. CPUs and memory add up."""
@@ -86,14 +109,17 @@ class PlacementSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """How long a cluster may take to give the seats."""
 
     def __post_init__(self) -> None:
+        taken = next((name for name in self.services if name in ROLES), None)
+        if taken is not None:
+            raise ConfigError(f"placement.services: '{taken}' is a role already; give the service another name")
         for role in (each for group in self.colocate for each in group):
-            if role not in ROLES:
-                raise ConfigError(f"placement.colocate: there is no role '{role}': {nearest(role, ROLES)}")
+            if role not in self.roles:
+                raise ConfigError(f"placement.colocate: there is no role '{role}': {nearest(role, self.roles)}")
         grouped = [role for group in self.colocate for role in group]
         twice = next((role for role in grouped if grouped.count(role) > 1), None)
         if twice is not None:
             raise ConfigError(f"placement.colocate: '{twice}' is named twice; a role has one seat for each process")
-        for name in ROLES:
+        for name in self.roles:
             wanted = self.role(name).pool
             if wanted and wanted not in self.pools:
                 told = nearest(wanted, self.pools) if self.pools else "placement.pools is empty"
@@ -101,8 +127,12 @@ class PlacementSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         if not self.start_s > 0:
             raise ConfigError(f"placement.start_s={self.start_s} must be positive")
 
+    @property
+    def roles(self) -> tuple[str, ...]:
+        return *ROLES, *self.services
+
     def role(self, name: str) -> Role:
-        found: Role = getattr(self, name)
+        found: Role = self.services[name] if name in self.services else getattr(self, name)
         return found
 
     def pool_of(self, name: str) -> str:

@@ -9,7 +9,8 @@ all judges of a run. A call goes into the reading, and from there onto the tree 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -20,12 +21,14 @@ from ramify.engine.run import Cache, prompt_hash
 from ramify.errors import ConfigError, RamifyError
 from ramify.train.signals.base import Ask, Place, Reading
 from ramify.types.message import Message, Reply, Usage
-from ramify.types.trajectory import Call, Parent, Stop, Trajectory, Turn
+from ramify.types.trajectory import Call, Mark, Parent, Stop, Trajectory, Turn
 
 POLICY = "policy"
 """As a judge's model: the policy that is learning."""
 BUDGET = Limits(max_calls=10_000_000, max_tokens=1_000_000_000_000)
 """Of a run's judges, besides their dollars, which are bounded as any run's are."""
+DECIMALS = 4
+"""Of numbers on single tokens, as they are kept: there are many."""
 
 
 class Judges:
@@ -109,9 +112,7 @@ class _Account:
 
 def put_on_tree(trajectory: Trajectory, readings: Mapping[str, Reading]) -> None:
     """Add the judges' calls to ``trajectory``, each under the call that it is about, numbered after that one's children;
-    and what each signal found (``metadata["scores"]``, ``metadata["notes"]``), by place: ``{"0/2": {"process": 1.0}}``."""
-    scores: dict[str, dict[str, float]] = {}
-    notes: dict[str, dict[str, str]] = {}
+    and what each signal found as marks, by the signal's name: on turns, and a reward of its own on the root."""
     for signal, reading in readings.items():
         for call in reading.calls:
             assert call.parent is not None
@@ -121,19 +122,26 @@ def put_on_tree(trajectory: Trajectory, readings: Mapping[str, Reading]) -> None
             trajectory.usage += call.usage
             if call.cost is not None:
                 trajectory.cost = (trajectory.cost or 0.0) + call.cost
-        for (id, turn), value in reading.turns.items():
-            scores.setdefault(f"{id}/{turn}", {})[signal] = value
-        for (id, turn), values in reading.tokens.items():
-            scores.setdefault(f"{id}/{turn}", {})[signal] = sum(values) / max(1, len(values))
-        for (id, turn), text in reading.notes.items():
-            notes.setdefault(f"{id}/{turn}", {})[signal] = text
-        if reading.outcome is not None and trajectory.calls:
-            root = trajectory.root
-            scores.setdefault(f"{root.id}/{max(0, len(root.turns) - 1)}", {})[signal] = reading.outcome
-    if scores:
-        trajectory.metadata["scores"] = scores
-    if notes:
-        trajectory.metadata["notes"] = notes
+        trajectory.marks += _marks(trajectory, signal, reading)
+
+
+def _marks(trajectory: Trajectory, signal: str, reading: Reading) -> Iterator[Mark]:
+    """A number that is none stands in no file; the trajectory's errors tell of it."""
+    if reading.outcome is not None and trajectory.calls and math.isfinite(reading.outcome):
+        yield Mark(signal, trajectory.root.id, values={signal: reading.outcome})
+    for call, turn in dict.fromkeys([*reading.turns, *reading.tokens, *reading.notes]):
+        place = (call, turn)
+        values = {} if place not in reading.turns else {signal: reading.turns[place]}
+        tokens = reading.tokens.get(place, [])
+        if tokens and all(map(math.isfinite, tokens)):
+            values["mean of its tokens"] = sum(tokens) / len(tokens)
+        else:
+            tokens = []
+        values = {name: value for name, value in values.items() if math.isfinite(value)}
+        shown = [round(value, DECIMALS) for value in tokens]
+        mark = Mark(signal, call, turn, values, {signal: shown} if shown else {}, reading.notes.get(place, ""))
+        if mark.values or mark.text:
+            yield mark
 
 
 def _above(id: str) -> str:

@@ -48,6 +48,9 @@ class Reading(msgspec.Struct, eq=False):
     """[N] a teacher's log-probability of each sampled token, for losses that want it and not its gap."""
     top: dict[Place, Candidates] = msgspec.field(default_factory=dict)
     """Where a teacher gives more than the sampled token's log-probability."""
+    reference: dict[Place, list[float]] = msgspec.field(default_factory=dict)
+    """[N] what the policy that rollouts began with thinks of each sampled token as it was sampled, without any hint; of all
+    turns of a call or of none. A by-product that a loss with a KL to that policy needs not compute again."""
     notes: dict[Place, str] = msgspec.field(default_factory=dict)
     """One short text, as a hint, which is shown beside what it is about."""
     abstained: str = ""
@@ -133,6 +136,8 @@ class Row(msgspec.Struct, frozen=True, eq=False):
     """[N, k] further ids that are scored at each position; empty for none."""
     temperature: float = 1.0
     """Logits are divided by it: the one that the tokens were sampled at."""
+    is_plain: bool = False
+    """What training would compute by itself, and is taken along here because others begin with the same tokens."""
 
 
 class Scores(msgspec.Struct, frozen=True, eq=False):
@@ -180,6 +185,8 @@ class Context(msgspec.Struct, eq=False, kw_only=True):
     writing: Writing | None = None
     temperature: float = 1.0
     """That the rollouts were sampled at."""
+    wants_reference: bool = False
+    """Whether training will ask for ``Reading.reference`` of what it learns from."""
 
 
 class Asking(Protocol):

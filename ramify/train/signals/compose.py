@@ -211,6 +211,7 @@ class Composed:
 
     def _composed(self, rollout: Stamped, parts: Sequence[_Part], alpha: float, every_token: bool) -> Stamped:
         trajectory = rollout.trajectory
+        reference = self._reference(trajectory.id)
         stamps: Stamps = {}
         for place, stamp in rollout.stamps.items():
             num = len(stamp.rl) or len(stamp)
@@ -228,6 +229,9 @@ class Composed:
                     _check_length(trajectory, place, part.term.signal, len(values), num)
                     advantages = [a + part.weight * b for a, b in zip(advantages, values, strict=True)]
             given = alpha if alpha and place[1] and stamp.rl else 0.0
+            if (known := reference.get(place)) is not None and stamp.rl:
+                _check_length(trajectory, place, "reference", len(known), num)
+                streams["ref_logprobs"] = known
             is_unfinished = bool(stamp.streams)  # an algorithm that goes on with its rows may yet give it an advantage
             if any(advantages) or any(kd) or given or stamp.ce or every_token or is_unfinished:
                 stamps[place] = msgspec.structs.replace(
@@ -235,6 +239,11 @@ class Composed:
                     streams=streams, given=given,
                 )  # fmt: skip
         return Stamped(trajectory, stamps)
+
+    def _reference(self, id: str) -> dict[Place, list[float]]:
+        """What signals computed on the way: of all turns of a call, or of none."""
+        found = [readings[id].reference for readings in self._readings.values() if id in readings]
+        return next((each for each in found if each), {})
 
 
 class _Said(NamedTuple):
@@ -386,7 +395,9 @@ def _even_streams(rollouts: Sequence[Stamped]) -> None:
     for rollout in rollouts:
         for stamp in rollout.stamps.values():
             for name, width in widths.items():
-                if name not in stamp.streams:
+                if (
+                    name not in stamp.streams and name != "ref_logprobs"
+                ):  # which the trainer computes where it is missing
                     num = len(stamp)
                     stamp.streams[name] = [0.0] * num if width is None else [[0.0] * width for _ in range(num)]
 

@@ -110,6 +110,8 @@ class Hindsight(
     """Which of several accepted hints comes first. The longest favours verbosity."""
     keep: int = 3
     """Candidates at most."""
+    once: bool = False
+    """Give a hint to one trajectory of a group alone, the first that it was found for."""
 
     def __post_init__(self) -> None:
         msgspec.structs.force_setattr(self, "judge", known_judge(self.judge))
@@ -117,7 +119,8 @@ class Hindsight(
     async def hints(self, group: Group, context: Context) -> list[Hints]:
         judge = judge_of(self.judge)
         item = context.items.get(group.task)
-        return list(await asyncio.gather(*(self._one(judge, each, item, context) for each in group.trajectories)))
+        found = await asyncio.gather(*(self._one(judge, each, item, context) for each in group.trajectories))
+        return _each_once(found) if self.once else list(found)
 
     async def read(self, group: Group, context: Context) -> list[Reading]:
         return [each.reading for each in await self.hints(group, context)]
@@ -170,6 +173,19 @@ class Hindsight(
             about = verdict.place or place
             found.at[place if self.per_turn else (place[0], 0)] = taken[: self.keep]
             found.reading.notes[about] = taken[0]
+
+
+def _each_once(found: Sequence[Hints]) -> list[Hints]:
+    """``found``, where a hint that a trajectory before has as well counts as rejected."""
+    given: list[str] = []
+    for hints in found:
+        if any(_alike(text, other) for text in hints.reading.notes.values() for other in given):
+            hints.at.clear()
+            hints.reading.notes.clear()
+            hints.reading.counts["rejected/repeated"] = 1.0
+            hints.reading.abstained = "rejected/repeated"
+        given += hints.reading.notes.values()
+    return list(found)
 
 
 def _alike(one: str, other: str) -> bool:

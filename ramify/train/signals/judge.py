@@ -54,15 +54,15 @@ class Hinted(NamedTuple):
 
 
 def read_hint(text: str) -> Hinted | None:
-    """The vote and the hint of a reply; None where it is outside the format: no sign in the last box, a 1 without exactly
-    one block that holds a hint, or a hint with -1 that is not meant."""
+    """The vote and the hint of a reply; None where it is outside the format: no sign in the last box, or a 1 without
+    exactly one block that holds a hint. Which of several is meant would be a guess."""
     vote = read_vote(text)
     blocks = [block.strip() for block in _HINT.findall(text)]
     if vote is None:
         return None
     if vote == -1:
         return Hinted(-1, "")
-    return Hinted(1, blocks[-1]) if blocks and blocks[-1] else None
+    return Hinted(1, blocks[0]) if len(blocks) == 1 and blocks[0] else None
 
 
 def told(view: View, *, max_chars: int = 24_000) -> str:

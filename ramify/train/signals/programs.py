@@ -34,12 +34,14 @@ class RuleJudge(
     """Offer each rule alone, too, for a teacher that chooses."""
 
     async def judge(self, view: View) -> Verdict:
+        told = [hints.from_errors([step.observed or step.error]) for step in view.steps]
         rules = hints.from_errors([step.observed or step.error for step in view.steps])
         if not rules:
             return NOTHING
+        last = max(index for index, named in enumerate(told) if named)
         alone = [[rule] for rule in rules] if self.several and len(rules) > 1 else []
         texts = tuple(hints.hint_text(each) for each in (rules, *alone))
-        return Verdict(True, texts[0], (1,), texts)
+        return Verdict(True, texts[0], (1,), texts, place=view.steps[last].place)
 
 
 class OracleJudge(

@@ -50,7 +50,7 @@ class Signals:
         pool: Callable[[], AbstractAsyncContextManager[Pool]] | None = None, budget: Limits = BUDGET,
         cache: Cache | None = None, policy: Client | None = None, teachers: Scoring | None = None,
         writing: Writing | None = None, weights: Mapping[str, float] | None = None, temperature: float = 1.0,
-        say: Callable[[str], None] = print,
+        say: Callable[[str], None] = print, wants_reference: bool = False,
     ) -> None:  # fmt: skip
         """``pool`` gives the rollouts' pool; ``policy`` answers judges whose model is ``policy``. Raises ConfigError for a
         term without its signal."""
@@ -59,6 +59,7 @@ class Signals:
         self._cache, self._teachers, self._writing = cache, teachers, writing
         self._own = {POLICY: policy} if policy is not None else {}
         self._weights, self._temperature, self._say = dict(weights or {}), temperature, say
+        self._wants_reference = wants_reference
         self._judges: Judges | None = None
 
     @contextlib.asynccontextmanager
@@ -73,7 +74,7 @@ class Signals:
                 judges = self._judges
             context = Context(
                 step=0, items={}, weights=self._weights, asking=judges, writing=self._writing,
-                temperature=self._temperature,
+                temperature=self._temperature, wants_reference=self._wants_reference,
             )  # fmt: skip
             yield Reader(self._signals, self._hybrid, context, self._teachers, judges, self._say)
 

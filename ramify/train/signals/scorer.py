@@ -51,7 +51,9 @@ class PolicyScorer:
         self.row_tokens = 0.0
         """Tokens of all rows so far."""
         self.packed_tokens = 0.0
-        """Those that were computed, what rows share counted once."""
+        """Those that were computed, what rows share counted once, beyond those of plain rows."""
+        self.plain_tokens = 0.0
+        """What plain rows took, which training does not compute again."""
 
     async def score(self, rows: Sequence[Row], *, top: int = 0) -> list[Scores]:
         for row in rows:
@@ -95,9 +97,7 @@ class PolicyScorer:
         started = time.perf_counter()
         sequences = [_sequence(row, index) for index, row in enumerate(rows)]
         batches = pack(sequences, self._backend.packing)
-        measured = describe(batches, sequences)
-        self.row_tokens += measured["row_tokens"]
-        self.packed_tokens += measured["packed_tokens"]
+        self._count(rows, sequences, describe(batches, sequences)["packed_tokens"])
         logprobs = [np.zeros(len(each), np.float64) for each in sequences]
         wide: list[dict[str, Any]] = [{} for _ in sequences]
         for batch, found in zip(batches, self._backend.scores(batches, top), strict=True):
@@ -111,6 +111,13 @@ class PolicyScorer:
         self.busy_s += time.perf_counter() - started
         return [_scores(row, logprobs[index], wide[index]) for index, row in enumerate(rows)]
 
+    def _count(self, rows: Sequence[Row], sequences: Sequence[Tokens], packed: float) -> None:
+        plain = [sequence for row, sequence in zip(rows, sequences, strict=True) if row.is_plain]
+        alone = describe(pack(plain, self._backend.packing), plain)["packed_tokens"] if plain else 0.0
+        self.row_tokens += sum(len(row.ids) for row in rows if not row.is_plain)
+        self.packed_tokens += packed - alone
+        self.plain_tokens += alone
+
 
 class ClientScorer:
     """A ``Scorer`` over an engine that gives log-probabilities of a prompt (``InferenceClient.logprobs``)."""
@@ -119,7 +126,7 @@ class ClientScorer:
         if not callable(getattr(client, "logprobs", None)):
             raise ConfigError(f"{client.name} gives no log-probabilities of prompts: it cannot be a teacher")
         self._client = client
-        self.busy_s = self.row_tokens = self.packed_tokens = 0.0
+        self.busy_s = self.row_tokens = self.packed_tokens = self.plain_tokens = 0.0
 
     async def score(self, rows: Sequence[Row], *, top: int = 0) -> list[Scores]:
         if top or any(row.candidates for row in rows):
@@ -219,7 +226,10 @@ class Teachers:
 
     def measured(self) -> dict[str, float]:
         """Seconds of computing, tokens of rows and tokens computed, over all scorers and since the run began."""
-        names = {"busy_s": "teacher_s", "row_tokens": "teacher_row_tokens", "packed_tokens": "teacher_tokens"}
+        names = {
+            "busy_s": "teacher_s", "row_tokens": "teacher_row_tokens", "packed_tokens": "teacher_tokens",
+            "plain_tokens": "teacher_plain_tokens",
+        }  # fmt: skip
         return {
             shown: float(sum(getattr(each, name) for each in self._scorers.values())) for name, shown in names.items()
         }

@@ -15,15 +15,15 @@ Legend: N tokens sampled in a turn, k candidates per position.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
 from ramify.errors import ConfigError, RamifyError, TrainError
 from ramify.train.signals.base import Candidates, Context, Place, Reading, Row, Scorer, Scores, Writing
 from ramify.train.signals.hindsight import Hints, hints_of
-from ramify.train.signals.trees import was_cut_off
+from ramify.train.signals.trees import is_scored, was_cut_off
 from ramify.types.message import Message
 from ramify.types.tokens import TokenPath, TokenSpan
 from ramify.types.trajectory import Call, Group, Trajectory
@@ -59,6 +59,9 @@ class Teacher(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     evidence: float = 0.0
     """Only tokens whose log-probability the hint itself moves by more than this count, so that un-hinted tokens are not
     pulled back to an old teacher; takes another pass of the teacher. 0: all tokens count."""
+    turns: Literal["all", "named"] = "all"
+    """Which are scored: all from the hint on, or those up to the one that the hint is about. What comes after it has seen
+    what the hint says, so that there the teacher mostly repeats what it was before."""
     cut_off: bool = False
     """Score trajectories that a limit cut off, too."""
     ema_decay: float = 0.05
@@ -111,6 +114,7 @@ class Teacher(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             for hints in found:
                 _abstain(hints.reading, type(error).__name__)
                 hints.reading.tokens.clear()
+                hints.reading.reference.clear()
         return [hints.reading for hints in found]
 
     def _unhinted(self, trajectory: Trajectory) -> Hints:
@@ -129,32 +133,36 @@ class Teacher(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         for place, candidates in hints.at.items():
             call = trajectory.call(place[0])
             paths = trajectory.paths(call)
-            if len(paths) != 1 or paths[0].logprobs is None:
+            spans = self._spans(paths[0], call, place, hints) if len(paths) == 1 else []
+            if not spans or paths[0].logprobs is None:
                 _abstain(hints.reading, "no whole path of ids")
                 continue
-            single = len(hints.at) > 1
-            for hint in candidates:
+            for hint in candidates if self.choose == "overlap" else candidates[:1]:
                 try:
                     rows.append(
-                        _Hinted(
-                            index, place, hint, *self._row(trajectory, call, paths[0], place, hint, single, writing)
-                        )
+                        _Hinted(index, place, hint, *self._row(trajectory, call, paths[0], spans, hint, writing))
                     )
                 except _CannotWrite as error:
                     _abstain(hints.reading, str(error))
         return rows
 
+    def _spans(self, path: TokenPath, call: Call, place: Place, hints: Hints) -> list[TokenSpan]:
+        """What is scored of ``path`` with a hint at ``place``. With hints at several turns each is for its own."""
+        spans = [span for span in path.spans if span.call == call.id and span.turn >= place[1]]
+        about = [turn for id, turn in hints.reading.notes if id == call.id]
+        if self.turns == "named" and about:
+            spans = [span for span in spans if span.turn <= max(about)] or spans[:1]
+        return spans[:1] if len(hints.at) > 1 else spans
+
     def _row(
-        self, trajectory: Trajectory, call: Call, path: TokenPath, place: Place, hint: str, single: bool,
+        self, trajectory: Trajectory, call: Call, path: TokenPath, spans: list[TokenSpan], hint: str,
         writing: Writing | None,
     ) -> tuple[Row, Row, list[TokenSpan]]:  # fmt: skip
         """(the teacher's row, the plain one, the spans that are scored)."""
-        spans = [span for span in path.spans if span.call == call.id and span.turn >= place[1]]
-        spans = spans[:1] if single else spans  # with hints at several turns each is for its own
         begin, end = spans[0].start, spans[-1].end
         plain = list(path.ids[:end])
         prompt = plain[:begin]
-        given = self._hinted(trajectory, call, place[1], prompt, hint, writing) if hint else prompt
+        given = self._hinted(trajectory, call, spans[0].turn, prompt, hint, writing) if hint else prompt
         row = Row([*given, *plain[begin:]], [(s.start + len(given) - begin, s.end + len(given) - begin) for s in spans])
         for span, (start, stop) in zip(spans, row.spans, strict=True):
             if list(row.ids[start:stop]) != plain[span.start : span.end]:
@@ -189,70 +197,82 @@ class Teacher(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     async def _score(
         self, rows: Sequence[_Hinted], scorer: Scorer, group: Group, found: Sequence[Hints], context: Context
     ) -> None:
+        """One pass of the policy over the plain rows, where it is asked for, and one of the teacher over all candidates."""
         if not rows:
             return
         temperature = context.temperature
-        chosen = await self._chosen(rows, scorer, context)
-        support = await self._support(chosen, context)
-        chosen = [each._replace(support=scores) for each, scores in zip(chosen, support, strict=True)]
-        teacher = await scorer.score(
-            [_at(each.row, temperature, each.support) for each in chosen],
-            top=self.top if self.support == "teacher" else 0,
-        )
-        plain = await self._plain(chosen, scorer, context)
-        old = await self._old(chosen, group, context)
-        for index, (each, scores) in enumerate(zip(chosen, teacher, strict=True)):
-            reading = found[each.number].reading
-            if self.choose == "overlap" and each.hint and reading.notes:
-                reading.notes = dict.fromkeys(reading.notes, each.hint) if len(reading.notes) == 1 else reading.notes
-            evidence = None if plain is None else plain[index].logprobs
-            self._write(reading, each, scores, old[index], evidence)
+        compares = self.choose == "overlap" and len({(row.number, row.place) for row in rows}) < len(rows)
+        student = await self._student(rows, compares, context)
+        theirs = [
+            Row(each.row.ids, each.row.spans, _first(scores.top_ids, self._num_support), temperature)
+            for each, scores in zip(rows, student, strict=True)
+        ]
+        plain = [
+            Row(each.plain.ids, each.plain.spans, row.candidates, temperature)
+            for each, row in zip(rows, theirs, strict=True)
+        ]
+        whole = list(self._whole(group, context))
+        top = max(self.top if self.support == "teacher" else 0, self.overlap if compares else 0)
+        top = ALL if self.top == ALL and self.support == "teacher" else top
+        asked = [*theirs, *(plain if self.evidence else ()), *(each.row for each in whole)]
+        scores = await scorer.score(asked, top=top)
+        for root, values in zip(whole, scores[len(asked) - len(whole) :], strict=True):
+            found[root.number].reading.reference |= _by_place(root.spans, values.logprobs)
+        for index in self._chosen(rows, scores, student):
+            each, reading = rows[index], found[rows[index].number].reading
+            if compares and each.hint and len(reading.notes) == 1:
+                reading.notes = dict.fromkeys(reading.notes, each.hint)
+            evidence = scores[len(rows) + index].logprobs if self.evidence else None
+            old = student[index].logprobs if self.student == "recomputed" else _sampled(each, group)
+            self._write(reading, each, scores[index], student[index], old, evidence)
 
-    async def _chosen(self, rows: Sequence[_Hinted], scorer: Scorer, context: Context) -> list[_Hinted]:
-        """One row per trajectory and place."""
-        by_place: dict[tuple[int, Place], list[_Hinted]] = {}
-        for row in rows:
-            by_place.setdefault((row.number, row.place), []).append(row)
+    @property
+    def _num_support(self) -> int:
+        """Of the policy's likeliest tokens that are candidates."""
+        return self.top if self.support == "student" else 0
+
+    async def _student(self, rows: Sequence[_Hinted], compares: bool, context: Context) -> list[Scores]:
+        """What the policy thinks of the plain rows; empty ones where nobody asks. Rows of one trajectory are the same."""
+        if not (compares or self._num_support or self.student == "recomputed"):
+            return [Scores([])] * len(rows)
+        top = ALL if self._num_support == ALL else max(self._num_support, self.overlap if compares else 0)
+        plain = [Row(each.plain.ids, each.plain.spans, (), context.temperature) for each in rows]
+        return list(await context.scorers["live"].score(plain, top=top))
+
+    def _whole(self, group: Group, context: Context) -> Iterator[_Whole]:
+        """The roots of the group as they were sampled, where the teacher is who training compares them with by a KL: packed
+        together, teacher's rows cost no prompt of their own, and training is spared this pass. Not where candidates are
+        asked for, which would be made of these rows as well."""
+        if not context.wants_reference or self.source != "reference" or self.top:
+            return
+        for index, trajectory in enumerate(group.trajectories):
+            if not is_scored(trajectory):
+                continue
+            root = trajectory.root
+            paths = trajectory.paths(root)
+            spans = paths[0].spans if len(paths) == 1 and paths[0].logprobs is not None else ()
+            if spans and all(span.call == root.id for span in spans):
+                ids, places = list(paths[0].ids[: spans[-1].end]), [(span.start, span.end) for span in spans]
+                yield _Whole(index, Row(ids, places, (), context.temperature, is_plain=True), list(spans))
+
+    def _chosen(self, rows: Sequence[_Hinted], teacher: Sequence[Scores], student: Sequence[Scores]) -> list[int]:
+        """Of the rows of each trajectory and place the index of one."""
+        by_place: dict[tuple[int, Place], list[int]] = {}
+        for index, row in enumerate(rows):
+            by_place.setdefault((row.number, row.place), []).append(index)
         if self.choose == "first":
             return [candidates[0] for candidates in by_place.values()]
-        several = [row for candidates in by_place.values() if len(candidates) > 1 for row in candidates]
-        num = self.overlap
-        theirs = await scorer.score([_at(row.row, context.temperature) for row in several], top=num) if several else []
-        plain = [_at(row.plain, context.temperature) for row in several]
-        ours = await context.scorers["live"].score(plain, top=num) if several else []
-        shared = {
-            id(row): sum(len({*a} & {*b}) for a, b in zip(teacher.top_ids, student.top_ids, strict=True))
-            for row, teacher, student in zip(several, theirs, ours, strict=True)
-        }
-        return [max(candidates, key=lambda row: shared.get(id(row), 0)) for candidates in by_place.values()]
 
-    async def _support(self, chosen: Sequence[_Hinted], context: Context) -> list[Scores | None]:
-        """The policy's own distributions, where the candidates are its likeliest tokens."""
-        if not self.top or self.support == "teacher":
-            return [None] * len(chosen)
-        plain = [_at(each.plain, context.temperature) for each in chosen]
-        return list(await context.scorers["live"].score(plain, top=self.top))
+        def shared(index: int) -> int:
+            pairs = zip(teacher[index].top_ids, student[index].top_ids, strict=True)
+            return sum(len({*a[: self.overlap]} & {*b[: self.overlap]}) for a, b in pairs)
 
-    async def _plain(self, chosen: Sequence[_Hinted], scorer: Scorer, context: Context) -> list[Scores] | None:
-        """What the teacher thinks without the hint."""
-        if not self.evidence:
-            return None
-        return await scorer.score([_at(each.plain, context.temperature) for each in chosen])
-
-    async def _old(self, chosen: Sequence[_Hinted], group: Group, context: Context) -> list[list[float]]:
-        """ℓ_o of each row's scored tokens."""
-        if self.student == "recomputed":
-            plain = [_at(each.plain, context.temperature) for each in chosen]
-            return [scores.logprobs for scores in await context.scorers["live"].score(plain)]
-        found = []
-        for each in chosen:
-            turns = {(c.id, i): t for c in group.trajectories[each.number].calls for i, t in enumerate(c.turns)}
-            found.append([value for span in each.spans for value in turns[span.call, span.turn].reply.logprobs or ()])
-        return found
+        return [max(each, key=shared) if len(each) > 1 else each[0] for each in by_place.values()]
 
     def _write(
-        self, reading: Reading, row: _Hinted, scores: Scores, old: Sequence[float], plain: Sequence[float] | None
-    ) -> None:
+        self, reading: Reading, row: _Hinted, scores: Scores, student: Scores, old: Sequence[float],
+        plain: Sequence[float] | None,
+    ) -> None:  # fmt: skip
         num = sum(span.end - span.start for span in row.spans)
         if not len(scores.logprobs) == len(old) == num:
             raise TrainError(
@@ -268,10 +288,12 @@ class Teacher(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
                 moved = [abs(t - p) > self.evidence for t, p in zip(scores.logprobs[at], plain[at], strict=True)]
                 gaps = [gap if counts else 0.0 for gap, counts in zip(gaps, moved, strict=True)]
             reading.tokens[place], reading.logprobs[place] = gaps, scores.logprobs[at]
-            if scores.top:
-                reading.top[place] = Candidates(scores.top_ids[at], scores.top[at])
-            elif row.support is not None:
-                reading.top[place] = Candidates(row.support.top_ids[at], scores.candidates[at], row.support.top[at])
+            if num := self._num_support:
+                reading.top[place] = Candidates(
+                    _first(student.top_ids[at], num), scores.candidates[at], _first(student.top[at], num)
+                )
+            elif self.top:
+                reading.top[place] = Candidates(_first(scores.top_ids[at], self.top), _first(scores.top[at], self.top))
 
 
 class _CannotWrite(Exception):
@@ -289,12 +311,36 @@ class _Hinted(NamedTuple):
     plain: Row
     """The same without the hint."""
     spans: list[TokenSpan]
-    support: Scores | None = None
 
 
-def _at(row: Row, temperature: float, support: Scores | None = None) -> Row:
-    """``row`` with what scoring it needs to know besides."""
-    return Row(row.ids, row.spans, support.top_ids if support is not None else (), temperature)
+class _Whole(NamedTuple):
+    """A root as it was sampled."""
+
+    number: int
+    row: Row
+    spans: list[TokenSpan]
+
+
+T = TypeVar("T")
+
+
+def _first(rows: Sequence[Sequence[T]], num: int) -> list[list[T]]:
+    """The first ``num`` of each row, which are the likeliest; nothing for 0, all for ``ALL``."""
+    if not num:
+        return []
+    return [list(row if num == ALL else row[:num]) for row in rows]
+
+
+def _by_place(spans: Sequence[TokenSpan], values: Sequence[float]) -> dict[Place, list[float]]:
+    """One number after the other, by the turns that they are about."""
+    given = iter(values)
+    return {(span.call, span.turn): [next(given) for _ in range(span.end - span.start)] for span in spans}
+
+
+def _sampled(row: _Hinted, group: Group) -> list[float]:
+    """ℓ_o of the row's scored tokens, as the sampler said."""
+    turns = {(c.id, i): t for c in group.trajectories[row.number].calls for i, t in enumerate(c.turns)}
+    return [value for span in row.spans for value in turns[span.call, span.turn].reply.logprobs or ()]
 
 
 def _abstain(reading: Reading, reason: str) -> None:

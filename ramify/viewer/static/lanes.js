@@ -1,40 +1,42 @@
 // Where the bars of a picture lie: which lane of its band each call has, and how high the bands are.
 
-// A heap of [order, value], smallest order first.
+// A heap of numbers, each with an order; the smallest order comes first. Two arrays of numbers, so that none is an object.
 class Heap {
   constructor() {
-    this.items = [];
+    this.orders = [];
+    this.values = [];
   }
   get size() {
-    return this.items.length;
+    return this.orders.length;
   }
-  peek() {
-    return this.items[0];
+  get least() {
+    return this.orders[0];
   }
-  push(item) {
-    const items = this.items;
-    let at = items.push(item) - 1;
+  push(order, value) {
+    const { orders, values } = this;
+    let at = orders.length;
     while (at > 0) {
       const up = (at - 1) >> 1;
-      if (items[up][0] <= items[at][0]) break;
-      [items[up], items[at]] = [items[at], items[up]];
+      if (orders[up] <= order) break;
+      orders[at] = orders[up];
+      values[at] = values[up];
       at = up;
     }
+    orders[at] = order;
+    values[at] = value;
   }
   pop() {
-    const items = this.items, top = items[0], last = items.pop();
-    if (items.length) {
-      items[0] = last;
-      let at = 0;
-      for (;;) {
-        const left = 2 * at + 1, right = left + 1;
-        let least = at;
-        if (left < items.length && items[left][0] < items[least][0]) least = left;
-        if (right < items.length && items[right][0] < items[least][0]) least = right;
-        if (least === at) break;
-        [items[least], items[at]] = [items[at], items[least]];
-        at = least;
+    const { orders, values } = this, top = values[0], order = orders.pop(), value = values.pop(), size = orders.length;
+    for (let at = 0, below; size; at = below) {
+      below = 2 * at + 1;
+      if (below + 1 < size && orders[below + 1] < orders[below]) below++;
+      if (below >= size || orders[below] >= order) {
+        orders[at] = order;
+        values[at] = value;
+        break;
       }
+      orders[at] = orders[below];
+      values[at] = values[below];
     }
     return top;
   }
@@ -56,11 +58,11 @@ export class Lanes {
         continue;
       }
       const band = (this.bands[bandOf(call)] ||= emptyBand());
-      while (band.ending.size && band.ending.peek()[0] <= call.started_s) {
-        const lane = band.ending.pop()[1];
-        band.free.push([lane, lane]);
+      while (band.ending.size && band.ending.least <= call.started_s) {
+        const lane = band.ending.pop();
+        band.free.push(lane, lane);
       }
-      this.of.push(band.free.size ? band.free.pop()[1] : band.num++);
+      this.of.push(band.free.size ? band.free.pop() : band.num++);
       this.ended.push(false);
       band.calls.push(index);
       if (call.ended_s !== null) this.end(index, call);
@@ -69,7 +71,7 @@ export class Lanes {
   }
   end(index, call) {
     this.ended[index] = true;
-    this.bands[bandOf(call)].ending.push([call.ended_s, this.of[index]]);
+    this.bands[bandOf(call)].ending.push(call.ended_s, this.of[index]);
   }
 }
 

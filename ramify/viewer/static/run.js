@@ -9,6 +9,7 @@ import { marksOf } from "./turn.js";
 import { count, dollars, many, moment, number, oneLine, seconds, stopWords, ticking } from "./format.js";
 
 const NONE = [];
+const FIRST_TEXTS = 256;  // calls whose texts come with the picture, as early.js asks for it
 
 // What is known of a run, kept up to date by what the server sends.
 export class Run {
@@ -20,6 +21,19 @@ export class Run {
     // A column of one value is that value alone.
     const whole = Object.fromEntries(Object.entries(columns).map(([name, each]) => [name, Array.isArray(each) ? each : new Array(num).fill(each)]));
     for (let index = 0; index < num; index++) this.add(index, callAt(whole, index));
+  }
+
+  // Texts that came later, of the calls from `first` on; what was told of a call meanwhile is newer.
+  addTexts(first, { question, answer }) {
+    const changed = [];
+    for (let at = 0; at < question.length && first + at < this.calls.length; at++) {
+      const call = this.calls[first + at];
+      if (call.question) continue;
+      call.question = question[at];
+      call.answer ||= answer[at];
+      changed.push(first + at);
+    }
+    return changed;
   }
 
   setHead(head) {
@@ -79,9 +93,10 @@ function callAt(of, at) {
 }
 
 export async function runPage(page, key, route) {
-  const run = new Run(await get("/api/run", { key }));
+  const told = await get("/api/run", { key, texts: FIRST_TEXTS }), run = new Run(told);
   const view = new RunView(run, key);
   view.start(page, route);
+  if (told.texts < told.num) requestAnimationFrame(() => setTimeout(() => view.fetchTexts(told.texts)));  // what is in sight goes before
   return view;
 }
 
@@ -155,6 +170,18 @@ class RunView {
     if (this.stop) this.stop();
     this.picture.close();
     this.outline.close();
+  }
+
+  async fetchTexts(first) {
+    try {
+      const changed = this.run.addTexts(first, await get("/api/texts", { key: this.key, from: first }));
+      if (this.picture.closed) return;
+      this.picture.later();
+      this.outline.changed(Boolean(this.outline.filter));
+      this.transcript.changed(changed);
+    } catch (error) {
+      toast(error.message);
+    }
   }
 
   // The address changed, but not the run.

@@ -164,7 +164,9 @@ def test_a_critic_is_that_of_one_process(ranks: Ranks, kind: str, tmp_path: Path
         measured = [each.optim_step() for each in (ours, single)]
         assert measured[0] == pytest.approx(measured[1], rel=1e-3)
     assert [name for name, _ in ours.weights()] == [name for name, _ in single.weights()]
-    ours.save(tmp_path)
+    wait = ours.save(tmp_path)
+    assert wait is not None
+    wait()
     again = over_ranks()
     again.load(tmp_path)
     for here, there in zip(again.values(batches), ours.values(batches), strict=True):

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import sys
 import time
+import urllib.request
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from ramify.errors import ConfigError
 from ramify.inference.http.spec import InferenceSpec
-from ramify.train.placement.counted import check_reach
+from ramify.train.placement.counted import check_reach, settled
 from ramify.train.placement.here import HereHosts
 from ramify.train.placement.hosts import PlacedEngine
 from ramify.train.placement.seats import Member
+from ramify.train.placement.services import Services
+from ramify.train.placement.spec import PlacementSpec, Pool, Role, Service
 from tests.train.small import small
 
 SCRIPT = "echo begins with $GIVEN; sleep 1000 & echo $!; wait"
@@ -76,6 +83,40 @@ def test_an_engine_listens_where_others_reach_it(tmp_path: Path) -> None:
     assert engines[1].ended == 3
     assert f"{tmp_path} --host 10.0.0.2 --port 7002 --dtype float32 --weight-transfer" in engines[1].said()
     hosts.close()
+
+
+def test_a_service_is_asked_where_it_was_placed(tmp_path: Path) -> None:
+    """Python's own server of files as a judge; another that ends at once."""
+    judge = Service(
+        command=(sys.executable, "-m", "http.server", "--bind", "{host}", "{port}"),
+        variable="RAMIFY_TEST_JUDGE",
+        path="/",
+    )
+    (tmp_path / "verdict").write_text("right")
+
+    async def ask() -> str:
+        services = Services(HereHosts(), {"judge": judge}, tmp_path)
+        await services.start()
+        address = os.environ["RAMIFY_TEST_JUDGE"]
+        try:
+            assert address.startswith("http://127.0.0.1:")
+            return await asyncio.to_thread(lambda: urllib.request.urlopen(address, timeout=60).read().decode())
+        finally:
+            await services.close()
+
+    assert "Directory listing" in asyncio.run(ask())
+    assert "RAMIFY_TEST_JUDGE" not in os.environ
+    broken = Service(command=("sh", "-c", "echo no model; exit 7"), variable="RAMIFY_TEST_JUDGE")
+    with pytest.raises(ConfigError, match=r"service 'judge' \(process \d+ on .*\) ended with status 7 .* no model"):
+        asyncio.run(Services(HereHosts(), {"judge": broken}, tmp_path).start())
+
+    spec = PlacementSpec(pools={"main": Pool(gpus=1, cpus=4)}, services={"judge": Service(
+        command=("x",), variable="Y", gpus=1
+    )})  # fmt: skip
+    _, found = settled(small(placement=spec))
+    assert [seat.members for seat in found] == [(Member("trainer", 0),), (Member("judge", 0),)]
+    with pytest.raises(ConfigError, match="trainer 1 x 1 \\+ judge 1 x 1 = 2 GPUs, and it has 1 x 1 = 1"):
+        settled(small(placement=msgspec.structs.replace(spec, trainer=Role(gpus=1))))
 
 
 @pytest.mark.parametrize(

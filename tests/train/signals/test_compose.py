@@ -27,7 +27,7 @@ from ramify.train.signals.norm import early_first, step_index
 from ramify.train.signals.outcome import Outcome, shaped
 from ramify.train.stamps import Stamp, Stamped
 from ramify.types.message import Message, Reply, ToolCall
-from ramify.types.trajectory import Call, Cell, Group, Parent, Stop, Trajectory, Turn
+from ramify.types.trajectory import Call, Cell, Group, Mark, Parent, Stop, Trajectory, Turn
 
 
 def rollout(id: str, *sampled: int, reward: float | None = 0.0, given: int = 2) -> Trajectory:
@@ -331,6 +331,19 @@ def test_terms_and_wrapped_algorithms_that_there_are_not() -> None:
     assert isinstance(Hybrid().given({}, 0), Composed)
 
 
+def test_what_a_signal_computed_of_the_reference_is_not_asked_for_again() -> None:
+    """The rows of one rollout have the stream, those of the other are left to the trainer."""
+    one = group(1, 0, sampled=(2, 1))
+    known = {("0", 0): [-0.25, -0.5], ("0", 1): [-1.0]}
+    found = Hybrid().given({"teacher": {"r1": Reading(reference=known)}}, 0).stamp([one], {})
+    first, second = sequences(found.rollouts)
+    assert "ref_logprobs" not in first.streams
+    assert second.streams["ref_logprobs"].tolist() == [0, 0, -0.25, -0.5, 0, 0, -1.0]
+    known["0", 0].pop()
+    with pytest.raises(TrainError, match="'reference', trajectory r1, call 0, turn 0: 1 numbers for 2 sampled tokens"):
+        Hybrid().given({"teacher": {"r1": Reading(reference=known)}}, 0).stamp([one], {})
+
+
 def test_judges_calls_are_never_learnt_from() -> None:
     from ramify.train.algorithms.sft import SFT
     from ramify.train.signals.asking import put_on_tree
@@ -340,11 +353,28 @@ def test_judges_calls_are_never_learnt_from() -> None:
     asked = Call("", "judge", "test:j", 1, "process of turn 0", parent=Parent("0", 0, 0), turns=[turn])
     put_on_tree(one, {"process": Reading(turns={("0", 0): 1.0}, notes={("0", 0): "because"}, calls=[asked])})
     assert [call.id for call in one.calls] == ["0", "0.0"]
-    assert one.metadata == {"scores": {"0/0": {"process": 1.0}}, "notes": {"0/0": {"process": "because"}}}
+    assert one.marks == [Mark("process", "0", 0, {"process": 1.0}, text="because")]
     found = SFT(llm_calls=True).stamp([Group("t/0", [one])], {})
     assert list(found.rollouts[0].stamps) == [("0", 0)]
     loud = Group("t/0", [one, rollout("r1", 2, reward=0)])
     assert {place for each in DrGRPO(llm_calls=True).stamp([loud], {}).rollouts for place in each.stamps} == {("0", 0)}
+
+
+def test_what_signals_found_stands_beside_what_it_is_about() -> None:
+    """A teacher's gaps on the tokens, its hint where it belongs, a reward on the root; what is no number is in no file."""
+    from ramify.train.signals.asking import put_on_tree
+
+    one = rollout("r0", 2, 2, reward=1)
+    teacher = Reading(tokens={("0", 0): [0.123456, -0.5], ("0", 1): [math.nan, 1.0]}, notes={("0", 1): "add first"})
+    put_on_tree(
+        one, {"teacher": teacher, "outcome": Reading(outcome=-0.9), "process": Reading(turns={("0", 0): math.inf})}
+    )
+    assert one.marks == [
+        Mark("teacher", "0", 0, {"mean of its tokens": pytest.approx(-0.188272)}, {"teacher": [0.1235, -0.5]}),
+        Mark("teacher", "0", 1, text="add first"),
+        Mark("outcome", "0", values={"outcome": -0.9}),
+    ]  # fmt: skip
+    assert msgspec.json.decode(msgspec.json.encode(one), type=Trajectory).marks[1:] == one.marks[1:]
 
 
 def test_tool_use_and_format() -> None:

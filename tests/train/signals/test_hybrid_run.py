@@ -28,6 +28,11 @@ from ramify.train.signals.process import Process
 from ramify.train.signals.teacher import Teacher
 from ramify.train.signals.tools import ToolUse
 from ramify.train.stages import Sample
+from ramify.viewer.library import Library
+from ramify.viewer.tokens import tokens
+from ramify.viewer.training import kept, samples
+from ramify.viewer.transcript import transcript
+from ramify.viewer.watch import Watched
 from tests.train.small import small
 
 TEACHER = Term(signal="teacher", weight=Anneal(1.0, 0.0, steps=50), clip=2.0, route="hinted")
@@ -53,6 +58,7 @@ def hybrid(tmp_path: Path, **fields: Any) -> Any:
             "tools": ToolUse(),
         },
         "judge_cache": str(tmp_path / "judges"),
+        "loss": Loss(kl_beta=0.01, kl="k3"),
     }  # fmt: skip
     rl = msgspec.structs.replace(small().rl, **(options | fields))
     return small(rl=rl, warmup=None, cadence=Cadence(evaluate=0, rollouts=1))
@@ -71,9 +77,11 @@ def test_two_steps_with_every_signal(tmp_path: Path) -> None:
         assert 0 < row["teacher/mean_abs"] <= 2
         assert row["ce_loss"] > 0
         assert row["teacher_s"] > 0
+        assert row["teacher_plain_tokens"] > 0
         assert row["signals_wait_s"] >= 0
         assert 0 < row["signal_share/teacher"] < 1
         assert row["judge_calls"] <= row["process/votes"] * 2
+    assert rows[0]["ref_kl"] < 1e-6 < rows[1]["ref_kl"]  # at first the policy is the reference, whoever scored it
     assert rows[1]["teacher/weight"] == pytest.approx(0.98)
     kept = list(trajectories(out / "rollouts"))
     assert len(kept) == 12
@@ -84,17 +92,36 @@ def test_two_steps_with_every_signal(tmp_path: Path) -> None:
     assert {call.parent.call for call in asked if call.parent} == {"0"}
     assert asked[0].answer == r"fine \boxed{1}"
     assert len({call.id for call in one.calls}) == len(one.calls)
-    assert one.metadata["scores"]["0/0"]["process"] == 1.0
-    hinted = [each for each in kept if each.metadata.get("notes")]
-    assert {text for each in hinted for note in each.metadata["notes"].values() for text in note.values()} == {
-        "say even things, and few of them"
-    }
+    shown_beside_the_turns(out)
     assert (out / "reference/model.safetensors").is_file()
     learn_from_what_was_kept(out, tmp_path)
     again = stored(out)
     assert again.rl is not None
     assert again.rl.algorithm == run.rl.algorithm
     assert again.rl.signals == run.rl.signals
+
+
+def shown_beside_the_turns(out: Path) -> None:
+    """What the viewer reads of a run's kept rollouts: judges' votes on the turns, hints, and the teacher's number per token."""
+    library = Library([out])
+    step, path = max(kept(out).items())
+    keys = [row["key"] for row in samples(out, step, f"p0/rollouts/{path.name}")["rows"]]
+    assert len(keys) == 6
+    hints = []
+    for key in keys:
+        run = Watched(library.find(key))
+        run.refresh()
+        turns = transcript(run, "0")["turns"]
+        marks = {mark["by"]: mark for mark in turns[0]["marks"]}
+        assert marks["process"]["values"] == {"process": 1.0}
+        assert marks["rule"]["values"]
+        hints += [mark["text"] for turn in turns for mark in turn["marks"] if mark["text"]]
+        told = tokens(run, "0", 0)
+        assert len(told["scores"].get("teacher", told["sampled"])) == len(told["sampled"])
+        assert ("teacher" in told["scores"]) == ("teacher" in marks)
+        assert transcript(run, "0.0")["kind"] == "judge"
+    assert 0 < len(hints) < 6
+    assert {*hints} == {"say even things, and few of them"}
 
 
 def learn_from_what_was_kept(out: Path, tmp_path: Path) -> None:

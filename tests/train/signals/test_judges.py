@@ -23,7 +23,7 @@ from ramify.train.signals.judge import Hinted, HintJudge, StepJudge, judge_of, r
 from ramify.train.signals.outcome import Outcome
 from ramify.train.signals.process import Process, merged
 from ramify.types.message import Message, Reply
-from ramify.types.trajectory import Call, Cell, Group, Stop, Trajectory, Turn
+from ramify.types.trajectory import Call, Cell, Group, Mark, Stop, Trajectory, Turn
 
 ITEM = Item("What is w3 of 5?", gold="1742", id="t/0")
 
@@ -78,7 +78,8 @@ def test_votes_are_read_strictly(text: str, vote: int | None) -> None:
     ("text", "found"),
     [
         (r"<hint>use f7 for w3</hint> \boxed{1}", Hinted(1, "use f7 for w3")),
-        (r"\boxed{1} <hint>a</hint> <hint> b </hint>", Hinted(1, "b")),
+        (r"\boxed{1} <hint>a</hint> <hint> b </hint>", None),  # which of the two would be a guess
+        (r"\boxed{1} <hint> b </hint>", Hinted(1, "b")),
         (r"\boxed{-1}", Hinted(-1, "")),
         (r"<hint>use f7</hint> \boxed{-1}", Hinted(-1, "")),
         (r"use f7 \boxed{1}", None),  # accepted without a hint
@@ -208,7 +209,18 @@ def test_every_turn_is_judged_and_bad_output_is_counted() -> None:
     assert [call.id for call in one.calls] == ["0", "0.0", "0.1", "0.2", "0.3"]
     assert [call.id for call in one.children(one.root)] == ["0.0", "0.1", "0.2", "0.3"]
     assert one.usage.calls == 4
-    assert one.metadata["scores"] == {"0/0": {"process": 0.0}}
+    assert one.marks == [Mark("process", "0", 0, {"process": 0.0})]
+
+
+def test_a_hint_may_be_given_once_in_a_group() -> None:
+    def say(messages: Any) -> str:
+        return r"<hint>call f7 where w3 stands</hint> \boxed{1}"
+
+    first, second = reading(
+        Hindsight(judge=HintJudge(model="scripted:judge"), once=True), rollout("a"), rollout("b"), script=say
+    )
+    assert first.notes == {("0", 1): "call f7 where w3 stands"}
+    assert (second.notes, second.abstained) == ({}, "rejected/repeated")
 
 
 def test_a_judge_never_sees_the_gold_and_is_told_what_is_quoted() -> None:

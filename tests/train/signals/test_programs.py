@@ -83,7 +83,7 @@ def test_shuffled_hints_are_of_another_problem() -> None:
     assert hint.startswith("use @w")
     about = int(hint.removeprefix("use @w").partition("@")[0])
     assert about in {w for w, _ in Problem.read(other.question).steps}  # type: ignore[union-attr]
-    assert first.reading.notes == {("0", 1): hint}
+    assert first.reading.notes == {("0", 0): hint}  # beside the turn that raised
     assert not second.at
     again, _ = asyncio.run(Shuffled(source).hints(group, context))
     assert again.at == first.at

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 
@@ -83,12 +84,14 @@ async def scorer_of(policy: Policy) -> AsyncIterator[PolicyScorer]:
     yield PolicyScorer(backend, policy.window, policy.config.vocab_size, asyncio.to_thread)
 
 
-def read(teacher: Teacher, group: Group, policy: Policy, *, temperature: float = 1.0, **scorers: Any) -> list[Reading]:
+def read(
+    teacher: Teacher, group: Group, policy: Policy, *, temperature: float = 1.0, wants_reference: bool = False, **scorers: Any
+) -> list[Reading]:  # fmt: skip
     async def found() -> list[Reading]:
         async with scorer_of(policy) as scorer:
             context = Context(
                 step=0, items={"t/0": ITEM}, scorers={"live": scorer, "reference": scorer, **scorers},
-                writing=policy.renderer, temperature=temperature,
+                writing=policy.renderer, temperature=temperature, wants_reference=wants_reference,
             )  # fmt: skip
             return await teacher.read(group, context)
 
@@ -96,13 +99,28 @@ def read(teacher: Teacher, group: Group, policy: Policy, *, temperature: float =
 
 
 class Says:
-    """A judge that gives these hints."""
+    """A judge that gives these hints, to one rollout alone or to all, about a turn or the last one."""
 
-    def __init__(self, *hints: str) -> None:
-        self.hints = hints
+    def __init__(self, *hints: str, only: str = "", about: int | None = None) -> None:
+        self.hints, self.only, self.about = hints, only, about
 
     async def judge(self, view: View) -> Verdict:
-        return Verdict(accept=bool(self.hints), hint=self.hints[0] if self.hints else "", hints=self.hints)
+        hints = self.hints if self.only in ("", view.trajectory.id) else ()
+        place = None if self.about is None else ("0", self.about)
+        return Verdict(accept=bool(hints), hint=hints[0] if hints else "", hints=hints, place=place)
+
+
+class Counting:
+    """A scorer, and what it was asked."""
+
+    def __init__(self, policy: Policy) -> None:
+        backend = Single(policy, None, Compute(precision="fp32"))
+        self.inner = PolicyScorer(backend, policy.window, policy.config.vocab_size, asyncio.to_thread)
+        self.asked: list[Sequence[Row]] = []
+
+    async def score(self, rows: Sequence[Row], *, top: int = 0) -> list[Scores]:
+        self.asked.append(rows)
+        return await self.inner.score(rows, top=top)
 
 
 def hinted(*hints: str, **options: Any) -> Teacher:
@@ -206,6 +224,59 @@ def test_the_hint_whose_teacher_agrees_most_with_the_policy_is_chosen(policy: Po
     for index, reading in enumerate(chosen):
         counts = {hint: shared(hint, index) for hint in (HINT, OTHER)}
         assert counts[reading.notes[("0", 1)]] == max(counts.values())
+
+
+def test_the_chosen_hints_candidates_take_one_pass_of_each_model(policy: Policy, group: Group) -> None:
+    """The policy's four likeliest tokens under the hint that agrees with it most: both models see each row once."""
+    options: dict[str, Any] = {"top": 4, "support": "student"}
+    theirs, ours = Counting(policy), Counting(policy)
+    teacher = hinted(HINT, OTHER, choose="overlap", **options)
+    found = read(teacher, group, policy, reference=theirs, live=ours)
+    assert [len(rows) for rows in theirs.asked] == [len(rows) for rows in ours.asked] == [6]
+    first = Counting(policy)
+    read(hinted(HINT, OTHER), group, policy, reference=first)
+    assert [len(rows) for rows in first.asked] == [3]  # where nothing is compared only the first hint is scored
+    alone = {hint: read(hinted(hint, **options), group, policy) for hint in (HINT, OTHER)}
+    for index, reading in enumerate(found):
+        expected = alone[reading.notes[("0", 1)]][index].top
+        for place, top in reading.top.items():
+            assert (top.ids, len(top.ids[0])) == (expected[place].ids, 4)
+            assert np.allclose(top.teacher, expected[place].teacher, atol=1e-5)
+            assert np.allclose(top.student, expected[place].student, atol=1e-5)
+
+
+def test_what_training_compares_with_is_scored_on_the_way(policy: Policy, group: Group) -> None:
+    """One of three is hinted: all three get the reference's log-probabilities, and the teacher adds the hint and one reply."""
+    scorer = Counting(policy)
+    teacher = Teacher(hints=Hindsight(judge=Says(HINT, only="r1")))
+    found = read(teacher, group, policy, wants_reference=True, reference=scorer)
+    assert [bool(each.tokens) for each in found] == [False, True, False]
+    plain = read(Teacher(source="live"), group, policy)
+    for reading, expected in zip(found, plain, strict=True):
+        assert reading.reference.keys() == expected.logprobs.keys()
+        for place, values in expected.logprobs.items():
+            assert reading.reference[place] == pytest.approx(values, abs=1e-5)
+    (rows,) = scorer.asked
+    whole = [len(row.ids) for row in rows if row.is_plain]
+    assert scorer.inner.plain_tokens <= sum(whole)
+    assert scorer.inner.packed_tokens <= max(len(row.ids) for row in rows if not row.is_plain)
+    for silent in (Says(), Says(HINT)):  # nobody is hinted; the teacher is another than who training compares with
+        source = "reference" if not silent.hints else "ema"
+        quiet = Teacher(hints=Hindsight(judge=silent), source=source)
+        assert not any(
+            each.reference for each in read(quiet, group, policy, wants_reference=True, ema=Counting(policy))
+        )
+
+
+def test_turns_after_the_one_that_a_hint_is_about_may_be_left_out(policy: Policy, group: Group) -> None:
+    told = Says(HINT, about=0)
+    whole = read(Teacher(hints=Hindsight(judge=told)), group, policy)[0]
+    named = read(Teacher(hints=Hindsight(judge=told), turns="named"), group, policy)[0]
+    assert (sorted(whole.tokens), sorted(named.tokens)) == ([("0", 0), ("0", 1)], [("0", 0)])
+    assert named.tokens[("0", 0)] == pytest.approx(whole.tokens[("0", 0)], abs=1e-5)
+    assert named.notes == {("0", 0): HINT}
+    nameless = read(hinted(HINT, turns="named"), group, policy)[0]
+    assert sorted(nameless.tokens) == [("0", 0), ("0", 1)]
 
 
 def test_only_tokens_that_the_hint_moves_count_where_evidence_is_asked_for(policy: Policy, group: Group) -> None:

@@ -1,0 +1,78 @@
+"""What studies of many training runs have in common: runs that are made once, a page that is filled in, and what is told.
+
+A run is a process of its own with one thread of torch. One that is over is not made again; one that was cut short goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from engine import Figure, show
+
+from ramify.train.checkpoint import Checkpoints
+
+ROOT = Path(__file__).parents[1]
+
+
+def python(*arguments: str) -> None:
+    """Run a command of this Python with one thread. Raises where it fails."""
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdin=subprocess.DEVNULL)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)} failed with {done.returncode}")
+
+
+def is_trained(folder: Path) -> bool:
+    return (folder / "policy" / "config.json").is_file()
+
+
+def train(folder: Path, recipe: str, *overrides: str) -> Path:
+    """The folder of a run that is over; carried out, or gone on with, where it is not."""
+    if not is_trained(folder):
+        path = ["--resume", str(folder)] if Checkpoints(folder).all() else [recipe, *overrides, "--out", str(folder)]
+        python("-m", "ramify", "train", *path, "--plain")
+    return folder
+
+
+def parser(question: str, quick: str, name: str, num_seeds: int) -> argparse.ArgumentParser:
+    """The options of a study called ``name``."""
+    found = argparse.ArgumentParser(description=question)
+    found.add_argument("--quick", action="store_true", help=quick)
+    found.add_argument("--json", action="store_true", help="print the figures as JSON on the last line")
+    found.add_argument("--seeds", type=int, nargs="+", default=list(range(num_seeds)))
+    found.add_argument("--report", action="store_true", help="make no runs: write what those say that are over")
+    found.add_argument("--runs", type=Path, default=ROOT / "runs" / name, help="where runs are kept")
+    return found
+
+
+def folder_of(options: argparse.Namespace) -> Path:
+    """Where the runs of a study are, which is made."""
+    folder: Path = options.runs.resolve() / ("quick" if options.quick else "whole")
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def fill(page: Path, parts: Mapping[str, str]) -> None:
+    """Put each text between the marks of its name. Raises where the page has no place for it."""
+    text = page.read_text(encoding="utf-8")
+    for name, part in parts.items():
+        begin, end = f"<!-- begin {name} -->\n", f"<!-- end {name} -->"
+        head, mark, rest = text.partition(begin)
+        if not mark or end not in rest:
+            raise SystemExit(f"{page} has no place for {name}: {begin.strip()} … {end}")
+        text = head + begin + part + end + rest.partition(end)[2]
+    page.write_text(text, encoding="utf-8")
+
+
+def tell(found: Sequence[Figure], as_json: bool) -> int:
+    """Show the figures; the exit code: 1 where one misses what is promised."""
+    show(list(found))
+    if as_json:
+        print(json.dumps({"figures": [figure.as_json() for figure in found]}))
+    return 1 if any(figure.holds is False for figure in found) else 0

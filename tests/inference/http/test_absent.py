@@ -1,0 +1,117 @@
+"""An engine that goes away and comes back: who waits for it, what it is given, and when it is given up.
+
+The servers are real, in this process, on loopback; one that comes back has the weights that it began with.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from ramify.errors import ServerFailed, TrainError
+from ramify.inference.local.client import LocalClient
+from ramify.policy.fingerprint import fingerprint
+from ramify.serve.policy import PolicyServer
+from ramify.types.message import VersionSpan
+from tests.inference.helpers import policy
+from tests.inference.http.test_engines import World, request, run, world
+
+
+@asynccontextmanager
+async def served_again(made: World, which: int) -> AsyncIterator[LocalClient]:
+    """A new server at the address of one that is gone."""
+    port = int(made.servers[which].url.rpartition(":")[2].removesuffix("/v1"))
+    local = LocalClient(policy(), slots=8)
+    async with PolicyServer(local, name="mine", port=port, weight_transfer=True):
+        yield local
+    await local.close()
+
+
+async def stop(made: World, which: int) -> None:
+    await made.servers[which].__aexit__(None, None, None)
+
+
+def test_requests_wait_for_the_only_engine_and_are_answered_by_the_newest_weights() -> None:
+    async def test() -> None:
+        async with world(1, restarts=1, return_s=60.0) as made:
+            await made.train(1)
+            made.engines.absent.came = lambda: _welcome(made, 1)
+            asked = request(3, 40)
+            expected = await made.engines.complete(asked)
+            made.locals[0].pause()
+            flying = asyncio.ensure_future(made.engines.complete(asked))
+            while not made.locals[0].engine.num_steps:
+                await asyncio.sleep(0.001)
+            await stop(made, 0)
+            late = asyncio.ensure_future(made.engines.complete(asked))
+            async with served_again(made, 0) as local:
+                replies = [await flying, await late]
+                assert fingerprint(local.policy.model) == fingerprint(made.trained.model)
+                assert [reply.token_ids for reply in replies] == [expected.token_ids] * 2
+                assert [reply.versions for reply in replies] == [expected.versions] * 2
+                assert made.engines.metrics() == {"engines": 1.0, "engines_lost": 1.0, "engines_back": 1.0}
+                assert made.said[0].endswith("no engine is left; it is waited for, 60 s at most")
+                assert "an engine is back, with version 1 of the weights" in made.said[1]
+                await made.engines.close()
+
+    run(test)
+
+
+async def _welcome(made: World, version: int) -> None:
+    assert await made.engines.welcome(made.sources(), version)
+
+
+@pytest.mark.parametrize("carrier", ["shared", "gloo"])
+def test_an_update_takes_those_that_are_back_along(carrier: str) -> None:
+    async def test() -> None:
+        async with world(2, carrier=carrier, restarts=2, return_s=60.0, update_s=20.0) as made:
+            await stop(made, 1)
+            async with served_again(made, 1) as local:
+                await made.train(1)  # it is back already, and does not know what it is given
+                assert made.said[0].endswith("was this engine started anew?: all weights are sent")
+                await stop(made, 0)
+                asked = [made.engines.complete(request(seed, 4)) for seed in range(4)]
+                assert {reply.versions for reply in await asyncio.gather(*asked)} == {(VersionSpan(0, 4, 1),)}
+                async with served_again(made, 0) as other:
+                    while not made.engines.absent.ready:
+                        await asyncio.sleep(0.01)
+                    await made.train(2)
+                    for each in (local, other):
+                        assert each.version == 2
+                        assert fingerprint(each.policy.model) == fingerprint(made.trained.model)
+                    await made.engines.close()
+
+    run(test)
+
+
+def test_one_that_was_started_anew_unnoticed_is_not_sampled_from() -> None:
+    async def test() -> None:
+        async with world(1, restarts=1, return_s=60.0) as made:
+            await made.train(1)
+            made.engines.absent.came = lambda: _welcome(made, 1)
+            expected = await made.engines.complete(request(3, 40))
+            await stop(made, 0)
+            async with served_again(made, 0):
+                assert (await made.engines.complete(request(3, 40))).token_ids == expected.token_ids
+                assert "answers with version 0 of the weights, and was given version 1" in made.said[0]
+                await made.engines.close()
+
+    run(test)
+
+
+def test_one_that_does_not_come_back_is_given_up() -> None:
+    async def test() -> None:
+        async with world(1, restarts=2, return_s=0.3) as made:
+            await stop(made, 0)
+            with pytest.raises(ServerFailed, match=r"no engine is left: .* did not come back: no engine answers"):
+                await made.engines.complete(request())
+            assert [told.rpartition("; ")[2] for told in made.said] == [
+                "it is waited for, 0.3 s at most", "it is tried again", "it is given up",
+            ]  # fmt: skip
+            with pytest.raises(TrainError, match=r"version 1 of the weights cannot be given to anybody"):
+                await made.train(1)
+
+    run(test)

@@ -1,0 +1,202 @@
+"""Parts of a run that are killed, from outside and for real: the run becomes what it would have been without that.
+
+A folder holds the run still: whoever scores the first rollout of step K says so in ``at-K``, and waits for ``pass-K``.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from ramify.build.run import train
+from ramify.inference.http.spec import InferenceSpec
+from ramify.inference.weights.shared import Shared, sweep
+from ramify.sandbox.base import SandboxSpec
+from ramify.tasks.base import Item, generated
+from ramify.tasks.simple import SimpleTask, Whole
+from ramify.train import groups
+from ramify.train.config import EvaluateSpec, Run, TaskSpec
+from ramify.train.loop import Cadence
+from ramify.train.metrics import Measured, read
+from ramify.train.rollout import RolloutOptions
+from ramify.types.trajectory import Trajectory
+from tests.train.small import _even, _make, small, weights_of
+
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="processes are found in /proc")
+GATE = "RAMIFY_TEST_GATE"
+RECIPE = """
+from tests.train.test_faults import short as run
+"""
+
+
+def short(**changes: Any) -> Run:
+    found = small(
+        warmup=None, task=TaskSpec(name="tests.train.test_faults:gated"), evaluate=EvaluateSpec(num=1, final=()),
+        cadence=Cadence(evaluate=0, checkpoint=1), **changes,
+    )  # fmt: skip
+    assert found.sft is not None
+    assert found.rl is not None
+    rollout = RolloutOptions(group=3, concurrency=1, grace_s=300.0)
+    sft, rl = msgspec.structs.replace(found.sft, num=10), msgspec.structs.replace(found.rl, rollout=rollout)
+    return msgspec.structs.replace(found, sft=sft, rl=rl)
+
+
+def _gated(item: Item, trajectory: Trajectory) -> float:
+    step = trajectory.id.partition("step=")[2].partition("/")[0]
+    gate = Path(os.environ.get(GATE, "/nowhere"))
+    if trajectory.id.endswith("group=0/rollout=0") and gate.is_dir() and not (gate / f"pass-{step}").exists():
+        (gate / f"at-{step}").touch()
+        while not (gate / f"pass-{step}").exists():
+            time.sleep(0.01)
+    return _even(item, trajectory)
+
+
+gated = SimpleTask("gated", generated("gated", _make), Whole(_gated))
+
+
+def below(pid: int) -> Iterator[tuple[int, str]]:
+    """(process, command line) of all that ``pid`` started, and those started."""
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = int(path.read_text().rpartition(")")[2].split()[1])
+            command = (path.parent / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+        except OSError:
+            continue
+        if parent == pid:
+            yield int(path.parent.name), command
+            yield from below(int(path.parent.name))
+
+
+def kill(pid: int, what: str) -> None:
+    for each, command in below(pid):
+        if what in command:
+            os.kill(each, signal.SIGKILL)
+            return
+    raise AssertionError(f"{what} is not there: {list(below(pid))}")
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run that nothing happened to."""
+    out = tmp_path_factory.mktemp("calm") / "out"
+    train(short(), out)
+    return out
+
+
+def same(out: Path, calm: Path) -> None:
+    """Each group once, with the same outcome, and the same policy at the end."""
+    assert groups.accounts(out).balanced
+    ours, theirs = ([(each.step, each.number, each.outcome) for each in groups.read(each)] for each in (out, calm))
+    assert ours == theirs
+    ended = weights_of(out)
+    for name, weight in weights_of(calm).items():
+        assert (ended[name] - weight).abs().max() < 1e-6
+
+
+@LINUX
+def test_a_killed_engine_changes_nothing(calm: Path, tmp_path: Path) -> None:
+    said: list[str] = []
+    killed: list[int] = []
+
+    def listen(measured: Measured) -> None:
+        if measured.stage == "rl" and len(killed) < 1:
+            killed.append(measured.step)
+            kill(os.getpid(), f"serve-policy {tmp_path}")
+
+    train(short(inference=InferenceSpec(probe_s=60.0)), tmp_path, listener=listen, say=said.append)
+    same(tmp_path, calm)
+    assert len(said) == 2
+    assert "and ended with status -9: " in said[0]
+    assert said[0].endswith("no engine is left; it is started again")
+    assert "an engine is back, with version" in said[1]
+    last = [each.values for each in read(tmp_path) if "rl_loss" in each.values][-1]
+    assert (last["engines"], last["engines_lost"], last["engines_back"]) == (1, 1, 1)
+
+
+@LINUX
+def test_a_killed_trainer_goes_on_from_its_last_checkpoint(
+    calm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, gate, log = tmp_path / "recipe.py", tmp_path / "gate", tmp_path / "log"
+    recipe.write_text(RECIPE)
+    gate.mkdir()
+    for step in (0, 1, 3):
+        (gate / f"pass-{step}").touch()
+    monkeypatch.setenv(GATE, str(gate))
+    command = [sys.executable, "-m", "ramify", "train", str(recipe), "--out", str(tmp_path / "out"), "--restarts", "1"]
+    with log.open("wb") as file, subprocess.Popen(command, stdout=file, stderr=file) as process:
+        try:
+            while not (gate / "at-2").exists():
+                assert process.poll() is None, log.read_text()
+                time.sleep(0.02)
+            kill(process.pid, " train ")
+            (gate / "pass-2").touch()
+            assert process.wait() == 0, log.read_text()
+        finally:
+            process.terminate()
+    step = [each.step for each in groups.read(calm)][3]  # after the second step of rollouts, of two groups each
+    checkpoint = tmp_path / "out/checkpoints" / f"step-{step:06d}"
+    assert f"the trainer was killed by signal 9 after step {step}; it goes on from {checkpoint}" in log.read_text()
+    same(tmp_path / "out", calm)
+
+
+@LINUX
+def test_a_trainer_that_gets_no_further_is_given_up(tmp_path: Path) -> None:
+    """One whose recipe is wrong is not tried again at all."""
+    command = [
+        sys.executable,
+        "-m",
+        "ramify",
+        "train",
+        str(tmp_path / "none.py"),
+        "--out",
+        str(tmp_path),
+        "--restarts",
+        "3",
+    ]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    assert ended.stderr.count("is no recipe") == 1
+
+
+@LINUX
+def test_a_killed_supervisor_of_sessions_is_started_again(tmp_path: Path) -> None:
+    killed: list[int] = []
+
+    def listen(measured: Measured) -> None:
+        if measured.stage == "rl" and not killed:
+            killed.append(measured.step)
+            kill(os.getpid(), "forkserver")
+
+    train(small(warmup=None, sandbox=SandboxSpec(provider="process", allow_weaker=True)), tmp_path, listener=listen)
+    assert killed
+    assert groups.accounts(tmp_path).outcomes.get("lost", 0) == 0
+    after = [each.values for each in read(tmp_path) if each.step > killed[0] and "rl_loss" in each.values]
+    assert len(after) == 3
+    assert all(values["sampled_tokens"] > 0 for values in after)
+
+
+def test_buffers_of_a_dead_trainer_are_removed_and_those_of_a_living_one_stay(tmp_path: Path) -> None:
+    import torch
+
+    from ramify.inference.weights.layout import sources
+
+    living = Shared(folder=str(tmp_path))
+    living.open(1)
+    list(living.chunks(sources([("a", torch.ones(3))], torch.float32), 1, whole=True))
+    held = {path.name for path in tmp_path.iterdir()}
+    (tmp_path / "ramify-weights-held-dead-0").write_bytes(b"0" * 64)
+    (tmp_path / "another file").touch()
+    sweep(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {*held, "another file"}
+    living.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["another file"]
