@@ -59,7 +59,11 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("engines", "slots", "ranks", "items", "group", "concurrency", "on_wire"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
-        if min(self.staleness, self.late) < 0 or 0 < self.max_items < self.items or 0 < self.straggle < 1:
+        if (
+            min(self.staleness, self.late) < 0
+            or 0 < self.max_items < self.items
+            or (self.straggle and self.straggle < 1)
+        ):
             raise ConfigError(
                 f"staleness={self.staleness} and late={self.late} cannot be negative, max_items={self.max_items} must be 0 or "
                 f"at least items={self.items}, straggle={self.straggle:g} 0 or at least 1"
