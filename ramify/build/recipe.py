@@ -19,6 +19,8 @@ from ramify.train.override import of_name, override
 def recipe(path: str | Path, overrides: Sequence[str] = ()) -> Run:
     """The run of a recipe file, with overrides. Raises ConfigError for a file without ``def run() -> Run``."""
     path = Path(path)
+    if not path.exists():
+        raise ConfigError(f"{path} is no recipe: there is no such file; recipes/tiny.py is one to begin with")
     spec = importlib.util.spec_from_file_location(path.stem, path) if path.is_file() else None
     if spec is None or spec.loader is None:
         raise ConfigError(f"{path} is no recipe: give a Python file with `def run() -> Run`")

@@ -103,6 +103,12 @@ class WarmUpSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     batch_tokens: int = 2048
     optim: Optim = Optim()
 
+    def __post_init__(self) -> None:
+        if self.steps < 1 or self.batch_tokens < 1:
+            raise ConfigError(
+                f"warmup: steps={self.steps} and batch_tokens={self.batch_tokens} must be at least 1; for none set warmup to null"
+            )
+
 
 class SftSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Supervised fine-tuning."""
@@ -162,6 +168,8 @@ class RlSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     optim: Optim = Optim()
 
     def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise ConfigError(f"rl.steps={self.steps} must be at least 1; for no reinforcement learning set rl to null")
         if not self.signals:
             if isinstance(self.algorithm, Hybrid):
                 self.algorithm.check({})
@@ -188,6 +196,14 @@ class EvaluateSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Splits that are reported before the first rollout, besides the validation stream."""
     final: tuple[str, ...] = ("test",)
     """Splits that are reported at the end, for the last policy and for the best on the validation stream."""
+
+    def __post_init__(self) -> None:
+        if min(self.num, self.attempts, self.num if self.validation is None else self.validation) < 1:
+            raise ConfigError(
+                f"evaluate: num={self.num}, validation={self.validation} and attempts={self.attempts} must be at least 1"
+            )
+        if not self.temperature > 0:
+            raise ConfigError(f"evaluate.temperature={self.temperature} must be above 0")
 
 
 class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

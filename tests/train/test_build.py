@@ -19,7 +19,7 @@ from ramify.inference.http.spec import InferenceSpec
 from ramify.train.algorithms.grpo import GRPO
 from ramify.train.algorithms.sft import SFT
 from ramify.train.checkpoint import Checkpoints, State
-from ramify.train.config import LoraSpec, PolicySpec, Run, SftSpec, TaskSpec, plain
+from ramify.train.config import EvaluateSpec, LoraSpec, PolicySpec, RlSpec, Run, SftSpec, TaskSpec, WarmUpSpec, plain
 from ramify.train.loss import Loss
 from ramify.train.rollout import RolloutOptions
 from tests.train.small import SHAPE, small
@@ -107,6 +107,10 @@ def test_a_group_of_one_is_warned_of() -> None:
         (lambda: SftSpec(), "nothing to learn from"),
         (lambda: SftSpec(demos="ledger", epochs=0), "must be positive"),
         (lambda: LoraSpec(rank=0), "must be at least 1"),
+        (lambda: RlSpec(steps=-5), r"rl\.steps=-5 must be at least 1; for no reinforcement learning set rl to null"),
+        (lambda: WarmUpSpec(steps=0), "warmup: steps=0 and batch_tokens=2048 must be at least 1"),
+        (lambda: EvaluateSpec(num=0), "evaluate: num=0, validation=None and attempts=1 must be at least 1"),
+        (lambda: EvaluateSpec(temperature=0.0), r"evaluate\.temperature=0\.0 must be above 0"),
         (lambda: Run(policy=PolicySpec(path="x")), "has no stage"),
     ],
 )
@@ -131,7 +135,7 @@ def test_files_that_are_no_recipe(tmp_path: Path) -> None:
     for name in ("no_run.py", "other.py"):
         with pytest.raises(ConfigError, match=r"has no `def run\(\) -> Run`"):
             recipe(tmp_path / name)
-    with pytest.raises(ConfigError, match="is no recipe"):
+    with pytest.raises(ConfigError, match=r"missing\.py is no recipe: there is no such file"):
         recipe(tmp_path / "missing.py")
 
 
