@@ -106,7 +106,7 @@ class WarmUpSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     def __post_init__(self) -> None:
         if self.steps < 1 or self.batch_tokens < 1:
             raise ConfigError(
-                f"warmup: steps={self.steps} and batch_tokens={self.batch_tokens} must be at least 1; for none set warmup to null"
+                f"warmup: steps={self.steps} and batch_tokens={self.batch_tokens} must be at least 1; or warmup=null"
             )
 
 
