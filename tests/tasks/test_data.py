@@ -168,7 +168,7 @@ def test_tasks_by_name(tmp_path: Path) -> None:
         (f"{path}:ours", {}, "cannot be loaded: module .* has no attribute 'ours'"),
         (f"{path}:made", {"size": 1}, "is made already and takes no options: leave out size"),
         (f"{path}:other", {}, "gives a int, not a Task"),
-        (f"{tmp_path}/none.py:x", {}, "cannot be loaded"),
+        (f"{tmp_path}/none.py:x", {}, r"there is no file .*none\.py"),
     ):
         with pytest.raises(ConfigError, match=message):
             task_of(name, **options)
