@@ -40,7 +40,7 @@ OTHERS = {
     "staleness 1, nothing late": Shape(staleness=1, late=0),
     "staleness 1, 2 engines, stragglers cut": Shape(staleness=1, late=0, engines=2, slots=8, straggle=2.0),
 }
-QUICK = ("a third of the rollouts at once", "staleness 1")
+QUICK = ("staleness 1",)
 _STEPS = 60
 """That are simulated."""
 
@@ -48,7 +48,7 @@ _STEPS = 60
 def simulate_figures(*, quick: bool = False, embedded: bool = False) -> Iterator[Figure]:
     """The figures of this file; ``scale.py`` joins them to its own."""
     with tempfile.TemporaryDirectory() as name:
-        folder, steps = Path(name), 8 if quick else 16
+        folder, steps = Path(name), 6 if quick else 16
         found = ran(folder / "first", FIRST._replace(steps=steps))
         yield figure("one engine, synchronous (itself)", found, found, floor=False)
         for index, (what, shape) in enumerate(OTHERS.items()):

@@ -1,7 +1,7 @@
 """What a weight sync costs: a model of 100M parameters from a trainer to an engine in a process of its own, by each carrier.
 
     python benchmarks/scale_weights.py            a table; medians of rounds, as ratios to a plain copy of the same bytes
-    python benchmarks/scale_weights.py --quick    a tenth of the size
+    python benchmarks/scale_weights.py --quick    three rounds of five
     python benchmarks/scale_weights.py --json     also prints {"figures": […]} as engine.py does
 
 The engine is `ramify serve-policy`'s own server over a model without attention to speak of; timed is the whole update as the
@@ -36,23 +36,25 @@ CARRIERS: dict[str, dict[str, Any]] = {
 }
 FLOORS = {"shared": 3.0}
 DELTA_FLOOR = 0.2
+MILLIONS = 100
+"""Parameters."""
 ROUNDS = 5
 
 
 def weights_figures(*, quick: bool = False) -> list[Figure]:
     """The figures of this file; ``scale.py`` joins them to its own."""
     with tempfile.TemporaryDirectory() as folder:
-        return asyncio.run(_measured(Path(folder), 10 if quick else 100))
+        return asyncio.run(_measured(Path(folder), 3 if quick else ROUNDS))
 
 
-async def _measured(folder: Path, millions: int) -> list[Figure]:
+async def _measured(folder: Path, rounds: int) -> list[Figure]:
     import torch
 
     from ramify.policy.fingerprint import fingerprint
     from ramify.policy.load import save
 
     torch.set_num_threads(1)
-    policy = _policy(millions)
+    policy = _policy(MILLIONS)
     num_bytes = sum(4 * parameter.numel() for parameter in policy.model.parameters())
     flat = [parameter.detach() for parameter in policy.model.parameters()]
     into = [tensor.clone() for tensor in flat]
@@ -64,11 +66,13 @@ async def _measured(folder: Path, millions: int) -> list[Figure]:
     save(policy, folder / "model")
     with _server(folder) as url:
         for name, options in CARRIERS.items():
-            figures += await _of_carrier(name, options, policy, url, copy_s)
+            figures += await _of_carrier(name, options, policy, url, copy_s, rounds)
     return figures
 
 
-async def _of_carrier(name: str, options: dict[str, Any], policy: Any, url: str, copy_s: float) -> list[Figure]:
+async def _of_carrier(
+    name: str, options: dict[str, Any], policy: Any, url: str, copy_s: float, rounds: int
+) -> list[Figure]:  # fmt: skip
     from ramify.inference.http.client import HttpEngines
     from ramify.inference.http.spec import InferenceSpec
 
@@ -80,8 +84,8 @@ async def _of_carrier(name: str, options: dict[str, Any], policy: Any, url: str,
     try:
         first_s = await _sync(engines, policy, 1)
         if name == "delta":
-            return await _deltas(engines, policy, copy_s)
-        seconds = [await _sync(engines, policy, version) for version in range(2, 2 + ROUNDS)]
+            return await _deltas(engines, policy, copy_s, rounds)
+        seconds = [await _sync(engines, policy, version) for version in range(2, 2 + rounds)]
         whole = Figure(
             f"sync by {label}", median(seconds) / copy_s, "copies", {"the first": first_s / copy_s}, FLOORS.get(label)
         )
@@ -92,7 +96,7 @@ async def _of_carrier(name: str, options: dict[str, Any], policy: Any, url: str,
             shutil.rmtree(options["folder"], ignore_errors=True)
 
 
-async def _deltas(engines: Any, policy: Any, copy_s: float) -> list[Figure]:
+async def _deltas(engines: Any, policy: Any, copy_s: float, rounds: int) -> list[Figure]:
     """A step that moves 1 % of the parameters while the rest is held still; one that moves 1 % of all values."""
     import torch
 
@@ -127,7 +131,7 @@ async def _deltas(engines: Any, policy: Any, copy_s: float) -> list[Figure]:
             for parameter in parameters:
                 parameter.requires_grad_(True)
         seconds = []
-        for _ in range(ROUNDS):
+        for _ in range(rounds):
             change()
             version += 1
             seconds.append(await _sync(engines, policy, version))
