@@ -1,9 +1,4 @@
-"""Which groups begin when, and which a step takes: the rules of ``train/queue.py`` in simulated time.
-
-    with B items a step, weights that k steps made, at most s steps of staleness and l more where a rollout is late:
-    may begin     (k + 1 + s) · B groups in all
-    is taken      what is whole, oldest first; step k waits for those whose first rollout began at k - s - l, and for as many
-                  as later steps could not take in time
+"""A run's queue of groups in simulated time, by the rules of the real one (``train/admission.py``).
 
 A test has both of them decide the same. Leaves out what a rollout is (``play.py``) and what learning takes.
 """
@@ -20,27 +15,17 @@ from simpy import Environment, Event
 
 from ramify.cluster.play import Attempt, Stage
 from ramify.cluster.trees import Rollout
-from ramify.train.signals.filters import num_more
+from ramify.train.admission import Rules, room, suffice, too_slow
 
 Draw = Callable[[int], tuple[Sequence[Rollout], bool]]
 """A group's number -> its rollouts, and whether nothing can be learnt from it."""
-_MOMENT_S = 1e-9
-"""What is nearer is now: sums of floats may fall short of a moment that was waited for."""
 
 
-class Rules(Protocol):
+class Straggling(Rules, Protocol):
     """What of a setting decides here; see ``simulate.Setting``."""
 
     @property
-    def items(self) -> int: ...
-    @property
-    def max_items(self) -> int: ...
-    @property
-    def staleness(self) -> int: ...
-    @property
     def straggle(self) -> float: ...
-    @property
-    def oldest(self) -> int: ...
 
 
 class Open:
@@ -60,7 +45,9 @@ class Open:
 class Queue:
     """The groups of one run of ``num_steps`` steps."""
 
-    def __init__(self, env: Environment, stage: Stage, rules: Rules, draw: Draw, per_item: int, num_steps: int) -> None:
+    def __init__(
+        self, env: Environment, stage: Stage, rules: Straggling, draw: Draw, per_item: int, num_steps: int
+    ) -> None:
         self.num_stragglers = 0
         self._env, self._stage, self._rules, self._draw, self._num_steps = env, stage, rules, draw, num_steps
         self._step = self._next = 0
@@ -74,14 +61,14 @@ class Queue:
         while True:
             self._note_begun()
             self._begin()
-            if self._suffice(self._whole()):
+            if suffice(self._rules, self._open, self._whole(), self._step):
                 return self._taken()
             wait_s = self._give_up_slow_ones()
             yield self._news if wait_s is None else self._env.any_of([self._news, self._env.timeout(wait_s)])
 
     def newer(self, step: int) -> None:
         """The weights are those that ``step`` steps made."""
-        if self._rules.staleness:
+        if self._rules.max_staleness:
             self._at(step)
             self._begin()
 
@@ -97,7 +84,7 @@ class Queue:
                 each.step = self._step
 
     def _begin(self) -> None:
-        for _ in range(self._room()):
+        for _ in range(room(self._rules, self._open, self._step, self._num_steps)):
             rollouts, is_silent = self._draw(self._next)
             attempts = [Attempt(rollout, self._env.event()) for rollout in rollouts]
             group = Open(self._next, attempts, is_silent)
@@ -118,40 +105,10 @@ class Queue:
         if attempt.took_s is not None:
             self._took_s.append(attempt.took_s)
 
-    def _room(self) -> int:
-        """How many groups may be begun now."""
-        rules, whole, num_open = self._rules, self._whole(), len(self._open)
-        num_silent = sum(each.is_silent for each in whole)
-        ahead = min(rules.staleness, self._num_steps - self._step - 1)
-        room = (1 + ahead) * rules.items - (num_open - num_silent)
-        if not rules.max_items:
-            return room
-        if rules.staleness or not num_open:
-            return min(room, ahead * rules.items + rules.max_items - num_open)
-        if len(whole) < num_open:
-            return 0
-        return num_more(rules.items, num_open - num_silent, num_open, rules.max_items)
-
     # --- what is waited for --------------------------------------------------------------------------------------
 
     def _whole(self) -> list[Open]:
         return [each for each in self._open if each.is_whole]
-
-    def _suffice(self, whole: Sequence[Open]) -> bool:
-        """Whether the step could go on if ``whole`` were the groups that are."""
-        rules = self._rules
-        if not rules.staleness and len(whole) < len(self._open):
-            return False
-        num_loud = sum(not each.is_silent for each in whole)
-        has_tried_all = 0 < rules.max_items <= len(whole)
-        if num_loud < rules.items and not has_tried_all:
-            return False
-        for later in range(rules.oldest + 1):
-            last = self._step + later - rules.oldest
-            due = [each for each in self._open if not each.is_silent and each.step is not None and each.step <= last]
-            if sum(each in whole for each in due) < len(due) - later * rules.items:
-                return False
-        return True
 
     def _give_up_slow_ones(self) -> float | None:
         """Give up the rollouts that alone hold the step up, if any do; else seconds until some might."""
@@ -159,17 +116,13 @@ class Queue:
         if not straggle or 2 * len(self._took_s) < (self._took_s.maxlen or 0):
             return None
         bound = straggle * median(self._took_s)
-        left = [(each, s) for each in self._open if (s := self._time_left(each, bound)) is not None]
-        slow = [each for each, seconds in left if seconds <= _MOMENT_S]
-        others, whole = [each for each in self._open if each not in slow], self._whole()
-        if self._suffice(others) or not self._suffice([*whole, *slow]):
-            return min((seconds for _, seconds in left if seconds > _MOMENT_S), default=None)
-        while not self._suffice(whole):
-            whole.append(slow.pop(0))
-            for attempt in _unfinished(whole[-1]):
+        left_s = [self._time_left(each, bound) for each in self._open]
+        slow, wait_s = too_slow(self._rules, self._open, left_s, self._step)
+        for each in slow:
+            for attempt in _unfinished(each):
                 self.num_stragglers += 1
                 attempt.give_up()
-        return None
+        return wait_s
 
     def _time_left(self, each: Open, bound: float) -> float | None:
         began = [attempt.began_at for attempt in _unfinished(each)]
@@ -182,7 +135,7 @@ class Queue:
         silent, loud = [each for each in whole if each.is_silent], [each for each in whole if not each.is_silent]
         taken = loud[: rules.items]
         taken += silent[: rules.items - len(taken)]
-        gone = whole if not rules.staleness else [*taken, *silent]
+        gone = whole if not rules.max_staleness else [*taken, *silent]
         self._open = [each for each in self._open if each not in gone]
         return taken
 

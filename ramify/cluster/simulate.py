@@ -51,6 +51,10 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     """Requests at once, of all rollouts together (``limits.max_concurrency``)."""
 
     @property
+    def max_staleness(self) -> int:
+        return self.staleness
+
+    @property
     def oldest(self) -> int:
         """Versions that the weights have gone on, at most, when a token is learnt from."""
         return self.staleness + self.late if self.staleness else 0

@@ -32,9 +32,9 @@ import msgspec
 
 from ramify.progress import doing
 from ramify.tasks.base import Item
+from ramify.train.admission import room, suffice, too_slow
 from ramify.train.groups import Account, account
 from ramify.train.rollout import Attempt, Rolling, Rollouts, close
-from ramify.train.signals.filters import num_more
 from ramify.types.trajectory import Group
 
 if TYPE_CHECKING:
@@ -58,6 +58,10 @@ class Open(msgspec.Struct, eq=False):
     """Once it is whole."""
     is_silent: bool = False
     """It is whole, and nothing can be learnt from it."""
+
+    @property
+    def is_whole(self) -> bool:
+        return self.group is not None
 
     def account(self, *, spare: bool = False) -> Account:
         """Where it is given up."""
@@ -111,7 +115,7 @@ class Queue:
             while True:
                 self._look()
                 self._begin()
-                if self._suffice(self._whole()):
+                if suffice(self._sample, self._open, self._whole(), self._step):
                     break
                 await self._wait()
             self._more = lambda: None
@@ -161,7 +165,7 @@ class Queue:
                 each.step = self._step
 
     def _begin(self) -> None:
-        for _ in range(self._room()):
+        for _ in range(room(self._sample, self._open, self._step, self._num_steps)):
             number = self._again.popleft() if self._again else self._next_item
             self._next_item = max(self._next_item, number + 1)
             item = self._items[number % len(self._items)]
@@ -170,20 +174,6 @@ class Queue:
             self.by_id[item.id] = item
             rolling = self._rollouts.begin(item, name, self._over)
             self._open.append(Open(number, rolling, asyncio.create_task(self._rolled(rolling))))
-
-    def _room(self) -> int:
-        """How many groups may be begun now."""
-        sample, whole, num_open = self._sample, self._whole(), len(self._open)
-        num_silent = sum(each.is_silent for each in whole)
-        ahead = min(sample.max_staleness, self._num_steps - self._step - 1)
-        room = (1 + ahead) * sample.items - (num_open - num_silent)
-        if not sample.max_items:
-            return room
-        if sample.max_staleness or not num_open:
-            return min(room, ahead * sample.items + sample.max_items - num_open)
-        if len(whole) < num_open:  # round after round, each as large as should be enough
-            return 0
-        return num_more(sample.items, num_open - num_silent, num_open, sample.max_items)
 
     async def _rolled(self, rolling: Rolling) -> Group:
         group = await rolling.whole()
@@ -199,7 +189,7 @@ class Queue:
     # --- what is waited for ----------------------------------------------------------------------------------------
 
     def _whole(self) -> list[Open]:
-        return [each for each in self._open if each.group is not None]
+        return [each for each in self._open if each.is_whole]
 
     def _look(self) -> None:
         """See which groups have become whole."""
@@ -214,38 +204,17 @@ class Queue:
         running = [each.task for each in self._open if each.group is None]
         await asyncio.wait(running, timeout=self._give_up_slow_ones(), return_when=asyncio.FIRST_COMPLETED)
 
-    def _suffice(self, whole: Sequence[Open]) -> bool:
-        """Whether the step could go on if ``whole`` were the groups that are."""
-        sample = self._sample
-        if not sample.max_staleness and len(whole) < len(self._open):
-            return False
-        inside = {id(each) for each in whole}
-        num_loud = sum(not each.is_silent for each in whole)
-        has_tried_all = 0 < sample.max_items <= len(whole)
-        if num_loud < sample.items and not has_tried_all:
-            return False
-        for later in range(sample.oldest + 1):  # those that are due in so many steps, or before
-            last = self._step + later - sample.oldest
-            due = [each for each in self._open if not each.is_silent and each.step is not None and each.step <= last]
-            if sum(id(each) in inside for each in due) < len(due) - later * sample.items:
-                return False
-        return True
-
     def _give_up_slow_ones(self) -> float | None:
         """Give up the rollouts that alone hold the step up, if any do; else seconds until some might."""
         if not self._sample.straggle or 2 * len(self._took_s) < (self._took_s.maxlen or 0):
             return None
         bound = self._sample.straggle * median(self._took_s)
-        left = {index: s for index, each in enumerate(self._open) if (s := _time_left(each, bound)) is not None}
-        slow = [self._open[index] for index, seconds in left.items() if seconds <= 0]
-        others, whole = [each for each in self._open if each not in slow], self._whole()
-        if self._suffice(others) or not self._suffice([*whole, *slow]):
-            return min((seconds for seconds in left.values() if seconds > 0), default=None)
-        while not self._suffice(whole):
-            whole.append(slow.pop(0))
-            for attempt in _unfinished(whole[-1]):
+        left_s = [_time_left(each, bound) for each in self._open]
+        slow, wait_s = too_slow(self._sample, self._open, left_s, self._step)
+        for each in slow:
+            for attempt in _unfinished(each):
                 self._give_up(attempt, bound)
-        return None
+        return wait_s
 
     def _give_up(self, attempt: Attempt, bound: float) -> None:
         why = (

@@ -11,6 +11,7 @@ those are (``queue.py``), and what is done with the work (``loop.py``).
 from __future__ import annotations
 
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from typing import Protocol
@@ -108,7 +109,7 @@ class Stage(Protocol):
         ...
 
 
-class Given:
+class Given(ABC):
     """What stages without rollouts have in common: nothing is to be computed first, or remembered."""
 
     samples, max_staleness, critic, streams = False, 0, False, frozenset[str]()
@@ -126,11 +127,11 @@ class Given:
         self._standing = (next_item, list(pending))
         yield self
 
-    async def work(self, step: int) -> Work:
-        raise NotImplementedError
+    @abstractmethod
+    async def work(self, step: int) -> Work: ...
 
-    def newer(self, step: int) -> None:
-        """Nothing depends on the weights."""
+    def newer(self, step: int) -> None:  # noqa: B027 (nothing of such a stage depends on the weights)
+        """Nothing is begun by it."""
 
     def standing(self) -> tuple[int, list[int]]:
         return self._standing
