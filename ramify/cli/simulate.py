@@ -182,6 +182,7 @@ COMMAND = Command(
         Option(
             "staleness", str, "how many versions older rollouts may be than the weights that learn from them", "N,…"
         ),
+        Option("late", int, "steps more that a slow group may take before a step waits for it"),
         Option("straggle", float, "give up what alone holds a step up, after so many times the median (0: never)"),
         Option("concurrency", int, "rollouts at once"),
         Option("items", int, "groups per step"),

@@ -83,7 +83,7 @@ class SelfCheck:
     ) -> None:
         """``fingerprint`` is of the trained weights as the engine should have them; ``prompt`` is what the canary is asked;
         ``tolerance`` the most that two log-probabilities may differ by; their mean difference may be a tenth of it. (In fp32
-        one token in thousands differs by 2e-5 and the mean by 1e-6; bf16 rounds to three digits.)"""
+        up to 2e-5 was seen at single tokens, far less at most; bf16 rounds to three digits.)"""
         self._seen, self._fingerprint, self._tolerance = seen, fingerprint, tolerance
         self._request = Request(
             tuple(prompt), Sampling(CANARY_TOKENS, temperature=1.0, seed=7, logprobs=True), affinity="canary"
