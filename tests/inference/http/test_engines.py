@@ -152,11 +152,11 @@ def test_a_tree_stays_at_its_server_and_trees_are_spread() -> None:
             await asyncio.gather(*map(made.engines.complete, asked))
             steps = [each.engine.num_computed for each in made.locals]
             assert min(steps) > 0
-            where = {seed: made.engines._trees[seed].url for seed in range(9)}
+            where = {seed: made.engines._fleet.trees[seed].url for seed in range(9)}
             assert sorted(list(where.values()).count(url) for url in set(where.values())) == [3, 3, 3]
             first = await made.engines.complete(request(0, 4))
             assert first.usage.cached_tokens == len(first.prompt_ids or ()) - 1
-            assert made.engines._trees[0].url == where[0]
+            assert made.engines._fleet.trees[0].url == where[0]
 
     run(test)
 
@@ -262,7 +262,7 @@ def test_an_engine_that_was_started_anew_gets_everything() -> None:
         async with world(carrier="delta") as made:
             await made.train(1)
             base = made.servers[1].url.removesuffix("/v1")
-            info = made.engines._carrier.open(1)[0]
+            info = made.engines._sync._carrier.open(1)[0]
             async with (
                 aiohttp.ClientSession() as http,
                 http.post(f"{base}/init_weight_transfer_engine", json={"init_info": info}) as answer,
@@ -289,7 +289,7 @@ def test_a_torn_file_stops_with_the_last_good_version(tmp_path: Path) -> None:
 
     async def test() -> None:
         async with world(1, carrier="file", carrier_options={"folder": str(tmp_path)}) as made:
-            made.engines._carrier = Tearing(folder=str(tmp_path))
+            made.engines._sync._carrier = Tearing(folder=str(tmp_path))
             await made.train(1)
             with pytest.raises(
                 TrainError,
