@@ -27,7 +27,7 @@ from ramify.inference.http.so_far import SoFar, tree_of
 from ramify.inference.http.spec import InferenceSpec
 from ramify.inference.http.sync import Sync
 from ramify.inference.prompts import prompt_ids, spoken, too_long
-from ramify.inference.weights.base import carrier_class
+from ramify.inference.weights.base import Carrier, carrier_class
 from ramify.policy.load import Policy
 from ramify.types.message import Finish, Reply, Usage
 
@@ -48,7 +48,7 @@ class HttpEngines:
         self.scaffold = "tiny" if policy.renderer.name == "tiny" else None
         self._policy = policy
         self._fleet = Fleet(policy, spec, name, say)
-        self._sync = Sync(self._fleet, carrier_class(spec.carried_by)(**spec.carrier_options), policy.version, say)
+        self._sync = Sync(self._fleet, _carrier(spec, policy), policy.version, say)
 
     @property
     def version(self) -> int:
@@ -219,6 +219,15 @@ class HttpEngines:
         """Give ``weights``, which answer as ``version`` already, to servers that came back; whether there were any."""
         assert isinstance(weights, list)
         return await self._sync.welcome(weights, version)
+
+
+def _carrier(spec: InferenceSpec, policy: Policy) -> Carrier:
+    """Raises ConfigError for options that it does not have."""
+    options = dict(spec.carrier_options)
+    if spec.carried_by == "shared" and spec.engine == "ramify" and policy.device.type == "cpu":
+        options = {"in_place": True, **options}
+    carrier: Carrier = carrier_class(spec.carried_by)(**options)
+    return carrier
 
 
 class OneEngine:

@@ -63,6 +63,8 @@ class Piece(NamedTuple):
     tensor: Tensor
     places: Tensor | None = None
     """Places of ``tensor``'s values in the flattened parameter; None: the tensor is whole."""
+    stays: bool = False
+    """Its memory stays as it is until another sync was taken: an engine may compute with it, and needs no copy."""
 
 
 class Chunk(msgspec.Struct, eq=False):
@@ -162,7 +164,7 @@ def offsets(sizes: Iterable[int]) -> tuple[list[int], int]:
     return starts, at
 
 
-def pieces_of(info: Info, buffer: Tensor) -> Iterator[Piece]:
+def pieces_of(info: Info, buffer: Tensor, *, stays: bool = False) -> Iterator[Piece]:
     """Views of the tensors that ``info`` describes in a buffer of bytes [N]. Raises ValueError where they do not fit."""
     try:
         described = list(zip(info["names"], info["dtype_names"], info["shapes"], strict=True))
@@ -176,7 +178,7 @@ def pieces_of(info: Info, buffer: Tensor) -> Iterator[Piece]:
     if length > buffer.numel():
         raise ValueError(f"the tensors have {length} bytes, and {buffer.numel()} were carried")
     for (name, _, shape), kind, start, size in zip(described, kinds, starts, sizes, strict=True):
-        yield Piece(name, buffer[start : start + size].view(kind).view(shape))
+        yield Piece(name, buffer[start : start + size].view(kind).view(shape), stays=stays)
 
 
 def fill(buffer: Tensor, sources: Sequence[Source]) -> int:

@@ -26,7 +26,7 @@ from ramify.inference.http import pressure
 from ramify.inference.http.client import HttpEngines
 from ramify.inference.http.spec import InferenceSpec, check_version
 from ramify.inference.local.client import LocalClient
-from ramify.inference.weights.base import Source
+from ramify.inference.weights.base import Piece, Source
 from ramify.inference.weights.layout import sources
 from ramify.policy.fingerprint import fingerprint
 from ramify.policy.load import Policy, from_config
@@ -253,6 +253,30 @@ def test_a_server_that_goes_before_an_update(carrier: str) -> None:
             assert made.locals[0].version == 2
             assert fingerprint(made.locals[0].policy.model) == fingerprint(made.trained.model)
             assert len(made.said) == 1
+
+    run(test)
+
+
+def test_engines_compute_with_the_weights_where_the_trainer_put_them() -> None:
+    """What is written for the next version is not seen before it is whole; what one engine takes otherwise, not by others."""
+
+    async def test() -> None:
+        async with world() as made:
+            for version in (1, 2, 3):
+                await made.train(version)
+            first = fingerprint(made.trained.model)
+            assert len({next(each.policy.model.parameters()).data_ptr() for each in made.locals}) == 2  # mapped twice
+            carrier = made.engines._sync._carrier
+            with torch.no_grad():
+                for parameter in made.trained.model.parameters():
+                    parameter += 1.0
+            (chunk,) = carrier.chunks(made.sources(), 4, whole=False)
+            assert chunk.info["stays"]
+            assert [fingerprint(each.policy.model) for each in made.locals] == [first, first]
+            whole = {name: tensor + 1 for name, tensor in made.locals[0].policy.model.state_dict().items()}
+            await made.locals[0].take(lambda: (Piece(name, tensor) for name, tensor in whole.items()))
+            assert fingerprint(made.locals[0].policy.model) != first
+            assert fingerprint(made.locals[1].policy.model) == first
 
     run(test)
 
