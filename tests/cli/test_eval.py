@@ -92,12 +92,17 @@ def test_what_it_refuses(shell: Shell) -> None:
 
 
 def test_a_model_that_always_fails(shell: Shell) -> None:
-    done = shell.run(
-        *start(shell, [{"match": "", "reply": {"fail": "refused", "text": "no such key"}}], "--items", "2")
-    )
+    """The figures stand, also where they were to be compared with others; none of them is a 0."""
+    before = json.loads(shell.run(*start(shell, RIGHT, "--items", "2", "--json")).out)["evaluation"]
+    refused = [{"match": "", "reply": {"fail": "refused", "text": "no such key"}}]
+    words = start(shell, refused, "--items", "10", "--against", before, "--progress", "lines")
+    done = shell.run(*(word for word in words if word != "-q"))
     assert done.code == Exit.ERROR
-    assert "2 of 2 attempts failed and are left out; the first: " in done.out
+    assert done.out.splitlines()[2].split() == ["all", "10", "-"]
+    assert "10 of 10 attempts failed and are left out; the first: " in done.out
     assert "no such key" in done.out
+    assert "10 of 10 attempts, no average · 10 failed" in done.err
+    assert done.err.splitlines()[-1].startswith("ramify: no attempt could be judged: all 10 failed, the first with: ")
 
 
 def test_an_interrupted_evaluation_goes_on(shell: Shell) -> None:
