@@ -62,6 +62,7 @@ def evaluate(
 ) -> int:
     about = {option.name: given.pop(option.name) for option in OF_AN_EVALUATION if option.name in given}
     concurrency = about.pop("concurrency")
+    concurrency = 16 if concurrency is None else concurrency
     if resume is not None:
         _refuse_more(words, {**about, **given})
     settings = {name: value for name, value in fill(given, KINDS).items() if name in _KINDS}
@@ -74,10 +75,12 @@ def evaluate(
     if resume is None and not settings.get("model"):
         write(NO_MODEL.replace("ramify ask", "ramify eval"))
         return Exit.USAGE
+    if concurrency < 1:
+        raise UsageError(f"--concurrency {concurrency}: give at least 1")
     if resume is not None and settings.get("store") is False:
         raise UsageError("--resume goes on with what is stored: leave out --no-store")
     with exporting(notes), Screen(notes, form_of(settings.get("progress"), notes)) as screen:
-        return _Command(settings, screen, k, against, concurrency or 16, track or []).run(words, resume, about)
+        return _Command(settings, screen, k, against, concurrency, track or []).run(words, resume, about)
 
 
 class _Command:
