@@ -315,7 +315,7 @@ class Made:
         return loop
 
     async def evaluate(self, split: str) -> dict[str, float]:
-        """The mean reward on the first items of ``split``, of all and by kind."""
+        """The mean reward on the first items of ``split``, of all and by kind, where enough attempts could be judged."""
         spec = self.run.evaluate
         options = msgspec.structs.replace(
             self.run.rl.rollout if self.run.rl is not None else RolloutOptions(),
@@ -327,7 +327,8 @@ class Made:
         found = items_of(self.task, split)
         num = spec.num if split != "validation" or spec.validation is None else spec.validation
         items = [found[index] for index in range(min(num, len(found)))]
-        return report(split, items, await rollouts.groups(items, -1, f"evaluating {split}"), self.task.weights)
+        groups = await rollouts.groups(items, -1, f"evaluating {split}")
+        return report(split, items, groups, self.task.weights, max_failed=spec.max_failed, say=self._say)
 
 
 def _device_of(run: Run) -> str:
