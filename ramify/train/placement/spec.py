@@ -100,8 +100,8 @@ class PlacementSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     services: dict[str, Service] = {}
     """Name -> server, each a role of its own: judges, graders of rewards."""
     colocate: tuple[tuple[str, ...], ...] = ()
-    """Groups of roles, with as many processes each, whose n-th processes share a seat: the same GPUs, one after another's
-    turn. CPUs and memory add up."""
+    """Groups of roles whose processes share seats, and with them GPUs: one after another's turn. With as many processes and
+    GPUs each, the n-th of each share one; otherwise as ``seats.py`` says. CPUs and memory add up."""
     address: str = ""
     """Of a cluster of Ray that runs already; empty: ``RAY_ADDRESS``, and where that is not set one is started here, and ended
     with the run."""
