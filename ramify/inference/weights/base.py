@@ -70,6 +70,8 @@ class Chunk(msgspec.Struct, eq=False):
 
     info: dict[str, Any]
     """What engines are told: plain data."""
+    is_last: bool
+    """It ends the sync."""
     send: Callable[[], None] | None = None
     """What the trainer does meanwhile, in a thread; a broadcast needs both sides at once."""
 
@@ -126,18 +128,19 @@ class Stale(ValueError):
     """A chunk builds on weights that the engine does not have; everything has to be sent."""
 
 
-def in_chunks(sources: Iterable[Source], chunk_bytes: int) -> Iterator[list[Source]]:
-    """``sources`` in order, together until they have ``chunk_bytes``; a larger tensor is alone."""
+def in_chunks(sources: Iterable[Source], chunk_bytes: int) -> Iterator[tuple[list[Source], bool]]:
+    """``sources`` in order, together until they have ``chunk_bytes``, and whether these are the last; a larger tensor is
+    alone."""
     gathered: list[Source] = []
     room = chunk_bytes
     for source in sources:
         if gathered and source.num_bytes > room:
-            yield gathered
+            yield gathered, False
             gathered, room = [], chunk_bytes
         gathered.append(source)
         room -= source.num_bytes
     if gathered:
-        yield gathered
+        yield gathered, True
 
 
 def described(sources: Sequence[Source], version: int) -> dict[str, Any]:

@@ -60,9 +60,9 @@ class Delta:
         any_chunk = False
         for chunk in self._by.chunks(self._changed(sources, bool(base)), version, whole=whole):
             any_chunk = True
-            yield Chunk({**chunk.info, **about}, chunk.send)
+            yield Chunk({**chunk.info, **about}, chunk.is_last, chunk.send)
         if not any_chunk:
-            yield Chunk({"names": [], "dtype_names": [], "shapes": [], "version": version, **about})
+            yield Chunk({"names": [], "dtype_names": [], "shapes": [], "version": version, **about}, True)
         self._told = now
 
     def close(self) -> None:

@@ -62,11 +62,12 @@ class Shared:
         """Nobody has to be met."""
 
     def chunks(self, sources: Iterable[Source], version: int, *, whole: bool) -> Iterator[Chunk]:
-        for number, part in enumerate(in_chunks(sources, self._chunk_bytes)):
+        for number, (part, is_last) in enumerate(in_chunks(sources, self._chunk_bytes)):
             _, length = offsets(source.num_bytes for source in part)
             buffer = self._buffer(number % 2, length)
             fill(buffer.bytes, part)
-            yield Chunk({**described(part, version), "buffer": number % 2, "length": len(buffer.bytes)})
+            about = {**described(part, version), "buffer": number % 2, "length": len(buffer.bytes)}
+            yield Chunk(about, is_last)
 
     def close(self) -> None:
         for buffer in self._buffers:
