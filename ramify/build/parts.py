@@ -140,7 +140,10 @@ class Made:
 
         self.hosts = self._placed()
         if self.run.placement is not None and self.run.placement.services:
-            self.services = Services(self.hosts or HereHosts(), self.run.placement.services, out)
+            placement = self.run.placement
+            self.services = Services(
+                self.hosts or HereHosts(), placement.services, out, restarts=placement.restarts, say=self._say
+            )
             await self.services.start()
         launch = None if self.hosts is None else partial(PlacedEngine, self.hosts)
         if not isinstance(self.client, LocalClient):
@@ -161,15 +164,16 @@ class Made:
         checkpoint = out / "inference" / "checkpoint"
         if run.inference.urls:
             save(self.serving, checkpoint)
-        spec = self._for_runners(checkpoint, tuple(each.name for each in client.engines))
+        spec = self._for_runners(checkpoint, client.answering)
         self.runners = Runners(
             self.hosts or HereHosts(),
             num,
             spec,
             out,
-            version=lambda: client.version,
+            client,
             seen=self.seen.note,
             say=self._say,
+            restarts=run.placement.restarts if run.placement is not None else 0,
         )
         await self.runners.start()
 
@@ -182,6 +186,7 @@ class Made:
             name=self.client.name, task=run.task.name, options=run.task.options, scaffold=run.scaffold, limits=run.limits,
             sandbox=run.sandbox, inference=attached(run.inference, urls), checkpoint=str(checkpoint.resolve()),
             dtype=str(self.serving.dtype).removeprefix("torch."), grace_s=run.rl.rollout.grace_s,
+            variables=tuple(each.variable for each in run.placement.services.values()) if run.placement else (),
         )  # fmt: skip
 
     @property
