@@ -34,6 +34,7 @@ from ramify.train.placement.hosts import Hosts, PlacedEngine
 from ramify.train.placement.runner import RunnerSpec
 from ramify.train.placement.runners import Runners
 from ramify.train.placement.services import Services
+from ramify.train.processors import Meter
 from ramify.train.rollout import RolloutOptions, Rollouts
 from ramify.train.selfcheck import Seen, SelfCheck
 from ramify.train.signals.compose import Hybrid
@@ -315,6 +316,8 @@ class Made:
         if not isinstance(self.client, LocalClient):
             self.client.absent.came = lambda: loop.welcome(published.welcome)
             loop.measures = self.client.metrics
+        elif self._kind.is_here and self.runners is None:  # else processes below this one do more than sessions
+            loop.meter = Meter(self.client.engine.paces.taken)
         first = run.rl.sample.first_item if run.rl is not None else 0
         loop.state.next_item = max(first, run.sft.num if run.sft is not None and run.sft.demos else 0)
         return loop
