@@ -219,6 +219,14 @@ class Backend(Protocol):
         Raises TrainError where the gradient is not finite; the weights stay as they were."""
         ...
 
+    def check_gradient(self) -> None:
+        """Raises the TrainError that ``optim_step`` would, and clears the gradient as that does; else changes nothing."""
+        ...
+
+    def clear_gradient(self) -> None:
+        """Forget what has been gathered."""
+        ...
+
     def logprobs(self, batches: Many[Batch]) -> list[Floats]:
         """For each batch, [E]: log-probabilities of its entries under the policy as it is now, at the temperature and
         within the kept sets that they were sampled with. ``pack.attach`` brings them back to the sequences."""

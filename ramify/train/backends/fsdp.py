@@ -298,6 +298,12 @@ class Fsdp:
             self._steps = self._own.version
         return found
 
+    def check_gradient(self) -> None:
+        self._call("check_gradient")
+
+    def clear_gradient(self) -> None:
+        self._call("clear_gradient")
+
     def logprobs(self, batches: Many[Batch]) -> list[Floats]:
         return self.of(batches, base=False)
 

@@ -9,6 +9,7 @@ Decides how the two are stepped and saved together. A critic on the policy's own
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Many
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from ramify.errors import TrainError
 from ramify.train.backends.base import Backend
 from ramify.train.loss import Loss
 from ramify.train.pack import Packing
@@ -44,6 +46,10 @@ class OwnCritic:
         return self._policy.version
 
     def forward_backward(self, batches: Many[Batch], loss: Loss) -> dict[str, float]:
+        with self._both_or_none():
+            return self._forward_backward(batches, loss)
+
+    def _forward_backward(self, batches: Many[Batch], loss: Loss) -> dict[str, float]:
         measured = self._policy.forward_backward(batches, loss)
         reinforced = [
             msgspec.structs.replace(batch, denominators={"rl": batch.denominators["rl"]})
@@ -54,8 +60,29 @@ class OwnCritic:
         return {**measured, "value_loss": learnt.get("value_loss", 0.0)}
 
     def optim_step(self) -> dict[str, float]:
-        critic = self._critic.optim_step()
-        return {**self._policy.optim_step(), "critic_grad_norm": critic["grad_norm"]}
+        with self._both_or_none():
+            for each in (self._policy, self._critic):  # before either moves
+                each.check_gradient()
+            critic = self._critic.optim_step()
+            return {**self._policy.optim_step(), "critic_grad_norm": critic["grad_norm"]}
+
+    def check_gradient(self) -> None:
+        with self._both_or_none():
+            for each in (self._policy, self._critic):
+                each.check_gradient()
+
+    def clear_gradient(self) -> None:
+        for each in (self._policy, self._critic):
+            each.clear_gradient()
+
+    @contextlib.contextmanager
+    def _both_or_none(self) -> Iterator[None]:
+        """Where one of them is refused, the other keeps nothing of the step."""
+        try:
+            yield
+        except TrainError:
+            self.clear_gradient()
+            raise
 
     def logprobs(self, batches: Many[Batch]) -> list[Floats]:
         return self._policy.logprobs(batches)

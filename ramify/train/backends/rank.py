@@ -156,6 +156,12 @@ class Rank:
     def optim_step(self, key: str) -> dict[str, float]:
         return self.of(key).optim_step()
 
+    def check_gradient(self, key: str) -> None:
+        self.of(key).check_gradient()
+
+    def clear_gradient(self, key: str) -> None:
+        self.of(key).clear_gradient()
+
     def logprobs(self, key: str, batches: list[Batch | None], idle: Batch, base: bool) -> list[Floats]:
         """[E] of each batch that is one; ``base``: of the model without its adapters."""
         made = self._models[key]

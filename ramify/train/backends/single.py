@@ -120,21 +120,32 @@ class Single:
 
     def optim_step(self) -> dict[str, float]:
         lr = self._optim.lr_at(self._num_steps)
-        gradients = [p.grad for p in self._trained.parameters() if p.grad is not None]
-        norm = self._spread.norm(gradients)
-        if not math.isfinite(norm):
-            self._trained.zero_grad(set_to_none=True)
-            raise TrainError(
-                f"the gradient of step {self._num_steps + 1} is not finite, though its loss is; the weights are as before "
-                "the step: lower optim.lr, or try compute.precision=fp32"
-            )
+        gradients, norm = self._gradients()
         if self._optim.max_grad_norm and norm > self._optim.max_grad_norm:
             torch._foreach_mul_(gradients, self._optim.max_grad_norm / norm)
         if gradients:
             self._optimizers.step(lr)
-        self._trained.zero_grad(set_to_none=True)
+        self.clear_gradient()
         self._num_steps += 1
         return {"grad_norm": norm, "lr": lr}
+
+    def check_gradient(self) -> None:
+        self._gradients()
+
+    def clear_gradient(self) -> None:
+        self._trained.zero_grad(set_to_none=True)
+
+    def _gradients(self) -> tuple[list[Tensor], float]:
+        """What has been gathered, and its norm. Raises TrainError, and clears it, where that is not finite."""
+        gradients = [p.grad for p in self._trained.parameters() if p.grad is not None]
+        norm = self._spread.norm(gradients)
+        if not math.isfinite(norm):
+            self.clear_gradient()
+            raise TrainError(
+                f"the gradient of step {self._num_steps + 1} is not finite, though its loss is; the weights are as before "
+                "the step: lower optim.lr, or try compute.precision=fp32"
+            )
+        return gradients, norm
 
     def logprobs(self, batches: Many[Batch]) -> list[Floats]:
         with torch.no_grad(), self._trunk.scope():

@@ -143,6 +143,33 @@ def test_a_critic_learns_what_calls_come_to() -> None:
         assert moved == (backend is shared)
 
 
+@pytest.mark.parametrize("bad", ["policy", "critic"])
+def test_where_one_gradient_is_refused_neither_moves(bad: str) -> None:
+    """A gradient of one of the two is infinite: both stay where they were, count no step, and keep nothing of it."""
+    policies, critics = Single(policy(), Optim(lr=0.01)), Single(policy(), Optim(lr=0.01), critic=True)
+    own = OwnCritic(policies, critics)
+    rows = tree()
+    for row in rows:
+        row.ce = None
+        row.streams["values"] = np.zeros(len(row), np.float32)
+        row.streams["returns"] = np.where(row.rl != 0, 0.7, 0).astype(np.float32)
+    batches, loss = pack(rows), Loss(policy=ImportanceSampling())
+    own.forward_backward(batches, loss)
+    before = [each.detach().clone() for one in (policies, critics) for each in one._trained.parameters()]
+    broken = next(each for each in (policies if bad == "policy" else critics)._trained.parameters() if each.grad is not None)
+    assert broken.grad is not None
+    broken.grad.fill_(torch.inf)
+    with pytest.raises(TrainError, match="the gradient of step 1 is not finite"):
+        own.optim_step()
+    now = [each for one in (policies, critics) for each in one._trained.parameters()]
+    assert all(torch.equal(each, was) for each, was in zip(now, before, strict=True))
+    assert (policies.version, critics.version) == (0, 0)
+    assert all(each.grad is None for each in now)
+    own.forward_backward(batches, loss)
+    assert own.optim_step()["critic_grad_norm"] > 0
+    assert (policies.version, critics.version) == (1, 1)
+
+
 def test_a_critic_is_saved_and_asked_for(tmp_path: Any) -> None:
     backend = OwnCritic(Single(policy()), Single(policy(), critic=True))
     with torch.no_grad():
