@@ -2,6 +2,7 @@
 
     attach(model, rank, alpha, targets)   from then on ``linear.weight`` is that sum, for whoever reads it
     merged(model)                         the sums under the names that the matrices had before
+    with without(model)                   meanwhile it is W
 
 B begins at zero, so that nothing changes at first. Written as a parametrization of ``nn.Linear.weight``, so that any
 module, ours or transformers', computes with it unawares. Leaves out adapters on disk: a policy is saved with its sums.
@@ -9,6 +10,7 @@ module, ours or transformers', computes with it unawares. Leaves out adapters on
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import cast
@@ -28,12 +30,14 @@ class LowRank(nn.Module):
     def __init__(self, weight: Tensor, rank: int, alpha: float, generator: torch.Generator) -> None:
         super().__init__()
         rows, columns = weight.shape
-        self.scale = alpha / rank
+        self.scale, self.is_off = alpha / rank, False
         first = torch.randn(rank, columns, generator=generator) * columns**-0.5
         self.A = nn.Parameter(first.to(weight.device, torch.float32))
         self.B = nn.Parameter(torch.zeros(rows, rank, device=weight.device))
 
     def forward(self, weight: Tensor) -> Tensor:
+        if self.is_off:
+            return weight
         return weight + (self.scale * self.B @ self.A).to(weight.dtype)
 
 
@@ -74,6 +78,23 @@ def unmerged(model: nn.Module) -> Iterator[tuple[str, Tensor, Callable[[], Tenso
             yield name, parameter, None
         elif name.endswith(_ORIGINAL):
             yield f"{owner}.weight", parameter, partial(getattr, model.get_submodule(owner), "weight")
+
+
+@contextlib.contextmanager
+def without(model: nn.Module) -> Iterator[None]:
+    """The model as it was before ``attach``: nothing but the adapters has been trained. For one thread alone."""
+    adapters = [module for module in model.modules() if isinstance(module, LowRank)]
+    for each in adapters:
+        each.is_off = True
+    try:
+        yield
+    finally:
+        for each in adapters:
+            each.is_off = False
+
+
+def has_adapters(model: nn.Module) -> bool:
+    return any(isinstance(module, LowRank) for module in model.modules())
 
 
 def is_chosen(name: str, module: nn.Module, targets: Sequence[str] | str) -> bool:

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from ramify.errors import ConfigError
+from ramify.train.backends.base import Compute, Optim
+from ramify.train.backends.single import Single
+from ramify.train.backends.trained import Here
 from ramify.train.lora import attach, merged
+from ramify.train.loss import Loss
+from ramify.train.pack import pack
+from tests.train.backends.small import policy as small_policy
+from tests.train.backends.small import tree
+
+FP32 = Compute(precision="fp32")
 
 
 def model() -> nn.Module:
@@ -54,6 +64,32 @@ def test_targets() -> None:
         attach(model(), 1, 1, targets=("q_proj",))
     untouched = model()
     assert [name for name, _ in merged(untouched)] == [name for name, _ in untouched.named_parameters()]
+
+
+@pytest.mark.parametrize("with_critic", [False, True])
+def test_the_reference_is_the_model_without_its_adapters(with_critic: bool, tmp_path: Path) -> None:
+    """Nothing is loaded for it (there is no folder), and after some steps it says to the bit what the policy said before
+    there were adapters; the policy goes on with them. Where more than adapters was trained before, it is a second model."""
+    policy, plain = small_policy(), Single(small_policy(), None, FP32)
+    attach(policy.model, 2, 6.0, "all-linear", 3)
+    here = Here(policy, FP32, tmp_path)
+    backend = here.with_critic(Optim(lr=0.01), None) if with_critic else here.backend(Optim(lr=0.01))
+    rows = tree()
+    for row in rows:
+        row.streams |= {name: np.zeros(len(row), np.float32) for name in ("values", "returns")}
+    batches = pack(rows, backend.packing)
+    reference = here.reference(tmp_path / "nowhere", is_base=True)
+    for _ in range(2):
+        backend.forward_backward(batches, Loss())
+        backend.optim_step()
+    moved = backend.logprobs(batches)
+    for ours, wanted, now in zip(reference.logprobs(batches), plain.logprobs(batches), moved, strict=True):
+        np.testing.assert_array_equal(ours, wanted)
+        assert np.abs(now - wanted).max() > 1e-3
+    for now, again in zip(moved, backend.logprobs(batches), strict=True):
+        np.testing.assert_array_equal(now, again)
+    with pytest.raises(ConfigError):
+        here.reference(tmp_path / "nowhere", is_base=False)
 
 
 def test_the_same_seed_gives_the_same_adapters() -> None:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Many
 from pathlib import Path
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ramify.policy.load import Policy, load
 from ramify.train.backends.base import Compute, Optim
 from ramify.train.backends.own_critic import OwnCritic
 from ramify.train.backends.single import Single
-from ramify.train.lora import merged, unmerged
+from ramify.train.lora import has_adapters, merged, unmerged, without
+from ramify.train.pack import Packing
+from ramify.types.sequence import Batch, Floats
 
 
 class Here:
@@ -23,22 +26,27 @@ class Here:
 
     def __init__(self, policy: Policy, compute: Compute, dumps: Path) -> None:
         self._policy, self._compute, self._dumps = policy, compute, dumps
+        self._backend: Single | None = None
 
     @staticmethod
     def check(compute: Compute, device: str) -> None:
         """Everything fits."""
 
     def backend(self, optim: Optim) -> Single:
-        return Single(self._policy, optim, self._compute, dumps=self._dumps)
+        self._backend = Single(self._policy, optim, self._compute, dumps=self._dumps)
+        return self._backend
 
     def with_critic(self, optim: Optim, own: Optim | None) -> Single | OwnCritic:
         if own is None:
-            return Single(self._policy, optim, self._compute, dumps=self._dumps, critic=True)
+            self._backend = Single(self._policy, optim, self._compute, dumps=self._dumps, critic=True)
+            return self._backend
         copied = dataclasses.replace(self._policy, model=copy.deepcopy(self._policy.model))
         critic = Single(copied, own, self._compute, dumps=self._dumps, critic=True)
         return OwnCritic(self.backend(optim), critic)
 
-    def reference(self, folder: Path, is_base: bool) -> Single:
+    def reference(self, folder: Path, is_base: bool) -> Single | Base:
+        if is_base and self._backend is not None and has_adapters(self._policy.model):
+            return Base(self._policy.model, self._backend)
         policy = load(folder, self._policy.dtype, self._policy.device)
         return Single(policy, None, self._compute, dumps=self._dumps)
 
@@ -50,3 +58,18 @@ class Here:
 
     def close(self) -> None:
         """Nothing was started."""
+
+
+class Base:
+    """The model without its adapters, as a reference: no other one is held. Asked in the thread that trains."""
+
+    def __init__(self, model: nn.Module, trained: Single) -> None:
+        self._model, self._trained = model, trained
+
+    @property
+    def packing(self) -> Packing:
+        return self._trained.packing
+
+    def logprobs(self, batches: Many[Batch]) -> list[Floats]:
+        with without(self._model):
+            return self._trained.logprobs(batches)
