@@ -13,6 +13,7 @@ from ramify.errors import ConfigError
 from ramify.tasks.base import Item, Task, items_of
 from ramify.tasks.validate import validate
 from ramify.train.config import Run
+from ramify.train.signals.teacher import needed
 from ramify.types.message import Message
 
 if TYPE_CHECKING:
@@ -49,6 +50,20 @@ def check_inference(run: Run) -> None:
             f"rl.rollout.top_p={rl.rollout.top_p} and top_k={rl.rollout.top_k} cannot be trained on with "
             f"inference.engine={spec.engine}, which does not say what they left to draw from: leave them out"
         )
+
+
+def check_signals(run: Run) -> None:
+    """What was drawn from a kept set has the log-probability within it, and a teacher says that over the whole vocabulary:
+    each gap would be off by the logarithm of what was cut off."""
+    rl = run.rl
+    if rl is None or not ((rl.rollout.top_p or 1) < 1 or rl.rollout.top_k):
+        return
+    for name, signal in rl.signals.items():
+        if needed({name: signal}):
+            raise ConfigError(
+                f"rl.rollout.top_p={rl.rollout.top_p} and top_k={rl.rollout.top_k} cannot be had with the teacher "
+                f"rl.signals.{name}: it scores over the whole vocabulary what was drawn from a part of it; leave them out"
+            )
 
 
 def check_prompts(run: Run, task: Task, scaffold: Scaffold, policy: Policy) -> None:

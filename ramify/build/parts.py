@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ramify.build.checks import check_inference, check_prompts, check_task, first_prompt
+from ramify.build.checks import check_inference, check_prompts, check_signals, check_task, first_prompt
 from ramify.build.demonstrations import demonstrations_of, rows_of
 from ramify.build.model import policy_of, serving_of
 from ramify.build.published import Published
@@ -81,6 +81,7 @@ class Made:
         self.scaffold = scaffold_of(run.scaffold)
         check_task(run, self.task)
         check_inference(run)
+        check_signals(run)
         shown = list(demonstrations_of(run, self.task, self.scaffold))
         self.policy = policy_of(run, shown)
         self.serving = serving_of(run, self.policy, self._kind.is_here, say)

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from ramify.build.checks import check_signals
 from ramify.build.parts import Made
 from ramify.build.recipe import stored
 from ramify.build.run import train
@@ -62,6 +63,20 @@ def hybrid(tmp_path: Path, **fields: Any) -> Any:
     }  # fmt: skip
     rl = msgspec.structs.replace(small().rl, **(options | fields))
     return small(rl=rl, warmup=None, cadence=Cadence(evaluate=0, rollouts=1))
+
+
+@pytest.mark.parametrize("cut", [{"top_p": 0.9}, {"top_k": 8}])
+def test_a_teacher_is_refused_where_rollouts_are_drawn_from_a_part(cut: Any, tmp_path: Path) -> None:
+    """Its log-probabilities are over the whole vocabulary. Signals without a teacher may be had."""
+    run = hybrid(tmp_path, rollout=RolloutOptions(group=3, **cut))
+    with pytest.raises(
+        ConfigError, match=r"cannot be had with the teacher rl\.signals\.teacher: it scores over the whole"
+    ):
+        train(run, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    others = {name: each for name, each in run.rl.signals.items() if name != "teacher"}
+    check_signals(msgspec.structs.replace(run, rl=msgspec.structs.replace(run.rl, signals=others, algorithm=Hybrid())))
+    check_signals(hybrid(tmp_path, rollout=RolloutOptions(group=3, top_p=1.0)))
 
 
 def test_two_steps_with_every_signal(tmp_path: Path) -> None:
