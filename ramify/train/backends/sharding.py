@@ -30,7 +30,7 @@ from ramify.errors import ConfigError
 from ramify.policy.dense import Dense, unsupported
 from ramify.train.backends.base import Compute
 from ramify.train.backends.sharded_muon import ShardedMuon
-from ramify.train.backends.single import layers_of
+from ramify.train.backends.single import VALUE_HEAD, layers_of
 from ramify.train.backends.spread import squares
 
 T = TypeVar("T")
@@ -82,13 +82,16 @@ class Sharded:
         if shard.compile:
             _compile(model, layers)
         self._root = _Root(model)
-        options: dict[str, Any] = {
-            "mesh": mesh, "mp_policy": self._precision(compute),
-            "offload_policy": CPUOffloadPolicy() if shard.offload else OffloadPolicy(),
+        everywhere: dict[str, Any] = {
+            "mesh": mesh, "offload_policy": CPUOffloadPolicy() if shard.offload else OffloadPolicy(),
         }  # fmt: skip
+        options = {"mp_policy": self._precision(compute), **everywhere}
         for layer in layers:
             fully_shard(layer, reshard_after_forward=shard.gather == "layer", **options)
             layer.register_forward_pre_hook(lambda *_: tick(), prepend=True)
+        head = getattr(model, VALUE_HEAD, None)
+        if head is not None:  # what a critic says is fp32, as on one device
+            fully_shard(head, reshard_after_forward=shard.gather == "layer", **everywhere)
         fully_shard(self._root, **options)
         self._sharded: list[FSDPModule] = [each for each in self._root.modules() if isinstance(each, FSDPModule)]
         for each in self._sharded:

@@ -156,7 +156,9 @@ def test_where_one_gradient_is_refused_neither_moves(bad: str) -> None:
     batches, loss = pack(rows), Loss(policy=ImportanceSampling())
     own.forward_backward(batches, loss)
     before = [each.detach().clone() for one in (policies, critics) for each in one._trained.parameters()]
-    broken = next(each for each in (policies if bad == "policy" else critics)._trained.parameters() if each.grad is not None)
+    broken = next(
+        each for each in (policies if bad == "policy" else critics)._trained.parameters() if each.grad is not None
+    )
     assert broken.grad is not None
     broken.grad.fill_(torch.inf)
     with pytest.raises(TrainError, match="the gradient of step 1 is not finite"):
