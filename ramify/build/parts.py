@@ -34,6 +34,7 @@ from ramify.train.placement.hosts import Hosts, PlacedEngine
 from ramify.train.placement.runner import RunnerSpec
 from ramify.train.placement.runners import Runners
 from ramify.train.placement.services import Services
+from ramify.train.placement.sharing import sleeping
 from ramify.train.rollout import RolloutOptions, Rollouts
 from ramify.train.selfcheck import Seen, SelfCheck
 from ramify.train.signals.compose import Hybrid
@@ -80,6 +81,7 @@ class Made:
         self.scaffold = scaffold_of(run.scaffold)
         check_task(run, self.task)
         check_inference(run)
+        self._engines = sleeping(run, _device_of(run))
         shown = list(demonstrations_of(run, self.task, self.scaffold))
         self.policy = policy_of(run, shown)
         self.serving = serving_of(run, self.policy, self._kind.is_here, say)
@@ -93,15 +95,15 @@ class Made:
     # --- parts ---------------------------------------------------------------------------------------------------
 
     def _client(self) -> LocalClient | HttpEngines:
-        if self.run.inference is not None:
+        if self._engines is not None:
             from ramify.inference.http.client import HttpEngines
 
             if (
-                self._is_placed and not self.run.inference.urls
+                self._is_placed and not self._engines.urls
             ):  # engines on other machines answer to those alone that have it
-                os.environ.setdefault(self.run.inference.key_variable, secrets.token_urlsafe(24))
-            engine = self.run.inference.engine
-            return HttpEngines(self.serving, self.run.inference, name=f"{engine}:{self.run.name}", say=self._say)
+                os.environ.setdefault(self._engines.key_variable, secrets.token_urlsafe(24))
+            name = f"{self._engines.engine}:{self.run.name}"
+            return HttpEngines(self.serving, self._engines, name=name, say=self._say)
         from ramify.inference.local.client import LocalClient
 
         spec = self.run.policy
