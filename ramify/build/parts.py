@@ -228,7 +228,9 @@ class Made:
             spec = self.run.rl.critic
             if spec.model == "shared":
                 return trained.with_critic(stage.optim, None)
-            own = scheduled(spec.optim, stage.optim.num_steps) if spec.optim is not None else stage.optim
+            own = stage.optim
+            if spec.optim is not None:
+                own = scheduled("rl.critic", spec.optim, stage.optim.num_steps)
             return trained.with_critic(stage.optim, own)
 
         return backend

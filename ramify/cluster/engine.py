@@ -92,9 +92,7 @@ class Engine:
             self._pace = pace
             self._ring()
 
-    def sample(
-        self, new: int, context: int, sampled: int, owner: object = None, known: Known | None = None
-    ) -> Event:
+    def sample(self, new: int, context: int, sampled: int, owner: object = None, known: Known | None = None) -> Event:
         """Ask for ``sampled`` tokens after a prompt of ``context``, of which ``new`` are in no cache. The event's value are
         the spans. ``owner`` may ``cancel`` it."""
         done = self._env.event()

@@ -144,7 +144,13 @@ class _Simulation:
         kept = [Kept(setting.slots, measured.longest) if setting.keeps else None for _ in range(setting.engines)]
         self._engines = [Engine(self._env, rate, setting.slots, each) for each in kept]
         self._stage = Stage(
-            self._env, self._engines, rate, setting.concurrency, setting.on_wire, measured.host, embedded=setting.embedded
+            self._env,
+            self._engines,
+            rate,
+            setting.concurrency,
+            setting.on_wire,
+            measured.host,
+            embedded=setting.embedded,
         )
         self._trainer_busy_s = 0.0
         self._seen: list[_Seen] = []
