@@ -146,7 +146,9 @@ def _parts(run: Run, shape: Shape, num: dict[str, int], devices: tuple[Device, D
     if ranks > 1:
         yield Part("other ranks", ranks - 1, trainer.name, memory.of_rank(run, shape, trainer, ranks, 1))
     if num["inference"]:
-        yield Part("engine", num["inference"], engine.name, memory.of_engine(run, shape, engine))
+        gpus = run.placement.inference.gpus if run.placement is not None else 0.0
+        over = msgspec.structs.replace(engine, memory_gb=engine.memory_gb * max(1.0, gpus))  # it lies over its GPUs
+        yield Part("engine", num["inference"], engine.name, memory.of_engine(run, shape, over))
     if run.rl is not None:
         room = run.placement.rollouts.memory_gb if run.placement is not None else 0.0
         yield Part("sessions", max(1, num["rollouts"]), "cpu", memory.of_sessions(run, max(1, num["rollouts"]), room))
@@ -165,14 +167,18 @@ def _together(
     by_role: dict[str, Part] = {}
     for part in parts:
         by_role.setdefault(_ROLES.get(part.role, part.role), part)
+    spec = run.placement or PlacementSpec()
+    over, under = (max(1.0, spec.role(role).gpus) for role in ("trainer", "inference"))  # GPUs that each lies over
     trainer, engine = by_role["trainer"].memory, by_role["inference"].memory
-    awake = engine.total * (1 if colocated or engines.gpus else num["inference"])
-    held = {"engines answer": trainer.between + awake, "the trainer learns": trainer.total}
+    learning, between = int(trainer.total / over), int(trainer.between / over)
+    awake = int(engine.total / under) * (1 if colocated or engines.gpus else num["inference"])
+    held = {"engines answer": between + awake, "the trainer learns": learning}
     if not engines.level:
-        held = {"both go on": trainer.total + awake}
+        held = {"both go on": learning + awake}
     elif engines.level == 1 and kind == "cpu":  # main memory is where they would go
         held["the trainer learns"] += engine.parts["weights"]
-    yield Together(("trainer", "inference"), bool(engines.level), held, min(trainer.room, engine.room))
+    room = min(int(trainer.room / over), int(engine.room / under))
+    yield Together(("trainer", "inference"), bool(engines.level), held, room)
 
 
 def _too_large(parts: list[Part], together: list[Together]) -> Iterator[str]:

@@ -6,7 +6,7 @@ import asyncio
 import time
 
 from ramify.errors import ConfigError, ModelError
-from ramify.inference.http.process import Engine, EngineProcess
+from ramify.inference.http.process import Engine, status_of
 from ramify.inference.http.server import Facts, Server
 
 _POLL_S = 0.1
@@ -25,17 +25,18 @@ async def until_up(server: Server, process: Engine | None, wait_s: float, restar
         try:
             return await server.healthy()
         except ModelError as error:
-            ended = process.ended if process is not None else None
-            was_killed = ended is not None and ended < 0
-            if isinstance(process, EngineProcess) and was_killed and restarts:  # another may fare better
+            ended = await status_of(process)
+            if process is not None and ended is not None:
+                if ended >= 0 or not restarts:
+                    said = await asyncio.to_thread(process.said)
+                    raise ConfigError(
+                        f"the engine at {server.url} ended with status {ended} before it answered; its log {process.log} "
+                        f"ends: {said}"
+                    ) from None
                 restarts -= 1
-                process.close()
-                process.start()
-            elif process is not None and ended is not None:
-                raise ConfigError(
-                    f"the engine at {server.url} ended with status {ended} before it answered; its log "
-                    f"{process.log} ends: {process.said()}"
-                ) from None
+                await process.restart()  # another may fare better
+                if process.url != server.url:
+                    raise ConfigError(f"the engine at {server.url} is started again at {process.url}") from None
             if time.monotonic() > deadline:
                 raise ConfigError(
                     f"no engine answers: {error}; is the server up, and inference.engine right?"

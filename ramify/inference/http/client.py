@@ -21,13 +21,14 @@ from ramify.errors import ConfigError, ModelError, ReplyLost, ServerFailed, Trai
 from ramify.inference.base import EngineLost, Pressure
 from ramify.inference.http.absent import Absent
 from ramify.inference.http.fleet import Fleet, Launch
+from ramify.inference.http.listed import Listed
 from ramify.inference.http.pressure import together
 from ramify.inference.http.server import Sampled, Server
 from ramify.inference.http.so_far import SoFar, tree_of
 from ramify.inference.http.spec import InferenceSpec
 from ramify.inference.http.sync import Sync
 from ramify.inference.prompts import prompt_ids, spoken, too_long
-from ramify.inference.weights.base import carrier_class
+from ramify.inference.weights.base import Carrier, carrier_class
 from ramify.policy.load import Policy
 from ramify.types.message import Finish, Reply, Usage
 
@@ -48,7 +49,7 @@ class HttpEngines:
         self.scaffold = "tiny" if policy.renderer.name == "tiny" else None
         self._policy = policy
         self._fleet = Fleet(policy, spec, name, say)
-        self._sync = Sync(self._fleet, carrier_class(spec.carried_by)(**spec.carrier_options), policy.version, say)
+        self._sync = Sync(self._fleet, _carrier(spec, policy), policy.version, say)
 
     @property
     def version(self) -> int:
@@ -68,16 +69,24 @@ class HttpEngines:
     # --- from start to end ---------------------------------------------------------------------------------------
 
     async def start(
-        self, out: Path, save: Callable[[Path], None], launch: Launch | None = None, *, carries: bool = True
+        self,
+        out: Path,
+        save: Callable[[Path], None],
+        launch: Launch | None = None,
+        *,
+        gone: Callable[[str], None] | None = None,
     ) -> None:
         """Start the servers, or attach to them; check each; open the way for weights. ``save`` writes a checkpoint for
         those that are started, below ``out``, by ``launch`` where it is not on this machine. Raises ConfigError for a server
-        that is not what the policy needs. ``carries``: False for who only asks, while another gives the weights."""
+        that is not what the policy needs. ``gone``: for who only asks, while another gives the weights, which is told the
+        address of an engine that does not answer and then says by ``listed`` which ones do."""
         try:
-            await self._fleet.start(out, save, launch, leads=carries)
-            if carries:
+            await self._fleet.start(out, save, launch, leads=gone is None)
+            if gone is None:
                 await self._sync.open()
             else:
+                spec = self._fleet.spec
+                self._fleet.listed = Listed(gone, spec.start_s + 2 * spec.update_s + spec.return_s)
                 self.absent.came = self._ask_again
         except BaseException:
             await self.close()
@@ -86,6 +95,20 @@ class HttpEngines:
     def follow(self, version: int) -> None:
         """Another has given the servers this version."""
         self._sync.follow(version)
+
+    def listed(self, urls: Sequence[str]) -> None:
+        """Another, which gives the weights, asks the engines at ``urls`` now."""
+        self._fleet.told(urls)
+
+    @property
+    def answering(self) -> tuple[str, ...]:
+        """Addresses of the engines that may be asked."""
+        return tuple(server.url for server in self._fleet.alive)
+
+    async def look_after(self, url: str, who: str) -> None:
+        """``who`` got no answer from the engine at ``url``: bring it back, where it is gone."""
+        for server in [each for each in self._fleet.alive if each.url == url]:
+            await self._fleet.is_gone(server, Unreachable(f"by {who}"))
 
     async def _ask_again(self) -> None:
         """Ask those that are back, which another gives the weights to; a reply by older ones is not taken."""
@@ -217,6 +240,15 @@ class HttpEngines:
         """Give ``weights``, which answer as ``version`` already, to servers that came back; whether there were any."""
         assert isinstance(weights, list)
         return await self._sync.welcome(weights, version)
+
+
+def _carrier(spec: InferenceSpec, policy: Policy) -> Carrier:
+    """Raises ConfigError for options that it does not have."""
+    options = dict(spec.carrier_options)
+    if spec.carried_by == "shared" and spec.engine == "ramify" and policy.device.type == "cpu":
+        options = {"in_place": True, **options}
+    carrier: Carrier = carrier_class(spec.carried_by)(**options)
+    return carrier
 
 
 class OneEngine:

@@ -1,6 +1,6 @@
 """New weights to all engines, and again to those that went and came back.
 
-    update ── pause all ─ chunks of weights to all ─ end ─ resume all ──▶ version
+    update ── pause all ─ chunks of weights to all ─ resume all ──▶ version
     sleep  ── nobody is asked … update: wake weights ─ (as above, whole) ─ wake keys and values ──▶ version
 
 One that goes on the way is dropped, and the others get everything again; one that lacks what a difference builds on, too.
@@ -12,11 +12,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
+from functools import partial
 
 from ramify.errors import ConfigError, ModelError, TrainError
 from ramify.inference.http.api import Conflict
 from ramify.inference.http.fleet import Fleet, Lost
-from ramify.inference.weights.base import Carrier, Source
+from ramify.inference.http.server import Server
+from ramify.inference.weights.base import Carrier, Chunk, Source
 
 
 class Sync:
@@ -144,17 +146,16 @@ class Sync:
         self.is_open.clear()
         await self._fleet.wake("weights")
         await self._fleet.all(lambda server: server.pause())
-        await self._fleet.all(lambda server: server.begin_update())
+        first = True
         while chunk is not None:
-            info = chunk.info
-            told = asyncio.ensure_future(self._fleet.all(lambda server, info=info: server.update(info, version)))  # type: ignore[misc]
+            given = partial(_give, chunk, version, first)
+            told, first = asyncio.ensure_future(self._fleet.all(given)), False
             try:
                 if chunk.send is not None:
                     await self._broadcast(chunk.send, told)
                 chunk = await asyncio.to_thread(next, chunks, None)  # written while the engines read the one before
             finally:
                 await told
-        await self._fleet.all(lambda server: server.end_update(version))
         await self._fleet.wake("kv_cache")
         await self._fleet.all(lambda server: server.resume())
 
@@ -189,3 +190,7 @@ class Sync:
                 return True
             except Lost:
                 pass
+
+
+async def _give(chunk: Chunk, version: int, first: bool, server: Server) -> None:
+    await server.update(chunk.info, version, first=first, last=chunk.is_last)

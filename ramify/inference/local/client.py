@@ -58,6 +58,8 @@ class LocalClient:
         ``cache_bytes``: for keys and values (2 GiB, else a third of the GPU's memory). Without ``reuse``, nothing computed
         for one request serves another."""
         self.policy = policy
+        self._lent: set[str] = set()
+        """Names of weights that lie in memory which other engines compute with, too."""
         self.name = name or f"local:{policy.name}"
         self.window = policy.window
         self.price: Price | None = Price(0.0, 0.0)
@@ -264,8 +266,8 @@ class LocalClient:
             raise RuntimeError(
                 "the memory of the weights was given back: wake it up first (POST /wake_up?tags=weights)"
             )
-        held = self.policy.model.state_dict()
-        for name, tensor, places in pieces():
+        held = self.policy.model.state_dict(keep_vars=True)
+        for name, tensor, places, stays in pieces():
             ours = held.get(name)
             if ours is None:
                 raise ValueError(f"this model has no tensor '{name}': the trainer's policy is another one")
@@ -274,21 +276,31 @@ class LocalClient:
                 raise ValueError(
                     f"tensor '{name}' is {theirs} and here {mine}: serve it in the trainer's precision and shape"
                 )
+            if stays and tensor.device == ours.device:
+                ours.data = tensor
+                self._lent.add(name)
+                self._resting.arrived(ours)
+                continue
+            if name in self._lent:  # other engines compute with it, too
+                self._lent.remove(name)
+                ours.data = ours.data.clone()
             if places is None:
-                ours.copy_(tensor)
+                ours.data.copy_(tensor)
                 self._resting.arrived(ours)
             elif self._resting.lacks(ours):
                 raise Stale(
                     f"tensor '{name}' was given back while this engine slept, and comes in part: send all of it"
                 )
             else:
-                ours.view(-1).index_copy_(0, places.to(ours.device), tensor.to(ours.device))
+                ours.data.view(-1).index_copy_(0, places.to(ours.device), tensor.to(ours.device))
 
     def _rest(self, tags: Collection[str], keep: bool) -> None:
         if "kv_cache" in tags:
             self.engine.rest()
         if "weights" in tags:
             self._resting.give_back(keep=keep)
+            if self._resting.is_away:
+                self._lent.clear()
         if self.policy.device.type == "cuda":  # else PyTorch keeps what was freed, for itself
             torch.cuda.empty_cache()
 

@@ -22,7 +22,7 @@ class Resting:
         """Name -> the weight in main memory, or one on PyTorch's meta device where it was dropped; None while all are there."""
         self._device = torch.device("cpu")
         self._missing: dict[int, str] = {}
-        """Where in memory -> name, of tensors whose memory is there again and whose values are not."""
+        """Identity -> name, of parameters whose memory is there again and whose values are not."""
 
     @property
     def is_away(self) -> bool:
@@ -55,14 +55,14 @@ class Resting:
             parameter = self._model.get_parameter(name)
             if each.is_meta:
                 parameter.data = torch.empty_like(each, device=self._device)
-                self._missing[parameter.data_ptr()] = name
+                self._missing[id(parameter)] = name
             else:
                 parameter.data = each.to(self._device)
 
-    def lacks(self, tensor: Tensor) -> bool:
-        """Whether the values of ``tensor``, by whichever of its names, are missing."""
-        return tensor.data_ptr() in self._missing
+    def lacks(self, parameter: Tensor) -> bool:
+        """Whether the values of ``parameter``, by whichever of its names, are missing."""
+        return id(parameter) in self._missing
 
-    def arrived(self, tensor: Tensor) -> None:
-        """All values of ``tensor`` are there."""
-        self._missing.pop(tensor.data_ptr(), None)
+    def arrived(self, parameter: Tensor) -> None:
+        """All values of ``parameter`` are there."""
+        self._missing.pop(id(parameter), None)

@@ -32,7 +32,7 @@ from tests.inference.helpers import policy
 from tests.inference.http.test_engines import World, other_server, request, run
 
 UPDATE = {
-    "ramify": ["/start_weight_update", "/update_weights", "/finish_weight_update"],
+    "ramify": ["/update_weights"],
     "vllm": ["/pause?mode=abort", "/start_weight_update", "/update_weights", "/finish_weight_update", "/reset_prefix_cache"],
     "sglang": ["/pause_generation", "/update_weights_from_disk", "/flush_cache"],
 }  # fmt: skip
@@ -227,7 +227,7 @@ def test_one_that_outlives_the_run_is_left_awake_and_found_asleep_it_is_woken() 
             await got(f"{made.url}/sleep?level=1", {})  # the trainer is killed now
             spec = InferenceSpec(urls=(made.url,), probe_s=2.0)
             asks = HttpEngines(made.trained, msgspec.structs.replace(spec, sleep="never"), name="asks")
-            await asks.start(Path("unused"), lambda _: None, carries=False)
+            await asks.start(Path("unused"), lambda _: None, gone=lambda _: None)
             assert made.locals[0].held()["kv_cache"] < 1 << 20  # who only asks wakes nobody
             await asks.close()
             made.engines = HttpEngines(made.trained, spec, name="next")
@@ -367,6 +367,6 @@ def test_weights_are_kept_elsewhere_or_not_at_all() -> None:
     held = model.state_dict()
     for name, each in before.items():
         assert torch.equal(held[name].copy_(each), each)
-        resting.arrived(held[name])
+        resting.arrived(model.get_parameter(name))
     assert resting.missing == []
     assert model.lm_head.weight is model.model.embed_tokens.weight  # type: ignore[union-attr]
