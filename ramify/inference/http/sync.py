@@ -77,8 +77,12 @@ class Sync:
         async with self._updating:
             self.is_open.clear()
             self._lacks |= self._fleet.spec.level > 1
-            while not await self._slept():
-                pass
+            try:
+                while not await self._slept():
+                    pass
+            except BaseException:
+                self.is_open.set()
+                raise
         return True
 
     async def _slept(self) -> bool:

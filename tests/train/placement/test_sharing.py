@@ -84,13 +84,14 @@ def placed(**fields: Any) -> Run:
 
 
 def test_a_shared_seat_holds_the_most_of_two_phases_or_both() -> None:
-    rank, engine = (plan(placed()).parts[index].memory for index in (0, 2))
+    planned = plan(placed())
+    rank, engine = (planned.parts[index].memory for index in (0, 2))
     kept = sum(rank.parts[name] for name in ("weights", "optimizer", "the engine's weights"))
-    taking_turns, at_once = plan(placed()).together, plan(placed(sleep="never")).together
+    taking_turns, at_once = planned.together, plan(placed(sleep="never")).together
     assert taking_turns[0].bytes == {"engines answer": kept + engine.total, "the trainer learns": rank.total}
     assert at_once[0].bytes == {"both go on": rank.total + engine.total}
     assert (taking_turns[0].sleeps, at_once[0].sleeps) == (True, False)
-    text = "\n".join(lines(plan(placed())))
+    text = "\n".join(lines(planned))
     assert "  trainer and inference on one device: 3" in text
 
 
@@ -102,8 +103,9 @@ def test_what_vllm_takes_fits_where_it_sleeps() -> None:
         "(inference.sleep=learn), or devices of their own"
     ]
     less = placed(engine="vllm", args=("--gpu-memory-utilization=0.25",))
-    assert plan(less).parts[2].memory.total == int(0.25 * 80e9)
-    assert plan(less).too_large == []
+    planned = plan(less)
+    assert planned.parts[2].memory.total == int(0.25 * 80e9)
+    assert planned.too_large == []
 
 
 def test_a_plan_is_refused_where_engines_cannot_sleep() -> None:
