@@ -113,10 +113,10 @@ class Runners:
             async with asyncio.TaskGroup() as group:
                 for number in range(self._num):
                     group.create_task(self._bring(number))
-        except* ConfigError as errors:
+        except BaseExceptionGroup as errors:
             await self.close()
             raise errors.exceptions[0] from None
-        except* BaseException:
+        except BaseException:
             await self.close()
             raise
         self._keep(self._watch())
