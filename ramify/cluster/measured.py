@@ -84,6 +84,8 @@ class Measured(msgspec.Struct, kw_only=True):
     """How much of twice the speed twice the ranks give."""
     host: Host | None = None
     """What the trainer's machine computes besides; None where that is not known, and nothing waits for a processor."""
+    computed_s: list[float] = msgspec.field(default_factory=list)
+    """Processor seconds of each step's rollouts, where they were measured."""
     step_s: list[float] = msgspec.field(default_factory=list)
     """Of each step as it was measured, evaluations left out."""
 
@@ -156,6 +158,7 @@ def measured(run: Path, *, last: int = 0, rate: Rate | None = None, scaling: flo
         sizes=sizes, learn_base_s=base_s, learn_token_s=token_s, learn_off=off, scaling=scaling,
         publish_s=_publishing(done, took), prepare_s=_preparing(done, kept, steps, sizes),
         silent=_silent(run, max(0.0, 1 - sizes.items / tried)), evaluate_s=_evaluating(lines),
+        computed_s=[each.loop_s + each.sessions_s + sum(pace.cpu_s for pace in each.engine) for each in spent],
         step_s=[took[step] for step in sorted(took)],
     )  # fmt: skip
 

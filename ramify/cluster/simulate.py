@@ -109,6 +109,8 @@ class Predicted(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens that the trainer computes."""
     stragglers: float
     """Rollouts that were given up, per step."""
+    computed_s: float = 0.0
+    """Processor seconds of a step's rollouts, where it is known what they take: engine (the embedded one), loop and sessions."""
     evaluating_s: float = 0.0
     """Per step, which are no part of the step's seconds."""
 
@@ -128,6 +130,7 @@ class _Seen(msgspec.Struct):
     trainer_busy_s: float
     sampled: float
     stragglers: int
+    computed_s: float = 0.0
     learnt: int = 0
     behind: list[tuple[int, float]] = []
     """(versions, tokens) of what this step learnt from."""
@@ -159,7 +162,7 @@ class _Simulation:
             measured.host,
             embedded=setting.embedded,
         )
-        self._trainer_busy_s = self._evaluating_s = 0.0
+        self._trainer_busy_s = self._evaluating_s = self._learnt_s = 0.0
         self._seen: list[_Seen] = []
 
     def run(self, steps: int) -> Predicted:
@@ -199,6 +202,7 @@ class _Simulation:
         cores = self._stage.cores
         if self._setting.embedded and cores is not None:
             yield cores.session(seconds)
+            self._learnt_s += seconds
         else:
             yield from self._held(seconds, self._setting.shared)
 
@@ -223,10 +227,18 @@ class _Simulation:
             _Seen(
                 self._env.now, self._evaluating_s, sum(each.busy_s for each in self._engines),
                 sum(each.sequence_s for each in self._engines),
-                self._trainer_busy_s, sum(each.sampled for each in self._engines), stragglers, num_learnt,
+                self._trainer_busy_s, sum(each.sampled for each in self._engines), stragglers, self._computed(),
+                num_learnt,
                 [(step - version, tokens) for version, tokens in spans],
             )
         )  # fmt: skip
+
+    def _computed(self) -> float:
+        cores = self._stage.cores
+        if cores is None:
+            return 0.0
+        cores.settle()
+        return cores.used_s - self._learnt_s
 
     def _predicted(self, first: int, num: int) -> Predicted:
         before, seen = self._seen[first - 1], self._seen[first : first + num]
@@ -247,6 +259,7 @@ class _Simulation:
             staleness_max=max((age for age, _ in behind), default=0),
             sampled_per_s=(last.sampled - before.sampled) / took, learnt_per_s=sum(each.learnt for each in seen) / took,
             stragglers=(last.stragglers - before.stragglers) / num,
+            computed_s=(last.computed_s - before.computed_s) / num,
             evaluating_s=self._measured.evaluate_s / self._setting.evaluate if self._setting.evaluate else 0.0,
         )  # fmt: skip
 
