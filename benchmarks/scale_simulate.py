@@ -167,10 +167,8 @@ def main() -> int:
     parser.add_argument("--blind", action="store_true", help="only settings that were drawn before they were measured")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON on the last line")
     options = parser.parse_args()
-    if options.blind:
-        found = list(blind_figures())
-    else:
-        found = list(simulate_figures(quick=options.quick, embedded=options.embedded))
+    figures = blind_figures() if options.blind else simulate_figures(quick=options.quick, embedded=options.embedded)
+    found = list(figures)
     show(found)
     if options.json:
         print(json.dumps({"figures": [each.as_json() for each in found]}))

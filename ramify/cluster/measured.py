@@ -2,6 +2,7 @@
 
     OUT/rollouts/step-*.jsonl    whole trees, by groups: what a rollout asks for; requests with their seconds: the engine's rate
     OUT/metrics.jsonl            work_s, learn_s and when each step ended: learning, publishing, what comes between
+    OUT/processors.jsonl         where engine, loop and sessions share processors: what each of them computed
     OUT/checkpoints/*/state.json the run's own sizes: items, group, concurrency, slots, ranks
 
 Nothing is averaged that can be drawn again: groups are drawn whole, so that items that are long stay long in all their

@@ -110,7 +110,7 @@ class Predicted(msgspec.Struct, frozen=True, kw_only=True):
     stragglers: float
     """Rollouts that were given up, per step."""
     computed_s: float = 0.0
-    """Processor seconds of a step's rollouts, where it is known what they take: engine (the embedded one), loop and sessions."""
+    """Processor seconds of a step's rollouts, where these are known: of the embedded engine, the loop and sessions."""
     evaluating_s: float = 0.0
     """Per step, which are no part of the step's seconds."""
 

@@ -113,6 +113,12 @@ def test_a_real_run_is_read(tmp_path: Path) -> None:
     assert (len(found.groups), len(found.step_s)) == (8, 3)
     assert found.learn_base_s + found.learn_token_s > 0
     assert simulate(found, Setting(items=2, group=3, concurrency=1), steps=2).step_s > 0
+    assert found.host is not None
+    assert found.host.request_s > 0
+    assert len(found.computed_s) == 4
+    same = Setting(items=2, group=3, concurrency=1, slots=16, keeps=True, embedded=True)
+    once = simulate(found, same, steps=2, in_order=True)
+    assert 0.3 < once.computed_s / (sum(found.computed_s) / 4) < 3
 
 
 @pytest.mark.parametrize(
