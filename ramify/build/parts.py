@@ -141,7 +141,10 @@ class Made:
 
         self.hosts = self._placed()
         if self.run.placement is not None and self.run.placement.services:
-            self.services = Services(self.hosts or HereHosts(), self.run.placement.services, out)
+            placement = self.run.placement
+            self.services = Services(
+                self.hosts or HereHosts(), placement.services, out, restarts=placement.restarts, say=self._say
+            )
             await self.services.start()
         launch = None if self.hosts is None else partial(PlacedEngine, self.hosts)
         if not isinstance(self.client, LocalClient):
@@ -162,15 +165,16 @@ class Made:
         checkpoint = out / "inference" / "checkpoint"
         if run.inference.urls:
             save(self.serving, checkpoint)
-        spec = self._for_runners(checkpoint, tuple(each.name for each in client.engines))
+        spec = self._for_runners(checkpoint, client.answering)
         self.runners = Runners(
             self.hosts or HereHosts(),
             num,
             spec,
             out,
-            version=lambda: client.version,
+            client,
             seen=self.seen.note,
             say=self._say,
+            restarts=run.placement.restarts if run.placement is not None else 0,
         )
         await self.runners.start()
 
@@ -183,6 +187,7 @@ class Made:
             name=self.client.name, task=run.task.name, options=run.task.options, scaffold=run.scaffold, limits=run.limits,
             sandbox=run.sandbox, inference=attached(run.inference, urls), checkpoint=str(checkpoint.resolve()),
             dtype=str(self.serving.dtype).removeprefix("torch."), grace_s=run.rl.rollout.grace_s,
+            variables=tuple(each.variable for each in run.placement.services.values()) if run.placement else (),
         )  # fmt: skip
 
     @property
@@ -223,7 +228,9 @@ class Made:
             spec = self.run.rl.critic
             if spec.model == "shared":
                 return trained.with_critic(stage.optim, None)
-            own = scheduled(spec.optim, stage.optim.num_steps) if spec.optim is not None else stage.optim
+            own = stage.optim
+            if spec.optim is not None:
+                own = scheduled("rl.critic", spec.optim, stage.optim.num_steps)
             return trained.with_critic(stage.optim, own)
 
         return backend
@@ -318,7 +325,7 @@ class Made:
         return loop
 
     async def evaluate(self, split: str) -> dict[str, float]:
-        """The mean reward on the first items of ``split``, of all and by kind."""
+        """The mean reward on the first items of ``split``, of all and by kind, where enough attempts could be judged."""
         spec = self.run.evaluate
         options = msgspec.structs.replace(
             self.run.rl.rollout if self.run.rl is not None else RolloutOptions(),
@@ -330,7 +337,8 @@ class Made:
         found = items_of(self.task, split)
         num = spec.num if split != "validation" or spec.validation is None else spec.validation
         items = [found[index] for index in range(min(num, len(found)))]
-        return report(split, items, await rollouts.groups(items, -1, f"evaluating {split}"), self.task.weights)
+        groups = await rollouts.groups(items, -1, f"evaluating {split}")
+        return report(split, items, groups, self.task.weights, max_failed=spec.max_failed, say=self._say)
 
 
 def _device_of(run: Run) -> str:

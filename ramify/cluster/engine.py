@@ -231,7 +231,7 @@ class Engine:
 
 
 def pick(engines: list[Engine]) -> Engine:
-    """For a new tree: the engine with least to do, of equals the one with fewest trees, as ``inference/http/client.py``."""
+    """For a new tree: the engine with least to do, of equals the one with fewest trees, as ``inference/http/fleet.py``."""
     found = min(engines, key=lambda each: (each.in_flight, each.trees))
     found.trees += 1
     return found

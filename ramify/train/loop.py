@@ -229,7 +229,7 @@ class Loop:
                 values |= await self._in_torch(self._prepare, stage, work)
             values |= _over_parts([await self._in_torch(self._learn, stage, part) for part in work.parts])
             values["learn_s"] = time.monotonic() - started
-            state.step, state.stage_step = state.step + 1, state.stage_step + 1
+            state.step, state.stage_step, state.score = state.step + 1, state.stage_step + 1, None
             state.memory = work.memory
             if stage.samples and work.parts:
                 await self._publish()
@@ -353,7 +353,7 @@ class Loop:
     # --- what is written down ------------------------------------------------------------------------------------
 
     async def evaluate(self, split: str, stage: str) -> Mapping[str, float]:
-        """Measure the policy as it is on ``split``. On the validation stream it becomes the run's score."""
+        """Measure the policy as it is on ``split``. On the validation stream it becomes the run's score, if there is one."""
         async with self._weights:
             await self._publish()
         started = time.monotonic()
@@ -408,7 +408,6 @@ class Loop:
         assert backend is not None
         self._tick()
         self.checkpoints.save(state, {"backend": backend.save, "policy": self._policy.save})
-        state.score = None
 
     def _go_back_to(self, checkpoint: Path) -> None:
         """Stand where ``checkpoint`` was written; in the torch thread."""
