@@ -43,6 +43,19 @@ def check_task(run: Run, task: Task) -> None:
         )
 
 
+def check_device(run: Run) -> None:
+    """A GPU that the recipe names is there."""
+    import torch
+
+    kind, _, index = run.policy.device.partition(":")
+    num = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if kind == "cuda" and int(index or 0) >= num:
+        told = f"{num} GPUs" if num else "no GPU, or torch was built without CUDA"
+        raise ConfigError(
+            f"policy.device={run.policy.device}: this machine has {told}: set policy.device=cpu, or leave it out"
+        )
+
+
 def check_inference(run: Run) -> None:
     """Another engine does not say what top-p and top-k left, so nobody could compute the same probabilities."""
     spec, rl = run.inference, run.rl

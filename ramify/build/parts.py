@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ramify.build.checks import check_inference, check_prompts, check_schedules, check_task, first_prompt
+from ramify.build.checks import check_device, check_inference, check_prompts, check_schedules, check_task, first_prompt
 from ramify.build.demonstrations import demonstrations_of, rows_of
 from ramify.build.model import policy_of, serving_of
 from ramify.build.published import Published
@@ -71,6 +71,7 @@ class Made:
         """Servers that the run asks besides engines."""
         self.runners: Runners | None = None
         """Those who roll out, where that is not this process."""
+        check_device(run)
         self._kind: Any = of_name(run.compute.backend, BACKENDS, "backend")
         elsewhere = {"elsewhere": True} if self._is_placed and not self._kind.is_here else {}
         self._kind.check(run.compute, _device_of(run), **elsewhere)

@@ -18,7 +18,7 @@ from ramify.errors import ConfigError
 from ramify.inference.http.spec import InferenceSpec
 from ramify.train.algorithms.grpo import GRPO
 from ramify.train.algorithms.sft import SFT
-from ramify.train.backends.base import Optim
+from ramify.train.backends.base import Optim, Shard
 from ramify.train.checkpoint import Checkpoints, State
 from ramify.train.config import (
     CriticSpec,
@@ -60,6 +60,8 @@ def close(made: Made) -> None:
         (changed("policy", tokenizer="nowhere"), "nowhere has no tokenizer.json"),
         (changed("sft", demos="ledgr"), "unknown demos 'ledgr': did you mean 'ledger'?"),
         (changed("sft", algorithm=msgspec.structs.replace(small().sft.algorithm, min_reward=9.0)), "none of 30 trajectories"),
+        (changed("policy", device="cuda:99"), "policy.device=cuda:99: this machine has"),
+        (changed("compute", shard=Shard(ranks=2)), "ranks=2, and compute.backend=single trains in one process"),
         (changed("warmup", optim=LATE), "warmup.optim.schedule=linear over 2 steps needs more than the 30 of warm-up"),
         (changed("sft", optim=LATE), "sft.optim.schedule=linear over"),
         (changed("rl", optim=LATE), "lower rl.optim.warmup_steps"),
@@ -72,6 +74,13 @@ def test_what_is_wrong_is_said_before_anything_is_trained(run: Run, message: str
         train(run, tmp_path / "out")
     assert message in str(caught.value)
     assert not (tmp_path / "out").exists()
+
+
+def test_one_process_of_torchruns_does_not_leave_the_others_waiting(tmp_path: Path, monkeypatch: Any) -> None:
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "1")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=r"torchrun started 2 processes, .*: set compute\.backend=fsdp"):
+        train(small(), tmp_path / "out")
 
 
 @pytest.mark.parametrize("place", ["file", "file/below", "/proc/none"])
