@@ -9,6 +9,7 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
+from ramify.build.checks import check_folder
 from ramify.build.parts import Made
 from ramify.errors import ConfigError
 from ramify.train.backends import launch
@@ -42,6 +43,7 @@ def train(
         check_config(read_state(checkpoint), plain(run), FREE)
     elif any(out.glob("checkpoints/step-*")):
         raise ConfigError(f"{out} holds a run already: resume it, or give another folder")
+    check_folder(out)
 
     trackers = Trackers(run.trackers, run.tracker_options, say)
     resumed_at = read_state(checkpoint).step if checkpoint is not None else None

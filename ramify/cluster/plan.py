@@ -17,6 +17,7 @@ from ramify.cluster.shape import Shape, config_of, shape_of
 from ramify.cluster.steps import Seconds, Tokens
 from ramify.errors import ConfigError
 from ramify.train.config import Run
+from ramify.train.metrics import FILE
 from ramify.train.placement.counted import counted
 from ramify.train.placement.seats import Seat, seats
 from ramify.train.placement.sharing import shared, sleeping
@@ -219,6 +220,8 @@ def _from_run(folder: Path | None) -> steps.Measured | None:
         return None
     from ramify.build.recipe import stored
 
+    if not (folder / FILE).is_file():
+        raise ConfigError(f"--measured {folder} is no run's folder: it has no {FILE}")
     run = stored(folder)
     num = counted(run, run.placement or PlacementSpec())
     return steps.measured(folder, num["trainer"], max(1, num["inference"]))

@@ -19,6 +19,7 @@ from typing import Literal
 
 import msgspec
 
+from ramify.errors import ConfigError
 from ramify.train.checkpoint import Checkpoints, read_state
 from ramify.types.trajectory import Group
 
@@ -118,9 +119,11 @@ def cut(folder: Path, step: int) -> None:
 
 def accounts(folder: Path) -> Accounts:
     """What became of all groups up to the last checkpoint of the run in ``folder``; what came after it will come again.
-    Empty where there is none yet."""
+    Empty where there is none yet. Raises ConfigError where that is no run's folder: nothing missing would be said of it."""
     checkpoint = Checkpoints(folder).latest()
     if checkpoint is None:
+        if not any((folder / name).exists() for name in (FILE, "metrics.jsonl", "checkpoints")):
+            raise ConfigError(f"{folder} holds no run: give the folder that `ramify train` was given as --out")
         return Accounts({}, [], [], [])
     state = read_state(checkpoint)
     found = [each for each in read(folder) if each.step <= state.step]
