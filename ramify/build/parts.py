@@ -34,6 +34,7 @@ from ramify.train.placement.hosts import Hosts, PlacedEngine
 from ramify.train.placement.runner import RunnerSpec
 from ramify.train.placement.runners import Runners
 from ramify.train.placement.services import Services
+from ramify.train.processors import Meter
 from ramify.train.rollout import RolloutOptions, Rollouts
 from ramify.train.selfcheck import Seen, SelfCheck
 from ramify.train.signals.compose import Hybrid
@@ -140,7 +141,10 @@ class Made:
 
         self.hosts = self._placed()
         if self.run.placement is not None and self.run.placement.services:
-            self.services = Services(self.hosts or HereHosts(), self.run.placement.services, out)
+            placement = self.run.placement
+            self.services = Services(
+                self.hosts or HereHosts(), placement.services, out, restarts=placement.restarts, say=self._say
+            )
             await self.services.start()
         launch = None if self.hosts is None else partial(PlacedEngine, self.hosts)
         if not isinstance(self.client, LocalClient):
@@ -161,15 +165,16 @@ class Made:
         checkpoint = out / "inference" / "checkpoint"
         if run.inference.urls:
             save(self.serving, checkpoint)
-        spec = self._for_runners(checkpoint, tuple(each.name for each in client.engines))
+        spec = self._for_runners(checkpoint, client.answering)
         self.runners = Runners(
             self.hosts or HereHosts(),
             num,
             spec,
             out,
-            version=lambda: client.version,
+            client,
             seen=self.seen.note,
             say=self._say,
+            restarts=run.placement.restarts if run.placement is not None else 0,
         )
         await self.runners.start()
 
@@ -182,6 +187,7 @@ class Made:
             name=self.client.name, task=run.task.name, options=run.task.options, scaffold=run.scaffold, limits=run.limits,
             sandbox=run.sandbox, inference=attached(run.inference, urls), checkpoint=str(checkpoint.resolve()),
             dtype=str(self.serving.dtype).removeprefix("torch."), grace_s=run.rl.rollout.grace_s,
+            variables=tuple(each.variable for each in run.placement.services.values()) if run.placement else (),
         )  # fmt: skip
 
     @property
@@ -222,7 +228,9 @@ class Made:
             spec = self.run.rl.critic
             if spec.model == "shared":
                 return trained.with_critic(stage.optim, None)
-            own = scheduled(spec.optim, stage.optim.num_steps) if spec.optim is not None else stage.optim
+            own = stage.optim
+            if spec.optim is not None:
+                own = scheduled("rl.critic", spec.optim, stage.optim.num_steps)
             return trained.with_critic(stage.optim, own)
 
         return backend
@@ -310,6 +318,8 @@ class Made:
         if not isinstance(self.client, LocalClient):
             self.client.absent.came = lambda: loop.welcome(published.welcome)
             loop.measures = self.client.metrics
+        elif self._kind.is_here and self.runners is None:  # else processes below this one do more than sessions
+            loop.meter = Meter(self.client.engine.paces.taken)
         first = run.rl.sample.first_item if run.rl is not None else 0
         loop.state.next_item = max(first, run.sft.num if run.sft is not None and run.sft.demos else 0)
         return loop

@@ -49,6 +49,7 @@ def choices(
             items=items or sizes.items, group=group or sizes.group, concurrency=concurrency or sizes.concurrency,
             on_wire=sizes.on_wire, max_items=max(sizes.max_items, items) if sizes.max_items else 0,
             straggle=sizes.straggle if straggle is None else straggle, late=sizes.late if late is None else late,
+            keeps=sizes.keeps, embedded=sizes.embedded and split == Split(1, 1),
         )  # fmt: skip
 
 

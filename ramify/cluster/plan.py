@@ -123,7 +123,9 @@ def _parts(run: Run, shape: Shape, num: dict[str, int], devices: tuple[Device, D
     if ranks > 1:
         yield Part("other ranks", ranks - 1, trainer.name, memory.of_rank(run, shape, trainer, ranks, 1))
     if num["inference"]:
-        yield Part("engine", num["inference"], engine.name, memory.of_engine(run, shape, engine))
+        gpus = run.placement.inference.gpus if run.placement is not None else 0.0
+        over = msgspec.structs.replace(engine, memory_gb=engine.memory_gb * max(1.0, gpus))  # it lies over its GPUs
+        yield Part("engine", num["inference"], engine.name, memory.of_engine(run, shape, over))
     if run.rl is not None:
         room = run.placement.rollouts.memory_gb if run.placement is not None else 0.0
         yield Part("sessions", max(1, num["rollouts"]), "cpu", memory.of_sessions(run, max(1, num["rollouts"]), room))
@@ -136,8 +138,9 @@ def _too_large(parts: list[Part], spec: PlacementSpec) -> Iterator[str]:
         if not part.memory.fits:
             yield f"{part.role} holds {_size(part.memory.total)} and a {part.device} has {_size(part.memory.room)}"
     for group in spec.colocate:
-        together = [by_role[role] for role in group if role in by_role]
-        total, room = sum(part.memory.total for part in together), min((p.memory.room for p in together), default=0)
+        together = [(by_role[role].memory, max(1.0, spec.role(role).gpus)) for role in group if role in by_role]
+        total = sum(int(each.total / gpus) for each, gpus in together)
+        room = min((int(each.room / gpus) for each, gpus in together), default=0)
         if len(together) > 1 and room and total > room:
             yield (
                 f"{' and '.join(group)} share a device of {_size(room)} and hold {_size(total)} together: they fit only while "

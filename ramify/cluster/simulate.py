@@ -21,6 +21,7 @@ from simpy import Environment, Event
 
 from ramify.cluster.admission import Open, Queue
 from ramify.cluster.engine import Engine
+from ramify.cluster.kept import Kept
 from ramify.cluster.measured import Measured
 from ramify.cluster.play import Stage
 from ramify.cluster.trees import Rollout
@@ -49,6 +50,10 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     """Rollouts at once."""
     on_wire: int = 1_000_000
     """Requests at once, of all rollouts together (``limits.max_concurrency``)."""
+    keeps: bool = False
+    """What engines computed for a call stays in its slot, and is lost where others need that."""
+    embedded: bool = False
+    """The engine is in the trainer's process, and shares its processors where it is known what each part takes of them."""
 
     @property
     def max_staleness(self) -> int:
@@ -136,8 +141,17 @@ class _Simulation:
         self._measured, self._setting, self._seed, self._in_order = measured, setting, seed, in_order
         self._env = Environment()
         rate = measured.rate
-        self._engines = [Engine(self._env, rate, setting.slots) for _ in range(setting.engines)]
-        self._stage = Stage(self._env, self._engines, rate, setting.concurrency, setting.on_wire)
+        kept = [Kept(setting.slots, measured.longest) if setting.keeps else None for _ in range(setting.engines)]
+        self._engines = [Engine(self._env, rate, setting.slots, each) for each in kept]
+        self._stage = Stage(
+            self._env,
+            self._engines,
+            rate,
+            setting.concurrency,
+            setting.on_wire,
+            measured.host,
+            embedded=setting.embedded,
+        )
         self._trainer_busy_s = 0.0
         self._seen: list[_Seen] = []
 
@@ -162,13 +176,21 @@ class _Simulation:
             num_learnt = sum(attempt.rollout.learnt for attempt in whole)
             yield self._env.timeout(self._measured.prepare(draw))
             learn_s, publish_s = self._measured.learn(draw, num_learnt, self._setting.ranks)
-            yield from self._held(learn_s, self._setting.shared)
+            yield from self._learn(learn_s)
             yield from self._held(publish_s, True)
             for engine in self._engines:
                 engine.take(step + 1)
             queue.newer(step + 1)
             self._trainer_busy_s += learn_s + publish_s
             self._note(step, num_learnt, taken, queue.num_stragglers)
+
+    def _learn(self, seconds: float) -> Generator[Event, Any, None]:
+        """On the engine's devices, on the processors that all share, or on others."""
+        cores = self._stage.cores
+        if self._setting.embedded and cores is not None:
+            yield cores.session(seconds)
+        else:
+            yield from self._held(seconds, self._setting.shared)
 
     def _held(self, seconds: float, holds_engines: bool) -> Generator[Event, Any, None]:
         """Let ``seconds`` pass, in which engines stand still or not."""

@@ -150,11 +150,17 @@ class WeightRoutes:
         self._is_updating, self._num_taken = True, 0
         return {"message": "Weight update started"}
 
-    async def _update(self, _: web.Request, body: Body) -> Body:
-        info, receiver = _object(body, "update_info"), self._receiver
+    async def _update(self, http: web.Request, body: Body) -> Body:
+        """A chunk; with ``begins`` also the beginning of an update, with ``weight_version`` also its end."""
+        info = _object(body, "update_info")
+        if body.get("begins"):
+            await self._start(http, body)
+        receiver = self._receiver
         if receiver is None or not self._is_updating:
             raise RuntimeError("start_weight_update comes before update_weights")
         await self._take(lambda: receiver.take(info))
+        if "weight_version" in body:
+            await self._finish(http, body)
         return {"message": "Weights updated"}
 
     async def _take(self, pieces: Callable[[], Iterator[Piece]]) -> None:

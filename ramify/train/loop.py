@@ -29,6 +29,7 @@ from ramify.errors import StoreError, TrainError
 from ramify.progress import doing, heard
 from ramify.train import groups as group_file
 from ramify.train import metrics as metric_file
+from ramify.train import processors
 from ramify.train.backends.base import Backend, Reference
 from ramify.train.checkpoint import Checkpoints, State, read_state
 from ramify.train.guards import Guard, Memory, Told, after_evaluation, after_step
@@ -129,6 +130,9 @@ class Loop:
         self.watch = watch or Watch(out, STALL_S)
         self.measures: Callable[[], Mapping[str, float]] = dict
         """What engines tell of themselves at each step."""
+        self.meter: processors.Meter | None = None
+        """Where all parts of a rollout share the processors of this machine."""
+        self._spent: processors.Spent | None = None
         self._weights = asyncio.Lock()
         """Held while weights change, and until the engine has them."""
         self._since, self._cpu_since = time.monotonic(), 0.0
@@ -161,6 +165,7 @@ class Loop:
         else:
             metric_file.cut(self.out, -1)
             group_file.cut(self.out, -1)
+            processors.cut(self.out, -1)
             self.state.first_item = self.state.next_item
         self._metrics = Metrics(self.out, self._listener)
         self._since = time.monotonic() - self.state.seconds
@@ -200,8 +205,12 @@ class Loop:
             self._source = source
             for step in range(self.state.stage_step, stage.num_steps):
                 started = time.monotonic()
+                meter = self.meter if stage.samples else None
+                if meter is not None and (not stage.max_staleness or step == self.state.stage_step == 0):
+                    meter.restart()  # else rollouts went on while the last step was learnt from
                 work = await self.watch.bounded(f"the work of {self._where(stage)}", source.work(step))
                 work.metrics["work_s"] = time.monotonic() - started
+                self._spent = meter.spent() if meter is not None else None
                 yield work
 
     async def _step(self, stage: Stage, work: Work) -> None:
@@ -230,6 +239,8 @@ class Loop:
             values |= self._told(after_step(self._guard, state.guard, values), where)
         self._write(stage.name, values)
         group_file.write(self.out, work.accounts, state.step)
+        if self._spent is not None:
+            processors.write(self.out, msgspec.structs.replace(self._spent, step=state.step))
         if self._check is not None and work.groups:
             self._check.ids(work.groups)
         if work.groups and self._cadence.rollouts and state.stage_step % self._cadence.rollouts == 0:
@@ -351,6 +362,8 @@ class Loop:
         if split == "validation":
             self.state.score = values.get("validation/reward")
         self._write(stage, values)
+        if self.meter is not None:
+            self.meter.restart()
         return values
 
     async def _report(self) -> None:
@@ -403,6 +416,7 @@ class Loop:
         self.state.config = config
         metric_file.cut(self.out, self.state.step)
         group_file.cut(self.out, self.state.step)
+        processors.cut(self.out, self.state.step)
         stage = self._stages[self.state.stage]
         backend = self._backend_of(stage)
         backend.load(checkpoint / "backend")

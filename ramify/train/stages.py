@@ -147,7 +147,7 @@ class WarmUp(Given):
 
     def __init__(self, num_steps: int, optim: Optim, ids: Sequence[int], batch_tokens: int, seed: int) -> None:
         super().__init__()
-        self.num_steps, self.optim = num_steps, scheduled(optim, num_steps)
+        self.num_steps, self.optim = num_steps, scheduled(self.name, optim, num_steps)
         self._ids, self._batch_tokens, self._seed = ids, batch_tokens, seed
 
     async def work(self, step: int) -> Work:
@@ -167,7 +167,7 @@ class Imitate(Given):
         if not self._order:
             raise ConfigError("supervised fine-tuning has nothing to learn from: no trajectory passed its filter")
         self.num_steps = len(self._order)
-        self.optim = scheduled(optim, self.num_steps)
+        self.optim = scheduled(self.name, optim, self.num_steps)
 
     async def work(self, step: int) -> Work:
         return Work([Part([self._rows[index] for index in self._order[step]], None)], {})
@@ -202,13 +202,13 @@ class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     def __post_init__(self) -> None:
         if self.late < 0:
-            raise ConfigError(f"rl: late={self.late} must be at least 0")
+            raise ConfigError(f"rl.sample: late={self.late} must be at least 0")
         if self.straggle and self.straggle < 1:
-            raise ConfigError(f"rl: straggle={self.straggle:g} is times the median: at least 1, or 0 for never")
+            raise ConfigError(f"rl.sample: straggle={self.straggle:g} is times the median: at least 1, or 0 for never")
         if self.items < 1 or self.minibatches < 1 or self.max_staleness < 0 or 0 < self.max_items < self.items:
             raise ConfigError(
-                f"rl: items={self.items} and minibatches={self.minibatches} must be at least 1, max_items={self.max_items} "
-                f"0 or at least items, max_staleness={self.max_staleness} not negative"
+                f"rl.sample: items={self.items} and minibatches={self.minibatches} must be at least 1, max_items="
+                f"{self.max_items} 0 or at least items, max_staleness={self.max_staleness} not negative"
             )
 
 
@@ -221,7 +221,7 @@ class Reinforce:
         self, num_steps: int, optim: Optim, loss: Loss, *, task: Task, items: Sequence[Item], rollouts: Rollouts,
         algorithm: Algorithm, sample: Sample, temperature: float, signals: Signals | None = None,
     ) -> None:  # fmt: skip
-        self.num_steps, self.optim = num_steps, scheduled(optim, num_steps * sample.minibatches)
+        self.num_steps, self.optim = num_steps, scheduled(self.name, optim, num_steps * sample.minibatches)
         self.loss = loss.for_minibatches(sample.minibatches)
         self.max_staleness = sample.max_staleness
         needs = needs_of(algorithm)
@@ -300,9 +300,17 @@ class Sampled:
         return self._stage.made_of(taken, step, self._reader)
 
 
-def scheduled(optim: Optim, num_steps: int) -> Optim:
-    """``optim`` with the stage's length as its schedule's, where it names none."""
-    return optim if optim.num_steps else msgspec.structs.replace(optim, num_steps=num_steps)
+def scheduled(stage: str, optim: Optim, num_steps: int) -> Optim:
+    """``optim`` with the stage's length as its schedule's, where it names none. Raises ConfigError, with the stage's name,
+    where that is too short for its warm-up."""
+    if optim.num_steps:
+        return optim
+    try:
+        return msgspec.structs.replace(optim, num_steps=num_steps)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{stage}.{error}: the stage has no more; lower {stage}.optim.warmup_steps, or set {stage}.optim.schedule=constant"
+        ) from None
 
 
 def streams_of(loss: Loss) -> frozenset[str]:

@@ -80,14 +80,9 @@ class Server(Protocol):
         """What the carrier says once."""
         ...
 
-    async def begin_update(self) -> None: ...
-
-    async def update(self, info: dict[str, Any], version: int) -> None:
-        """One chunk. Raises Conflict where the engine lacks what it builds on."""
-        ...
-
-    async def end_update(self, version: int) -> None:
-        """All chunks are there: the weights are ``version``, and nothing of others is remembered."""
+    async def update(self, info: dict[str, Any], version: int, *, first: bool, last: bool) -> None:
+        """One chunk of a sync, or all of it. With the ``last`` the weights are ``version``, and nothing of others is
+        remembered. Raises Conflict where the engine lacks what it builds on."""
         ...
 
     async def sleep(self) -> None:

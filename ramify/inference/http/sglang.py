@@ -100,16 +100,12 @@ class Sglang:
     async def open_weights(self, info: dict[str, Any]) -> None:
         """It is told the folder with each update."""
 
-    async def begin_update(self) -> None:
-        """One route does it all."""
-
-    async def update(self, info: dict[str, Any], version: int) -> None:
+    async def update(self, info: dict[str, Any], version: int, *, first: bool, last: bool) -> None:
+        """All of it, in one folder."""
         asked = {"model_path": info["path"], "weight_version": str(version), "flush_cache": True}
         answer = await self._post("/update_weights_from_disk", asked)
         if not answer.get("success", True):
             raise BadReply(f"POST {self.url}/update_weights_from_disk: {answer.get('message')}")
-
-    async def end_update(self, version: int) -> None:
         await self._post("/flush_cache", {})
 
     async def sleep(self) -> None:

@@ -93,15 +93,13 @@ class Vllm:
     async def open_weights(self, info: dict[str, Any]) -> None:
         await self._post("/init_weight_transfer_engine", {"init_info": info})
 
-    async def begin_update(self) -> None:
-        await self._post("/start_weight_update")
-
-    async def update(self, info: dict[str, Any], version: int) -> None:
+    async def update(self, info: dict[str, Any], version: int, *, first: bool, last: bool) -> None:
+        if first:
+            await self._post("/start_weight_update")
         await self._post("/update_weights", {"update_info": info})
-
-    async def end_update(self, version: int) -> None:
-        await self._post("/finish_weight_update", {"weight_version": str(version)})
-        await self._post("/reset_prefix_cache")
+        if last:
+            await self._post("/finish_weight_update", {"weight_version": str(version)})
+            await self._post("/reset_prefix_cache")
 
     async def sleep(self) -> None:
         await self._post("/sleep?level=1")
@@ -185,8 +183,10 @@ class Ramify(Vllm):
     async def resume(self) -> None:
         """So does its end."""
 
-    async def end_update(self, version: int) -> None:
-        await self._post("/finish_weight_update", {"weight_version": str(version)})
+    async def update(self, info: dict[str, Any], version: int, *, first: bool, last: bool) -> None:
+        """In one request what vLLM takes three for: most syncs of differences have one chunk."""
+        ends = {"weight_version": str(version)} if last else {}
+        await self._post("/update_weights", {"update_info": info, "begins": first, **ends})
 
     def _drawing(self, sampling: Sampling, affinity: str, num_ids: int) -> dict[str, Any]:
         return {"seed": sampling.seed, "prompt_cache_key": affinity}

@@ -57,6 +57,8 @@ class LocalClient:
         ``cache_bytes``: for keys and values (2 GiB, else a third of the GPU's memory). Without ``reuse``, nothing computed
         for one request serves another."""
         self.policy = policy
+        self._lent: set[str] = set()
+        """Names of weights that lie in memory which other engines compute with, too."""
         self.name = name or f"local:{policy.name}"
         self.window = policy.window
         self.price: Price | None = Price(0.0, 0.0)
@@ -247,8 +249,8 @@ class LocalClient:
         self.engine.forget(version)
 
     def _take_pieces(self, pieces: Callable[[], Iterator[Piece]]) -> None:
-        held = self.policy.model.state_dict()
-        for name, tensor, places in pieces():
+        held = self.policy.model.state_dict(keep_vars=True)
+        for name, tensor, places, stays in pieces():
             ours = held.get(name)
             if ours is None:
                 raise ValueError(f"this model has no tensor '{name}': the trainer's policy is another one")
@@ -257,10 +259,17 @@ class LocalClient:
                 raise ValueError(
                     f"tensor '{name}' is {theirs} and here {mine}: serve it in the trainer's precision and shape"
                 )
+            if stays and tensor.device == ours.device:
+                ours.data = tensor
+                self._lent.add(name)
+                continue
+            if name in self._lent:  # other engines compute with it, too
+                self._lent.remove(name)
+                ours.data = ours.data.clone()
             if places is None:
-                ours.copy_(tensor)
+                ours.data.copy_(tensor)
             else:
-                ours.view(-1).index_copy_(0, places.to(ours.device), tensor.to(ours.device))
+                ours.data.view(-1).index_copy_(0, places.to(ours.device), tensor.to(ours.device))
 
     def _logprobs(self, ids: Sequence[int]) -> list[float]:
         logits_TV = self.engine.runner.all_logits(ids)

@@ -15,6 +15,7 @@ A carrier of one's own is named ``module:Class``; an engine takes it where it wa
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -53,7 +54,7 @@ class Source(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        return int(torch.Size(self.shape).numel()) * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 class Piece(NamedTuple):
@@ -63,6 +64,8 @@ class Piece(NamedTuple):
     tensor: Tensor
     places: Tensor | None = None
     """Places of ``tensor``'s values in the flattened parameter; None: the tensor is whole."""
+    stays: bool = False
+    """Its memory stays as it is until another sync was taken: an engine may compute with it, and needs no copy."""
 
 
 class Chunk(msgspec.Struct, eq=False):
@@ -70,6 +73,8 @@ class Chunk(msgspec.Struct, eq=False):
 
     info: dict[str, Any]
     """What engines are told: plain data."""
+    is_last: bool
+    """It ends the sync."""
     send: Callable[[], None] | None = None
     """What the trainer does meanwhile, in a thread; a broadcast needs both sides at once."""
 
@@ -126,18 +131,19 @@ class Stale(ValueError):
     """A chunk builds on weights that the engine does not have; everything has to be sent."""
 
 
-def in_chunks(sources: Iterable[Source], chunk_bytes: int) -> Iterator[list[Source]]:
-    """``sources`` in order, together until they have ``chunk_bytes``; a larger tensor is alone."""
+def in_chunks(sources: Iterable[Source], chunk_bytes: int) -> Iterator[tuple[list[Source], bool]]:
+    """``sources`` in order, together until they have ``chunk_bytes``, and whether these are the last; a larger tensor is
+    alone."""
     gathered: list[Source] = []
     room = chunk_bytes
     for source in sources:
         if gathered and source.num_bytes > room:
-            yield gathered
+            yield gathered, False
             gathered, room = [], chunk_bytes
         gathered.append(source)
         room -= source.num_bytes
     if gathered:
-        yield gathered
+        yield gathered, True
 
 
 def described(sources: Sequence[Source], version: int) -> dict[str, Any]:
@@ -159,27 +165,25 @@ def offsets(sizes: Iterable[int]) -> tuple[list[int], int]:
     return starts, at
 
 
-def pieces_of(info: Info, buffer: Tensor) -> Iterator[Piece]:
+def pieces_of(info: Info, buffer: Tensor, *, stays: bool = False) -> Iterator[Piece]:
     """Views of the tensors that ``info`` describes in a buffer of bytes [N]. Raises ValueError where they do not fit."""
     try:
         described = list(zip(info["names"], info["dtype_names"], info["shapes"], strict=True))
         kinds = [getattr(torch, dtype) for _, dtype, _ in described]
-        sizes = [
-            int(torch.Size(shape).numel()) * kind.itemsize for (_, _, shape), kind in zip(described, kinds, strict=True)
-        ]
+        sizes = [math.prod(shape) * kind.itemsize for (_, _, shape), kind in zip(described, kinds, strict=True)]
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"names, dtype_names and shapes do not describe tensors: {error!r}") from None
     starts, length = offsets(sizes)
     if length > buffer.numel():
         raise ValueError(f"the tensors have {length} bytes, and {buffer.numel()} were carried")
     for (name, _, shape), kind, start, size in zip(described, kinds, starts, sizes, strict=True):
-        yield Piece(name, buffer[start : start + size].view(kind).view(shape))
+        yield Piece(name, buffer[start : start + size].view(kind).view(shape), stays=stays)
 
 
 def fill(buffer: Tensor, sources: Sequence[Source]) -> int:
     """Copy ``sources`` into a buffer of bytes [N], one after the other; the length used."""
-    starts, length = offsets(source.num_bytes for source in sources)
-    for source, start in zip(sources, starts, strict=True):
-        place = buffer[start : start + source.num_bytes].view(source.dtype).view(source.shape)
-        place.copy_(source.full())
+    sizes = [source.num_bytes for source in sources]
+    starts, length = offsets(sizes)
+    for source, start, size in zip(sources, starts, sizes, strict=True):
+        buffer[start : start + size].view(source.dtype).view(source.shape).copy_(source.full())
     return length

@@ -75,11 +75,12 @@ class Gloo:
 
     def chunks(self, sources: Iterable[Source], version: int, *, whole: bool) -> Iterator[Chunk]:
         device = _device(self.backend)
-        for part in in_chunks(sources, self._chunk_bytes):
+        for part, is_last in in_chunks(sources, self._chunk_bytes):
             _, length = offsets(source.num_bytes for source in part)
             buffer = torch.empty(length, dtype=torch.uint8, device=device)
             fill(buffer, part)
-            yield Chunk({**described(part, version), "length": length}, partial(_broadcast, self._group, buffer))
+            about = {**described(part, version), "length": length}
+            yield Chunk(about, is_last, partial(_broadcast, self._group, buffer))
 
     def close(self) -> None:
         self._group = self._store = None

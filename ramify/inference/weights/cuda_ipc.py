@@ -43,13 +43,13 @@ class CudaIpc:
         """Nobody has to be met."""
 
     def chunks(self, sources: Iterable[Source], version: int, *, whole: bool) -> Iterator[Chunk]:
-        for part in in_chunks(sources, self._chunk_bytes):
+        for part, is_last in in_chunks(sources, self._chunk_bytes):
             _, length = offsets(source.num_bytes for source in part)
             buffer = torch.empty(length, dtype=torch.uint8, device="cuda")
             fill(buffer, part)
             torch.cuda.synchronize()
             self._held = [*self._held[-1:], buffer]
-            yield Chunk({**described(part, version), "handle": _handle(buffer), "length": length})
+            yield Chunk({**described(part, version), "handle": _handle(buffer), "length": length}, is_last)
 
     def close(self) -> None:
         self._held = []

@@ -78,7 +78,7 @@ class Files:
             raise StoreError(
                 f"the weights of version {version} cannot be written to {self._folder}: {error}"
             ) from error
-        yield Chunk({"version": version, "path": str(self._folder.resolve() / _named(version))})
+        yield Chunk({"version": version, "path": str(self._folder.resolve() / _named(version))}, True)
 
     def close(self) -> None:
         if self._is_own:
@@ -93,7 +93,7 @@ class Files:
         files: dict[str, tuple[int, int]] = {}
         places: dict[str, str] = {}
         total = 0
-        for number, part in enumerate(in_chunks(sources, self._file_bytes), 1):
+        for number, (part, _) in enumerate(in_chunks(sources, self._file_bytes), 1):
             name = f"model-{number:05d}.safetensors"
             files[name] = _save(fresh / name, part)
             places |= dict.fromkeys((source.name for source in part), name)

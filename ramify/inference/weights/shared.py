@@ -1,5 +1,9 @@
 """Shared memory, for engines on the trainer's machine: two buffers in turn, one written while the other is read.
 
+    in_place        each holds all weights, and engines compute with them where they lie: a sync is one copy and one
+                    request, whatever the number of engines, and an engine has the old weights or the new, never half
+    otherwise       each holds a chunk, which engines copy: for engines on GPUs, and where memory is short
+
 The buffers are files in memory (``/dev/shm``; elsewhere a temporary folder), mapped by both sides, readable by this user
 alone. Where trainer and engine are one process no carrier is needed: the engine holds the trainer's own weights.
 
@@ -14,8 +18,9 @@ import fcntl
 import mmap
 import os
 import secrets
+import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +50,12 @@ _HELD = "held-"
 class Shared:
     """Implements ``Carrier``."""
 
-    def __init__(self, *, chunk_bytes: int = CHUNK_BYTES, folder: str = "") -> None:
-        """``folder`` is where the buffers are; by default in memory."""
-        self._chunk_bytes = chunk_bytes
+    def __init__(self, *, chunk_bytes: int = CHUNK_BYTES, folder: str = "", in_place: bool = False) -> None:
+        """``folder`` is where the buffers are; by default in memory. ``in_place`` is given up where both buffers would take
+        more than half of what is free there."""
+        self._chunk_bytes, self._in_place = chunk_bytes, in_place
+        self._next = 0
+        """The buffer that no engine computes with."""
         self._folder = Path(folder) if folder else _MEMORY if _MEMORY.is_dir() else Path(tempfile.gettempdir())
         self._name = f"{_PREFIX}{_HELD}{secrets.token_hex(8)}"
         self._locks: dict[int, int] = {}
@@ -62,17 +70,36 @@ class Shared:
         """Nobody has to be met."""
 
     def chunks(self, sources: Iterable[Source], version: int, *, whole: bool) -> Iterator[Chunk]:
-        for number, part in enumerate(in_chunks(sources, self._chunk_bytes)):
+        if self._in_place:
+            sources = list(sources)
+            self._in_place = any(self._buffers) or self._has_room_for(sources)
+        if self._in_place:
+            yield self._all_at_once(list(sources), version)
+            return
+        for number, (part, is_last) in enumerate(in_chunks(sources, self._chunk_bytes)):
             _, length = offsets(source.num_bytes for source in part)
-            buffer = self._buffer(number % 2, length)
+            buffer = self._buffer(number % 2, max(length, self._chunk_bytes))
             fill(buffer.bytes, part)
-            yield Chunk({**described(part, version), "buffer": number % 2, "length": len(buffer.bytes)})
+            about = {**described(part, version), "buffer": number % 2, "length": len(buffer.bytes)}
+            yield Chunk(about, is_last)
+
+    def _all_at_once(self, sources: list[Source], version: int) -> Chunk:
+        _, length = offsets(source.num_bytes for source in sources)
+        which, self._next = self._next, 1 - self._next
+        buffer = self._buffer(which, length)
+        fill(buffer.bytes, sources)
+        about = {"buffer": which, "length": len(buffer.bytes), "stays": True}
+        return Chunk({**described(sources, version), **about}, True)
+
+    def _has_room_for(self, sources: Sequence[Source]) -> bool:
+        both = 2 * sum(source.num_bytes for source in sources)
+        return 2 * both <= shutil.disk_usage(self._folder).free
 
     def close(self) -> None:
         for buffer in self._buffers:
             if buffer is not None:
                 buffer.close()
-        self._buffers = [None, None]
+        self._buffers, self._next = [None, None], 0
         for which, handle in self._locks.items():
             self._path(which).unlink(missing_ok=True)
             os.close(handle)
@@ -86,7 +113,6 @@ class Shared:
         mapped = self._buffers[which]
         if mapped is not None and len(mapped.bytes) >= length:
             return mapped
-        length = max(length, self._chunk_bytes)
         try:
             if which not in self._locks:
                 self._locks[which] = _made(self._path(which))
@@ -149,7 +175,7 @@ class SharedReceiver:
                     f"the buffer {self._paths[which]} cannot be read ({error}): shared memory is for engines on the trainer's "
                     "machine and of the same user; use the carrier 'file' or 'gloo'"
                 ) from None
-        yield from pieces_of(info, mapped.bytes)
+        yield from pieces_of(info, mapped.bytes, stays=bool(info.get("stays")))
 
     def finished(self, version: str) -> None: ...
 

@@ -26,7 +26,7 @@ from ramify.inference.http import pressure
 from ramify.inference.http.client import HttpEngines
 from ramify.inference.http.spec import InferenceSpec, check_version
 from ramify.inference.local.client import LocalClient
-from ramify.inference.weights.base import Source
+from ramify.inference.weights.base import Piece, Source
 from ramify.inference.weights.layout import sources
 from ramify.policy.fingerprint import fingerprint
 from ramify.policy.load import Policy, from_config
@@ -152,11 +152,11 @@ def test_a_tree_stays_at_its_server_and_trees_are_spread() -> None:
             await asyncio.gather(*map(made.engines.complete, asked))
             steps = [each.engine.num_computed for each in made.locals]
             assert min(steps) > 0
-            where = {seed: made.engines._trees[seed].url for seed in range(9)}
+            where = {seed: made.engines._fleet.trees[seed].url for seed in range(9)}
             assert sorted(list(where.values()).count(url) for url in set(where.values())) == [3, 3, 3]
             first = await made.engines.complete(request(0, 4))
             assert first.usage.cached_tokens == len(first.prompt_ids or ()) - 1
-            assert made.engines._trees[0].url == where[0]
+            assert made.engines._fleet.trees[0].url == where[0]
 
     run(test)
 
@@ -257,12 +257,36 @@ def test_a_server_that_goes_before_an_update(carrier: str) -> None:
     run(test)
 
 
+def test_engines_compute_with_the_weights_where_the_trainer_put_them() -> None:
+    """What is written for the next version is not seen before it is whole; what one engine takes otherwise, not by others."""
+
+    async def test() -> None:
+        async with world() as made:
+            for version in (1, 2, 3):
+                await made.train(version)
+            first = fingerprint(made.trained.model)
+            assert len({next(each.policy.model.parameters()).data_ptr() for each in made.locals}) == 2  # mapped twice
+            carrier = made.engines._sync._carrier
+            with torch.no_grad():
+                for parameter in made.trained.model.parameters():
+                    parameter += 1.0
+            (chunk,) = carrier.chunks(made.sources(), 4, whole=False)
+            assert chunk.info["stays"]
+            assert [fingerprint(each.policy.model) for each in made.locals] == [first, first]
+            whole = {name: tensor + 1 for name, tensor in made.locals[0].policy.model.state_dict().items()}
+            await made.locals[0].take(lambda: (Piece(name, tensor) for name, tensor in whole.items()))
+            assert fingerprint(made.locals[0].policy.model) != first
+            assert fingerprint(made.locals[1].policy.model) == first
+
+    run(test)
+
+
 def test_an_engine_that_was_started_anew_gets_everything() -> None:
     async def test() -> None:
         async with world(carrier="delta") as made:
             await made.train(1)
             base = made.servers[1].url.removesuffix("/v1")
-            info = made.engines._carrier.open(1)[0]
+            info = made.engines._sync._carrier.open(1)[0]
             async with (
                 aiohttp.ClientSession() as http,
                 http.post(f"{base}/init_weight_transfer_engine", json={"init_info": info}) as answer,
@@ -289,7 +313,7 @@ def test_a_torn_file_stops_with_the_last_good_version(tmp_path: Path) -> None:
 
     async def test() -> None:
         async with world(1, carrier="file", carrier_options={"folder": str(tmp_path)}) as made:
-            made.engines._carrier = Tearing(folder=str(tmp_path))
+            made.engines._sync._carrier = Tearing(folder=str(tmp_path))
             await made.train(1)
             with pytest.raises(
                 TrainError,
@@ -327,8 +351,8 @@ async def other_server(answers: dict[str, Any]) -> tuple[web.AppRunner, str]:
         ("vllm", {"version": "0.11.0"}, r"is vllm 0\.11\.0, and its protocol is known from 0\.29 to before 0\.33"),
         ("vllm", {"version": "0.32.0"}, r"has no route /pause: start vLLM with VLLM_SERVER_DEV_MODE=1"),
         ("ramify", {"version": "0.32.0"}, "is no `ramify serve-policy`"),
-        ("ramify", {"version": "9", "ramify_protocol": 2}, "speaks protocol 2 .ramify 9., and this is protocol 1"),
-        ("ramify", {"version": "1", "ramify_protocol": 1, "weight_transfer": False}, "takes no weights: start it with"),
+        ("ramify", {"version": "9", "ramify_protocol": 3}, "speaks protocol 3 .ramify 9., and this is protocol 2"),
+        ("ramify", {"version": "1", "ramify_protocol": 2, "weight_transfer": False}, "takes no weights: start it with"),
         ("sglang", {"version": "0.4.1"}, r"is sglang 0\.4\.1, and its protocol is known from 0\.5\.23"),
     ],
 )

@@ -1,0 +1,249 @@
+"""The engines of one run: which of them answer, who is asked next, and what happens when one goes.
+
+    a tree's calls     go to one server, where what they share is computed already
+    a new tree         goes to the one with least to do
+    a server that does not answer is dropped, aloud, and brought back where it may be (``absent.py``); its trees move
+
+One that was started for the run is started again, perhaps elsewhere, and then has another address. Who only asks, while another
+gives the weights, is told by that other which ones have them (``listed.py``).
+
+Leaves out what is asked (``client.py``) and how weights reach them (``sync.py``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Hashable, Sequence
+from pathlib import Path
+
+from ramify.errors import ModelError, ReplyLost, ServerFailed, Unreachable
+from ramify.inference.http.absent import Absent
+from ramify.inference.http.checks import check, until_up
+from ramify.inference.http.listed import Listed
+from ramify.inference.http.process import Engine, EngineProcess, ports_for, status_of
+from ramify.inference.http.server import Sampled, Server
+from ramify.inference.http.sglang import Sglang
+from ramify.inference.http.spec import InferenceSpec
+from ramify.inference.http.vllm import Ramify, Vllm
+from ramify.policy.load import Policy
+
+ENGINES: dict[str, Callable[[str, InferenceSpec, str], Server]] = {"ramify": Ramify, "vllm": Vllm, "sglang": Sglang}
+Launch = Callable[[InferenceSpec, int, Path, str, int, Path], Engine]
+"""What starts an engine: of the spec, which one, a checkpoint, dtype, window and the file for its output."""
+_MAX_TREES = 65_536
+_TOLD = 3
+"""Of the engines that went last an error says why."""
+
+
+class Lost(Exception):
+    """Servers were dropped in the middle of something that all of them had to do."""
+
+
+class Fleet:
+    """Belongs to one event loop."""
+
+    def __init__(self, policy: Policy, spec: InferenceSpec, name: str, say: Callable[[str], None]) -> None:
+        """Ports are checked here, before anything is started. ``name`` is told in errors."""
+        self.spec, self._name, self._say = spec, name, say
+        self._vocabulary: int = policy.config.vocab_size
+        self._dtype = str(policy.dtype).removeprefix("torch.")
+        self._window = policy.window
+        self._key = os.environ.get(spec.key_variable, "")
+        self._ports = [] if spec.urls else ports_for(spec)
+        self._processes: dict[str, Engine] = {}
+        """By each address that one had."""
+        self._urls: list[str] = []
+        self.alive: list[Server] = []
+        """Those that may be asked."""
+        self.in_flight: dict[str, int] = {}
+        """URL -> requests that it is answering."""
+        self.trees: OrderedDict[Hashable, Server] = OrderedDict()
+        """Tree -> the server that it began at."""
+        self.absent = Absent(spec.restarts, self._bring, say)
+        self.listed: Listed | None = None
+        """Who says which engines may be asked, where that is another."""
+
+    # --- from start to end ---------------------------------------------------------------------------------------
+
+    async def start(self, out: Path, save: Callable[[Path], None], launch: Launch | None) -> None:
+        """Start the servers, or attach to them, and check each. Raises ConfigError."""
+        self._urls = list(self.spec.urls) or self._launched(out, save, launch)
+        self.alive = [self._server(url) for url in self._urls]
+        self.in_flight = dict.fromkeys(self._urls, 0)
+        await asyncio.gather(*(self._until_up(each, self.spec.probe_s) for each in self.alive))
+        await asyncio.gather(*map(self._check, self.alive))
+
+    async def close(self) -> None:
+        """End what was started here. Idempotent."""
+        await self.absent.close()
+        servers, self.alive = self.alive, []
+        for server in servers:
+            await server.close()
+        processes, self._processes = set(self._processes.values()), {}
+        await asyncio.gather(*(asyncio.to_thread(process.close) for process in processes))
+
+    def _launched(self, out: Path, save: Callable[[Path], None], launch: Launch | None) -> list[str]:
+        checkpoint = out / "checkpoint"
+        save(checkpoint)
+        for index, port in enumerate(self._ports):
+            log = out / f"server-{index}.log"
+            process = (
+                launch(self.spec, index, checkpoint, self._dtype, self._window, log)
+                if launch is not None
+                else EngineProcess(self.spec, index, port, checkpoint, self._dtype, self._window, log)
+            )
+            self._processes[process.url] = process
+        return list(self._processes)
+
+    def _server(self, url: str) -> Server:
+        return ENGINES[self.spec.engine](url, self.spec, self._key)
+
+    async def _until_up(self, server: Server, attached_s: float) -> None:
+        process = self._processes.get(server.url)
+        wait_s = self.spec.start_s if process is not None else attached_s
+        await until_up(server, process, wait_s, self.spec.restarts)
+
+    async def _check(self, server: Server) -> None:
+        policy = {"vocabulary": self._vocabulary, "window": self._window}
+        await check(server, self.spec.engine, dtype=self._dtype, **policy)
+
+    # --- who is asked --------------------------------------------------------------------------------------------
+
+    def pick(self, tree: Hashable) -> Server:
+        """The server that the tree began at; for a new one that with least to do, of equals the one with fewest trees.
+        Raises ServerFailed where none is left."""
+        if not self.alive:
+            raise self.none_left()
+        server = self.trees.get(tree)
+        if server is None or server not in self.alive:
+            load = dict.fromkeys((each.url for each in self.alive), 0)
+            for each in self.trees.values():
+                if each.url in load:
+                    load[each.url] += 1
+            server = min(self.alive, key=lambda each: (self.in_flight[each.url], load[each.url]))
+        self.trees[tree] = server
+        self.trees.move_to_end(tree)
+        while len(self.trees) > _MAX_TREES:
+            self.trees.popitem(last=False)
+        return server
+
+    def told(self, urls: Sequence[str]) -> None:
+        """Whoever gives the weights asks the engines at ``urls`` now."""
+        assert self.listed is not None
+        self.listed.told(urls)
+        known = {server.url for server in (*self.alive, *self.absent.ready)} | self.absent.expected
+        for url in urls:
+            if url not in known:
+                self.absent.expect(url)
+
+    async def all(self, act: Callable[[Server], Awaitable[None]]) -> None:
+        """``act`` at every server. Raises what one refuses; Lost where some went."""
+        servers = list(self.alive)
+        results = await asyncio.gather(*map(act, servers), return_exceptions=True)
+        failed = [
+            (server, each) for server, each in zip(servers, results, strict=True) if isinstance(each, BaseException)
+        ]
+        lost = False
+        for server, error in failed:
+            gone = (Unreachable, ReplyLost, ServerFailed)
+            if not isinstance(error, gone) or not await self.is_gone(server, error):
+                raise error
+            lost = True
+        if lost:
+            raise Lost
+
+    # --- servers that go and come --------------------------------------------------------------------------------
+
+    def metrics(self) -> dict[str, float]:
+        """How many engines answer, how often one went away and came back; nothing where none ever went."""
+        if not self.absent.num_lost:
+            return {}
+        lost, back = float(self.absent.num_lost), float(self.absent.num_back)
+        return {"engines": float(len(self.alive)), "engines_lost": lost, "engines_back": back}
+
+    async def is_gone(self, server: Server, error: Exception) -> bool:
+        """Whether ``server``, at which ``error`` was met, does not answer any more; it is dropped then, and that is said."""
+        if server not in self.alive:
+            return True
+        process = self._processes.get(server.url)
+        try:
+            if await status_of(process) is None:
+                await server.healthy()
+                return False
+        except ModelError:
+            pass
+        ended, how = await status_of(process), ""
+        if process is not None and ended is not None:
+            how = f", and ended with status {ended}: {await asyncio.to_thread(process.said)}"
+        if server in self.alive:  # another request may have found out meanwhile
+            await self._drop(server, f"{server.url} does not answer any more; it was asked {error}{how}")
+        return True
+
+    async def is_older(self, server: Server, sampled: Sampled, version: int) -> bool:
+        """Whether the server has weights from before ``version``, which it was given: somebody else started it anew. It is
+        dropped then."""
+        first = min((span.version for span in sampled.versions or ()), default=version)
+        if first >= version:
+            return False
+        if server in self.alive:
+            await self._drop(
+                server, f"{server.url} answers with version {first} of the weights, and was given version {version}"
+            )
+        return True
+
+    def take_back(self) -> list[Server]:
+        """Those that are back are asked from now on; which they are."""
+        back = self.absent.take_ready()
+        self.in_flight |= {server.url: 0 for server in back if server.url not in self.in_flight}
+        self.alive += back
+        return back
+
+    async def one_is_back(self) -> None:
+        """Return once a server answers, or none is expected any more. Raises ServerFailed where nothing happens."""
+        wait_s = 2 * self.spec.update_s + (self.spec.start_s if self._processes else self.spec.return_s)
+        if not await self.absent.news(wait_s):
+            raise self.none_left(f"; none came back within {wait_s:g} s")
+
+    def none_left(self, more: str = "") -> ServerFailed:
+        error = ServerFailed(f"{self._name}: no engine is left: {self.why()}{more}")
+        error.transient = False
+        return error
+
+    def why(self) -> str:
+        """What became of those that went last."""
+        return "; ".join(self.absent.why[-_TOLD:]) or "none was started"
+
+    async def _drop(self, server: Server, why: str) -> None:
+        self.alive.remove(server)
+        process = self._processes.get(server.url)
+        if self.listed is not None:
+            self.listed.went(server.url)
+        is_expected = self.absent.left(server.url, why)
+        num, of = len(self.alive), len(self._urls)
+        left = f"goes on with {num} of {of} engines" if num else "no engine is left"
+        back = "it is started again" if process is not None else f"it is waited for, {self.spec.return_s:g} s at most"
+        back = back if self.listed is None else "the run looks after it"
+        self._say(f"{why}; {left}{f'; {back}' if is_expected else ''}")
+        await server.close()
+
+    async def _bring(self, url: str) -> Server:
+        """The server of ``url`` once it answers again and fits."""
+        if self.listed is not None:
+            await self.listed.back(url)
+            return self._server(url)
+        process = self._processes.get(url)
+        if process is not None:
+            await process.restart()
+            if process.url not in self._processes:
+                self._say(f"the engine of {url} is started again at {process.url}")
+            self._processes[process.url], url = process, process.url
+        server = self._server(url)
+        try:
+            await self._until_up(server, self.spec.return_s)
+            await self._check(server)
+        except BaseException:
+            await server.close()
+            raise
+        return server

@@ -1,0 +1,157 @@
+"""New weights to all engines, and again to those that went and came back.
+
+    update ── pause all ─ chunks of weights to all ─ resume all ──▶ version
+
+One that goes on the way is dropped, and the others get everything again; one that lacks what a difference builds on, too.
+Leaves out what carries the bytes (``inference/weights``), and whether what arrived is right (``train/selfcheck.py``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from functools import partial
+
+from ramify.errors import ConfigError, ModelError, TrainError
+from ramify.inference.http.api import Conflict
+from ramify.inference.http.fleet import Fleet, Lost
+from ramify.inference.http.server import Server
+from ramify.inference.weights.base import Carrier, Chunk, Source
+
+
+class Sync:
+    """Belongs to one event loop."""
+
+    def __init__(self, fleet: Fleet, carrier: Carrier, version: int, say: Callable[[str], None]) -> None:
+        self._fleet, self._carrier, self._say = fleet, carrier, say
+        self.version = version
+        """Of the weights that all engines answer with."""
+        self.is_open = asyncio.Event()
+        """Not set while weights change."""
+        self.is_open.set()
+        self._updating = asyncio.Lock()
+
+    async def open(self) -> None:
+        """Make the way for weights. Raises ConfigError."""
+        try:
+            await self._open_carrier()
+        except Lost:
+            raise ConfigError(f"an engine went away while it was prepared for weights: {self._fleet.why()}") from None
+
+    def close(self) -> None:
+        """Free what carries the bytes. Idempotent."""
+        self._carrier.close()
+
+    def follow(self, version: int) -> None:
+        """Another has given the engines this version."""
+        self.version = version
+        self._fleet.absent.took()
+
+    async def update(self, sources: list[Source], version: int) -> None:
+        """From now on ``sources``, all tensors, answer as ``version`` at every engine. Raises TrainError with the last good
+        version where one does not take them."""
+        async with self._updating:
+            await self._give(sources, version)
+            self._fleet.absent.took()
+
+    async def welcome(self, sources: list[Source], version: int) -> bool:
+        """Give ``sources``, which answer as ``version`` already, to engines that came back; whether there were any."""
+        async with self._updating:
+            if not self._fleet.absent.ready:  # an update came first
+                return False
+            await self._give(sources, version)
+        names = ", ".join(server.url for server in self._fleet.alive)
+        self._say(f"an engine is back, with version {version} of the weights; now there are {names}")
+        return True
+
+    async def _give(self, sources: list[Source], version: int) -> None:
+        try:
+            await self._sent(sources, version)
+            self.version = version
+        except (ModelError, ConfigError, OSError, RuntimeError) as error:
+            raise TrainError(
+                f"the engines did not take version {version} of the weights: {error}; the last good one is version "
+                f"{self.version}"
+            ) from error
+        finally:
+            self.is_open.set()
+            self._fleet.absent.tell()
+
+    async def _sent(self, sources: list[Source], version: int) -> None:
+        fleet, whole = self._fleet, False
+        while True:  # at most as often as servers may go
+            if fleet.absent.ready:
+                self.is_open.clear()
+                fleet.take_back()
+                whole = await self._reopened()
+            elif not fleet.alive and fleet.absent.is_any_expected:
+                await fleet.one_is_back()
+            elif not fleet.alive:
+                raise TrainError(
+                    f"version {version} of the weights cannot be given to anybody: {fleet.why()}; the last good one is "
+                    f"version {self.version}"
+                )
+            else:
+                try:
+                    return await self._send(sources, version, whole)
+                except Lost:
+                    whole = await self._reopened()
+                except Conflict as error:
+                    if whole:
+                        raise
+                    self._say(f"{error}: all weights are sent")
+                    whole = await self._reopened()
+
+    async def _send(self, sources: list[Source], version: int, whole: bool) -> None:
+        chunks = iter(self._carrier.chunks(sources, version, whole=whole))
+        chunk = await asyncio.to_thread(next, chunks, None)  # engines go on meanwhile: finding differences takes time
+        self.is_open.clear()
+        await self._fleet.all(lambda server: server.pause())
+        first = True
+        while chunk is not None:
+            given = partial(_give, chunk, version, first)
+            told, first = asyncio.ensure_future(self._fleet.all(given)), False
+            try:
+                if chunk.send is not None:
+                    await self._broadcast(chunk.send, told)
+                chunk = await asyncio.to_thread(next, chunks, None)  # written while the engines read the one before
+            finally:
+                await told
+        await self._fleet.all(lambda server: server.resume())
+
+    async def _broadcast(self, send: Callable[[], None], told: asyncio.Future[None]) -> None:
+        try:
+            await asyncio.to_thread(send)
+        except RuntimeError:
+            await told  # says who is gone, or what was refused
+            raise
+
+    async def _open_carrier(self) -> None:
+        """Raises Lost where a server went meanwhile."""
+        alive = self._fleet.alive
+        infos = dict(zip([each.url for each in alive], self._carrier.open(len(alive)), strict=True))
+        joined = asyncio.ensure_future(asyncio.to_thread(self._carrier.join))
+        try:
+            await self._fleet.all(lambda server: server.open_weights(infos[server.url]))
+        except ModelError as error:
+            carrier = self._fleet.spec.carried_by
+            raise ConfigError(f"an engine cannot be given weights by '{carrier}': {error}") from None
+        finally:
+            with contextlib.suppress(RuntimeError):
+                await joined
+
+    async def _reopened(self) -> bool:
+        """Another group, of those that are left; True."""
+        while True:
+            self._carrier.close()
+            try:
+                if self._fleet.alive:
+                    await self._open_carrier()
+                return True
+            except Lost:
+                pass
+
+
+async def _give(chunk: Chunk, version: int, first: bool, server: Server) -> None:
+    await server.update(chunk.info, version, first=first, last=chunk.is_last)
