@@ -47,7 +47,7 @@ ITEMS = 8
 UNDISTURBED = 5
 T_4 = 2.776
 """97.5th percentile of Student's t with four degrees of freedom."""
-STEPS_PER_MINUTE = 12
+STEPS_PER_MINUTE = 16
 """That the soak gets through, kills included."""
 PARTS = ("engine", "session", "supervisor", "trainer")
 

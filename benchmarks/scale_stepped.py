@@ -209,6 +209,11 @@ class Publisher:
         for engine in self._client.engines:
             engine.renewed()
 
+    async def rest(self) -> bool:
+        return False
+
+    def spare(self) -> None: ...
+
     def save(self, folder: Path) -> None:
         folder.mkdir(exist_ok=True)
 
@@ -231,7 +236,7 @@ async def _run(out: Path, shape: Shape, seed: int) -> None:
     limits = Limits(max_turns=6, max_reply_tokens=500, max_seconds=300, max_concurrency=1000)
     config = {
         "rl": {"sample": msgspec.to_builtins(sample), "rollout": msgspec.to_builtins(options)},
-        "policy": {"slots": shape.slots}, "inference": {"servers": shape.engines},
+        "policy": {"slots": shape.slots}, "inference": {"num": shape.engines},
     }  # fmt: skip
 
     async def evaluate(split: str) -> Mapping[str, float]:

@@ -13,6 +13,7 @@
     ├── SandboxError        a session could not be had, or broke
     │   └── SessionDied         the process behind a session ended
     ├── StoreError          a journal or blob that cannot be read or written
+    │   ├── UnknownRun          no run or evaluation has that name, or several do
     │   └── ReplayDiverged      a replay asked something that was not recorded
     ├── TrainError          training cannot go on: a loss or gradient that is not finite
     └── LimitReached        a limit was reached; ``.stop`` says which
@@ -114,6 +115,10 @@ class WeakSandboxWarning(UserWarning):
 
 class StoreError(RamifyError):
     """A journal or a blob that cannot be read or written."""
+
+
+class UnknownRun(StoreError):
+    """A name that is of no run or evaluation, or that several begin with."""
 
 
 class ReplayDiverged(StoreError):

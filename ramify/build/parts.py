@@ -34,6 +34,8 @@ from ramify.train.placement.hosts import Hosts, PlacedEngine
 from ramify.train.placement.runner import RunnerSpec
 from ramify.train.placement.runners import Runners
 from ramify.train.placement.services import Services
+from ramify.train.placement.sharing import sleeping
+from ramify.train.processors import Meter
 from ramify.train.rollout import RolloutOptions, Rollouts
 from ramify.train.selfcheck import Seen, SelfCheck
 from ramify.train.signals.compose import Hybrid
@@ -82,6 +84,7 @@ class Made:
         check_task(run, self.task)
         check_inference(run)
         check_schedules(run)
+        self._engines = sleeping(run, _device_of(run))
         shown = list(demonstrations_of(run, self.task, self.scaffold))
         self.policy = policy_of(run, shown)
         self.serving = serving_of(run, self.policy, self._kind.is_here, say)
@@ -96,15 +99,15 @@ class Made:
     # --- parts ---------------------------------------------------------------------------------------------------
 
     def _client(self) -> LocalClient | HttpEngines:
-        if self.run.inference is not None:
+        if self._engines is not None:
             from ramify.inference.http.client import HttpEngines
 
             if (
-                self._is_placed and not self.run.inference.urls
+                self._is_placed and not self._engines.urls
             ):  # engines on other machines answer to those alone that have it
-                os.environ.setdefault(self.run.inference.key_variable, secrets.token_urlsafe(24))
-            engine = self.run.inference.engine
-            return HttpEngines(self.serving, self.run.inference, name=f"{engine}:{self.run.name}", say=self._say)
+                os.environ.setdefault(self._engines.key_variable, secrets.token_urlsafe(24))
+            name = f"{self._engines.engine}:{self.run.name}"
+            return HttpEngines(self.serving, self._engines, name=name, say=self._say)
         from ramify.inference.local.client import LocalClient
 
         spec = self.run.policy
@@ -143,7 +146,10 @@ class Made:
 
         self.hosts = self._placed()
         if self.run.placement is not None and self.run.placement.services:
-            self.services = Services(self.hosts or HereHosts(), self.run.placement.services, out)
+            placement = self.run.placement
+            self.services = Services(
+                self.hosts or HereHosts(), placement.services, out, restarts=placement.restarts, say=self._say
+            )
             await self.services.start()
         launch = None if self.hosts is None else partial(PlacedEngine, self.hosts)
         if not isinstance(self.client, LocalClient):
@@ -164,15 +170,16 @@ class Made:
         checkpoint = out / "inference" / "checkpoint"
         if run.inference.urls:
             save(self.serving, checkpoint)
-        spec = self._for_runners(checkpoint, tuple(each.name for each in client.engines))
+        spec = self._for_runners(checkpoint, client.answering)
         self.runners = Runners(
             self.hosts or HereHosts(),
             num,
             spec,
             out,
-            version=lambda: client.version,
+            client,
             seen=self.seen.note,
             say=self._say,
+            restarts=run.placement.restarts if run.placement is not None else 0,
         )
         await self.runners.start()
 
@@ -185,6 +192,7 @@ class Made:
             name=self.client.name, task=run.task.name, options=run.task.options, scaffold=run.scaffold, limits=run.limits,
             sandbox=run.sandbox, inference=attached(run.inference, urls), checkpoint=str(checkpoint.resolve()),
             dtype=str(self.serving.dtype).removeprefix("torch."), grace_s=run.rl.rollout.grace_s,
+            variables=tuple(each.variable for each in run.placement.services.values()) if run.placement else (),
         )  # fmt: skip
 
     @property
@@ -225,7 +233,9 @@ class Made:
             spec = self.run.rl.critic
             if spec.model == "shared":
                 return trained.with_critic(stage.optim, None)
-            own = scheduled("rl.critic", spec.optim, stage.optim.num_steps) if spec.optim is not None else stage.optim
+            own = stage.optim
+            if spec.optim is not None:
+                own = scheduled("rl.critic", spec.optim, stage.optim.num_steps)
             return trained.with_critic(stage.optim, own)
 
         return backend
@@ -319,12 +329,14 @@ class Made:
         if not isinstance(self.client, LocalClient):
             self.client.absent.came = lambda: loop.welcome(published.welcome)
             loop.measures = self.client.metrics
+        elif self._kind.is_here and self.runners is None:  # else processes below this one do more than sessions
+            loop.meter = Meter(self.client.engine.paces.taken)
         first = run.rl.sample.first_item if run.rl is not None else 0
         loop.state.next_item = max(first, run.sft.num if run.sft is not None and run.sft.demos else 0)
         return loop
 
     async def evaluate(self, split: str) -> dict[str, float]:
-        """The mean reward on the first items of ``split``, of all and by kind."""
+        """The mean reward on the first items of ``split``, of all and by kind, where enough attempts could be judged."""
         spec = self.run.evaluate
         options = msgspec.structs.replace(
             self.run.rl.rollout if self.run.rl is not None else RolloutOptions(),
@@ -336,7 +348,8 @@ class Made:
         found = items_of(self.task, split)
         num = spec.num if split != "validation" or spec.validation is None else spec.validation
         items = [found[index] for index in range(min(num, len(found)))]
-        return report(split, items, await rollouts.groups(items, -1, f"evaluating {split}"), self.task.weights)
+        groups = await rollouts.groups(items, -1, f"evaluating {split}")
+        return report(split, items, groups, self.task.weights, max_failed=spec.max_failed, say=self._say)
 
 
 def _device_of(run: Run) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from ramify.errors import ConfigError
+from ramify.errors import ConfigError, RamifyError
 from ramify.train.algorithms import ALGORITHMS
 from ramify.train.checkpoint import find, read_state
 from ramify.train.config import CHOICES, Run
@@ -28,10 +28,14 @@ def recipe(path: str | Path, overrides: Sequence[str] = ()) -> Run:
     sys.path.insert(0, str(path.parent))  # a recipe may begin with another that lies beside it
     try:
         spec.loader.exec_module(module)
+        make = getattr(module, "run", None)
+        run = make() if callable(make) else None
+    except RamifyError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"the recipe {path} cannot be carried out: {error!r}; RAMIFY_DEBUG=1 shows where") from error
     finally:
         sys.path.remove(str(path.parent))
-    make = getattr(module, "run", None)
-    run = make() if callable(make) else None
     if not isinstance(run, Run):
         raise ConfigError(f"{path} has no `def run() -> Run` (ramify.train.config.Run)")
     return override(run, overrides, CHOICES)

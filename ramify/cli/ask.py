@@ -7,6 +7,7 @@ their names and types from it.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import stat
 import sys
@@ -106,7 +107,7 @@ def ask(words: list[str], answer_schema: str | None = None, resume: str | None =
         raise UsageError("say what you want to know: ramify ask QUESTION PATH…")
     if not settings.get("model"):
         write(NO_MODEL)
-        return Exit.ERROR
+        return Exit.USAGE
     with exporting(notes), Screen(notes, form) as screen:
         return _ask(words[0], words[1:], answer_schema, settings, screen)
 
@@ -188,13 +189,16 @@ def make_rlm(
     from ramify.engine.limits import Limits
     from ramify.engine.rlm import RLM
 
+    temperature = settings.get("temperature")
+    if temperature is not None and not 0 <= temperature < math.inf:
+        raise ConfigError(f"temperature={temperature:g} is none that can be sampled at: give 0 or more")
     limits = Limits(**{name: value for name, value in settings.items() if name in Limits.__struct_fields__})
     scaffold = read_scaffold(settings.get("scaffold"), settings["model"])
     if settings.get("direct") is False:
         scaffold = msgspec.structs.replace(scaffold, direct_chars=0)
     return RLM(
         settings["model"], sub_model=settings.get("sub_model") or None, limits=limits, scaffold=scaffold, sandbox=spec,
-        store=store, sampling=Sampling(temperature=settings.get("temperature")), branches=settings.get("branches", 1),
+        store=store, sampling=Sampling(temperature=temperature), branches=settings.get("branches", 1),
         tools=tools,
     )  # fmt: skip
 

@@ -19,7 +19,7 @@ import msgspec
 
 from ramify.cli.ask import KINDS, NO_MODEL, SETTINGS, make_rlm, mcp_tools, open_store, sandbox_spec
 from ramify.cli.exits import Exit
-from ramify.cli.notes import Notes, write
+from ramify.cli.notes import Notes, error_line, write
 from ramify.cli.parser import Command, Option, UsageError
 from ramify.cli.progress import Screen, form_of
 from ramify.cli.settings import fill, unknown_variables
@@ -62,6 +62,7 @@ def evaluate(
 ) -> int:
     about = {option.name: given.pop(option.name) for option in OF_AN_EVALUATION if option.name in given}
     concurrency = about.pop("concurrency")
+    concurrency = 16 if concurrency is None else concurrency
     if resume is not None:
         _refuse_more(words, {**about, **given})
     settings = {name: value for name, value in fill(given, KINDS).items() if name in _KINDS}
@@ -73,11 +74,13 @@ def evaluate(
         raise UsageError("say which task: ramify eval TASK [OPTION=VALUE…]")
     if resume is None and not settings.get("model"):
         write(NO_MODEL.replace("ramify ask", "ramify eval"))
-        return Exit.ERROR
+        return Exit.USAGE
+    if concurrency < 1:
+        raise UsageError(f"--concurrency {concurrency}: give at least 1")
     if resume is not None and settings.get("store") is False:
         raise UsageError("--resume goes on with what is stored: leave out --no-store")
     with exporting(notes), Screen(notes, form_of(settings.get("progress"), notes)) as screen:
-        return _Command(settings, screen, k, against, concurrency or 16, track or []).run(words, resume, about)
+        return _Command(settings, screen, k, against, concurrency, track or []).run(words, resume, about)
 
 
 class _Command:
@@ -187,7 +190,8 @@ class _Command:
         from ramify.evaluate.report import difference, report, table
 
         figures = report(found, k=self._k)
-        against = difference(found, other) if other is not None else None
+        is_judged = figures.failed < figures.attempts
+        against = difference(found, other) if other is not None and is_judged else None
         id = record.id if record is not None else None
         if self._trackers is not None:
             self._trackers(_measured(figures))
@@ -207,7 +211,12 @@ class _Command:
                 )
             if id is not None:
                 self._notes.say(f"evaluation {id}")
-        return Exit.ERROR if figures.failed == figures.attempts else Exit.ANSWERED
+        if is_judged:
+            return Exit.ANSWERED
+        error_line(
+            f"no attempt could be judged: all {figures.attempts:,} failed, the first with: {figures.first_error}"
+        )
+        return Exit.ERROR
 
 
 def _measured(figures: Report) -> Measured:
@@ -235,6 +244,7 @@ class _Progress:
         self.done = len(before)
         self._screen, self._notes, self._work, self._num = screen, screen.notes, work, num
         self._right, self._failed = sum(each.reward or 0.0 for each in before), 0
+        """Sum of rewards, and how many attempts have none."""
         self._cost = sum(each.cost or 0.0 for each in before)
 
     def __call__(self, outcome: Outcome, trajectory: Trajectory) -> None:
@@ -252,12 +262,13 @@ class _Progress:
         self._work.at(self.done, self._note())
         is_tenth = 10 * self.done // self._num > 10 * (self.done - 1) // self._num and self._num >= 10
         if self._screen.form == "lines" and is_tenth:
-            self._notes.say(f"{self.done:,} of {self._num:,} attempts, average {self._right / self.done:.3f}")
+            self._notes.say(f"{self.done:,} of {self._num:,} attempts, {self._note()}")
 
     def _note(self) -> str:
         failed = f" · {self._failed:,} failed" if self._failed else ""
         cost = f" · {dollars(self._cost)}" if self._cost else ""
-        return f"average {self._right / self.done:.3f}{failed}{cost}"
+        scored = self.done - self._failed
+        return (f"average {self._right / scored:.3f}" if scored else "no average") + failed + cost
 
 
 def _task(plan: Plan, validates: bool) -> Task:

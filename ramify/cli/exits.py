@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from typing import Any
 
+from ramify.errors import ConfigError, SourceError, UnknownRun
 from ramify.types.trajectory import Stop
 
 
@@ -23,12 +24,16 @@ class Exit(enum.IntEnum):
 
 MEANINGS = {
     Exit.ANSWERED: "answered",
-    Exit.ERROR: "an error; one line on stderr says which",
-    Exit.USAGE: "wrong usage",
+    Exit.ERROR: "it was tried and failed; one line on stderr says why",
+    Exit.USAGE: "wrong usage: an option, a setting, a recipe, a name of what is not there; nothing was run",
     Exit.CUT_SHORT: "cut short by a limit or by Ctrl-C; the best answer so far was printed",
     Exit.NO_ANSWER: "ended without an answer",
     Exit.STOPPED: "stopped by a second Ctrl-C",
 }
+
+
+WRONG = (ConfigError, SourceError, UnknownRun)
+"""Errors that say what is wrong with what was asked for, before anything is run."""
 
 
 def exit_of(stop: Stop, answer: Any) -> Exit:

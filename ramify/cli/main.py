@@ -13,11 +13,10 @@ import io
 import os
 import signal
 import sys
-from collections.abc import Callable
 from difflib import get_close_matches
 
 from ramify import __version__
-from ramify.cli.exits import Exit
+from ramify.cli.exits import WRONG, Exit
 from ramify.cli.notes import error_line
 from ramify.cli.parser import Command, UsageError, unknown_option
 from ramify.errors import RamifyError
@@ -52,9 +51,30 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # what the terminal has no sign for must not end a run
     arguments = sys.argv[1:]
-    code = _ended(lambda: _run(arguments), arguments)
+    code = run(arguments)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # all is done and said
     sys.exit(code)
+
+
+def run(arguments: list[str]) -> int:
+    """The exit code of the command, whatever it raises; what went wrong is said in a line."""
+    try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # ``ramify.__main__`` had none
+        return _run(arguments)
+    except BrokenPipeError:
+        _give_up_stdout()
+        return Exit.BROKEN_PIPE
+    except UsageError as error:
+        name = split(arguments)[0]
+        error_line(f"{error} (see ramify {f'{name} ' if name in COMMANDS else ''}--help)")
+        return Exit.USAGE
+    except KeyboardInterrupt:
+        return Exit.STOPPED
+    except Exception as error:
+        if os.environ.get("RAMIFY_DEBUG"):
+            raise
+        error_line(str(error) if isinstance(error, RamifyError) else _unforeseen(error))
+        return Exit.USAGE if isinstance(error, WRONG) else Exit.ERROR
 
 
 def command(name: str) -> Command:
@@ -101,27 +121,6 @@ def split(arguments: list[str]) -> tuple[str, list[str]]:
     """The command, of one or two words, and the rest."""
     two = " ".join(arguments[:2])
     return (two, arguments[2:]) if two in COMMANDS and len(arguments) > 1 else ("".join(arguments[:1]), arguments[1:])
-
-
-def _ended(run: Callable[[], int], arguments: list[str]) -> int:
-    """The exit code of ``run``, whatever it raises; what went wrong is said in a line."""
-    try:
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # ``ramify.__main__`` had none
-        return run()
-    except BrokenPipeError:
-        _give_up_stdout()
-        return Exit.BROKEN_PIPE
-    except UsageError as error:
-        name = split(arguments)[0]
-        error_line(f"{error} (see ramify {f'{name} ' if name in COMMANDS else ''}--help)")
-        return Exit.USAGE
-    except KeyboardInterrupt:
-        return Exit.STOPPED
-    except Exception as error:
-        if os.environ.get("RAMIFY_DEBUG"):
-            raise
-        error_line(str(error) if isinstance(error, RamifyError) else _unforeseen(error))
-        return Exit.ERROR
 
 
 def _give_up_stdout() -> None:

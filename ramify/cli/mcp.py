@@ -15,7 +15,7 @@ from ramify.cli.telemetry import exporting
 def mcp(words: list[str], **given: Any) -> int:
     settings, notes = begin(given, "mcp")
     if settings is None:
-        return Exit.ERROR
+        return Exit.USAGE
     from ramify.engine.mcp import need_extra
 
     need_extra("ramify mcp")

@@ -9,9 +9,8 @@ import msgspec
 
 from ramify.cli.exits import Exit
 from ramify.cli.measures import parse_age, parse_size
-from ramify.cli.parser import Command, Option
+from ramify.cli.parser import Command, Option, UsageError
 from ramify.cli.text import clean, count, dollars, many, moment, one_line, seconds, size
-from ramify.errors import ConfigError
 from ramify.store.index import RunSummary
 from ramify.store.store import Store
 
@@ -22,6 +21,8 @@ _COLUMNS = ("run", "when", "question", "model", "stop", "calls", "tokens", "cost
 
 def runs(words: list[str], limit: int | None, json: bool | None) -> int:
     limit = 20 if limit is None else limit
+    if limit < 0:
+        raise UsageError(f"--limit {limit}: give 0, for all, or more")
     found = Store().runs(limit or None)
     if json:
         for summary in found:
@@ -46,7 +47,9 @@ def rm(words: list[str]) -> int:
 
 def prune(words: list[str], older_than: str | None, keep: int | None, max_size: str | None) -> int:
     if keep is not None and keep < 0:
-        raise ConfigError(f"--keep {keep}: give 0 or more")
+        raise UsageError(f"--keep {keep}: give 0 or more")
+    if keep is None and not older_than and not max_size:
+        raise UsageError("say what may go: --older-than AGE, --keep N or --max-size SIZE")
     store = Store()
     before = store.size()
     removed = store.prune(
@@ -112,7 +115,7 @@ COMMANDS = (
         "runs prune",
         """\
 Delete old runs and evaluations, and what only they hold. What is being written stays. With --keep alone all
-but the newest go; without options, only what no run needs any more.""",
+but the newest go.""",
         prune,
         options=(
             Option("older_than", str, "delete what ended longer ago: 30d, 12h", "AGE"),

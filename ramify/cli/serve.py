@@ -45,10 +45,11 @@ def serve(words: list[str], **given: Any) -> int:
     own = {option.name: given.pop(option.name) for option in OF_A_SERVER}
     settings, notes = begin(given, "serve")
     if settings is None:
-        return Exit.ERROR
-    for name in ("max_runs", "grace"):
-        if own[name] is not None and not own[name] >= 1 * (name == "max_runs"):
-            raise UsageError(f"--{name.replace('_', '-')} {own[name]}: give at least {1 if name == 'max_runs' else 0}")
+        return Exit.USAGE
+    own["max_body"] = parse_size(own["max_body"] or "64MB", "--max-body")
+    for name, least in (("max_runs", 1), ("grace", 0), ("max_body", 1)):
+        if own[name] is not None and not own[name] >= least:
+            raise UsageError(f"--{name.replace('_', '-')} {own[name]}: give at least {least}")
     with exporting(notes), mcp_tools(settings) as tools:
         server = _server(settings, own, open_store(settings), tools)
         asyncio.run(_serve(server, 30.0 if own["grace"] is None else own["grace"], notes))
@@ -63,7 +64,7 @@ def _server(settings: dict[str, Any], own: dict[str, Any], store: Store | None, 
     return RunServer(
         rlm, name=own["name"] or settings["model"], host=own["host"] or "127.0.0.1",
         port=8000 if own["port"] is None else own["port"], keys=_keys(own, store.root if store is not None else None),
-        max_body_bytes=parse_size(own["max_body"] or "64MB", "--max-body"), max_runs=own["max_runs"] or 256,
+        max_body_bytes=own["max_body"], max_runs=own["max_runs"] or 256,
         sampling=Sampling(temperature=settings.get("temperature")),
     )  # fmt: skip
 

@@ -32,6 +32,8 @@ def serve_policy(
     need_train_extra("serve-policy")
     if slots is not None and slots < 1:
         raise UsageError(f"--slots {slots}: give at least 1")
+    if weights_root is not None and not Path(weights_root).is_dir():
+        raise UsageError(f"--weights-root {weights_root}: there is no such folder")
     folder = str(TINY) if words[0] == "tiny" else words[0].removeprefix("local:")
 
     notes = Notes()

@@ -73,6 +73,8 @@ def train(
             run = msgspec.structs.replace(run, trackers=(*run.trackers, *(track or ())))
             run = by(run, placement) if placement else run
         folder = Path(out or _folder(resume) or f"runs/{run.name}")
+        if folder.exists() and not folder.is_dir():
+            raise UsageError(f"--out {folder} is a file: name a folder")
         if _was_restarted() and any(folder.glob("checkpoints/step-*")):
             resume = str(folder)
         listener = _listener(run.name, folder, screen, resume is not None)

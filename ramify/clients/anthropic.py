@@ -19,7 +19,7 @@ import msgspec
 from ramify.clients.base import Price, Request
 from ramify.clients.chat import is_strict, without_surrogates
 from ramify.clients.failures import from_status, redacted
-from ramify.clients.providers import split_name, split_url
+from ramify.clients.providers import no_key, split_name, split_url
 from ramify.errors import BadReply, ConfigError, ModelError, Refused, ReplyLost, Unreachable
 from ramify.types.message import Finish, Message, Reply, ToolCall, Usage
 
@@ -51,7 +51,7 @@ class AnthropicClient:
         key = key or os.environ.get("ANTHROPIC_API_KEY") or None
         token = None if key else os.environ.get("ANTHROPIC_AUTH_TOKEN") or None
         if not (key or token):
-            raise ConfigError(f"{name}: no API key: set ANTHROPIC_API_KEY (export ANTHROPIC_API_KEY=…)")
+            raise no_key(name, "ANTHROPIC_API_KEY")
         self._secret = key or token or ""
         self._sdk = anthropic.AsyncAnthropic(
             api_key=key,

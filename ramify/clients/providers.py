@@ -17,6 +17,7 @@ import msgspec
 from ramify.errors import ConfigError, nearest
 
 _AT_URL = re.compile(r"^(?P<model>.*)@(?P<url>https?://.+)$")
+_LIKE_AN_ADDRESS = re.compile(r"\w+:/.*|[^/]*:\d{2,5}(/.*)?|localhost.*|\d+(\.\d+){3}.*|.+/.*|https?.*")
 _AZURE_API_VERSION = "2024-10-21"
 
 
@@ -203,9 +204,27 @@ def split_name(name: str) -> tuple[str, str]:
 
 
 def split_url(model: str) -> tuple[str, str | None]:
-    """``"m@http://host/v1"`` -> ``("m", "http://host/v1")``; no URL, no change."""
+    """``"m@http://host/v1"`` -> ``("m", "http://host/v1")``; no URL, no change. Raises ConfigError for an address that
+    is none: a model's name may have an ``@`` of its own (``claude-sonnet-4@20250514``)."""
     at = _AT_URL.match(model)
-    return (at["model"], at["url"]) if at else (model, None)
+    if at:
+        return at["model"], at["url"]
+    before, _, tail = model.rpartition("@")
+    if before and _LIKE_AN_ADDRESS.fullmatch(tail):
+        raise ConfigError(
+            f"'{tail}' in '{model}' is not a base URL: write it whole, as in {before}@http://host:8000/v1"
+        )
+    return model, None
+
+
+def no_key(name: str, variable: str) -> ConfigError:
+    """Where a provider's own address wants one. What stands after an ``@`` may have been meant as another address."""
+    before, _, tail = name.rpartition("@")
+    is_other = before and not before.endswith(":")
+    url = (
+        f"; '{tail}' is not a base URL, which would be written whole: {before}@http://host:8000/v1" if is_other else ""
+    )
+    return ConfigError(f"{name}: no API key: set {variable} (export {variable}=…){url}")
 
 
 def resolve(
@@ -224,7 +243,8 @@ def resolve(
         raise ConfigError(f"'{name}' names no model before '@': write {provider_name}:MODEL@URL")
     url = (base_url or environ.get(provider.url_variable) or provider.url).rstrip("/")
     if not url:
-        raise ConfigError(f"{name}: no base URL: set {provider.url_variable}, or write {name}@https://…")
+        plain = name.partition("@")[0]
+        raise ConfigError(f"{name}: no base URL: set {provider.url_variable}, or write {plain}@https://…")
     if not re.fullmatch(r"https?://[^/\s]\S*", url):
         raise ConfigError(f"{name}: '{url}' is not a base URL: write it as https://host/v1 in {provider.url_variable}")
     if "@" in url.partition("://")[2].partition("/")[0]:
@@ -249,8 +269,7 @@ def resolve(
 def _key(name: str, provider: Provider, key: str | None, environ: Mapping[str, str], *, needed: bool) -> str:
     found = key or next((environ[variable] for variable in provider.key_variables if environ.get(variable)), "")
     if not found and needed:
-        variable = provider.key_variables[0]
-        raise ConfigError(f"{name}: no API key: set {variable} (export {variable}=…)")
+        raise no_key(name, provider.key_variables[0])
     if not found.isascii() or any(each.isspace() for each in found.strip()):
         raise ConfigError(
             f"{name}: the key in {provider.key_variables[0]} has spaces or signs that no key has; copy it again"

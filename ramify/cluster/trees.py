@@ -14,7 +14,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import msgspec
+import numpy as np
 
+from ramify.cluster.kept import Ids
 from ramify.types.trajectory import Call, Trajectory, Turn
 
 
@@ -39,6 +41,16 @@ class TurnShape(msgspec.Struct, frozen=True):
     seconds: float = 0.0
     """That the request took where it was measured, waiting at the engine included."""
     cells: tuple[CellShape, ...] = ()
+    ids: bytes = b""
+    """Of what its prompt adds to the path, and of the reply, four bytes each; empty where they are not known."""
+
+    def path(self, before: Ids) -> Ids | None:
+        """All ids of prompt and reply, where those up to the end of the reply before are ``before``; None where they are not
+        known."""
+        reused = self.context + self.sampled - len(self.ids) // 4
+        if not self.ids or reused > len(before):
+            return None
+        return np.concatenate([before[:reused], np.frombuffer(self.ids, np.int32)])
 
 
 class CallShape(msgspec.Struct, frozen=True):
@@ -134,4 +146,7 @@ def _turn(call: Call, index: int, turn: Turn, cells: tuple[CellShape, ...]) -> T
     given = len(reply.prompt_ids) if reply.prompt_ids is not None else usage.input_tokens
     context = turn.reused_ids + given if reply.prompt_ids is not None else usage.input_tokens
     new = min(given, max(usage.input_tokens - usage.cached_tokens, 0)) if usage.cached_tokens else given
-    return TurnShape(new, context, sampled, reply.seconds, cells)
+    ids = b""
+    if reply.prompt_ids is not None and reply.token_ids:
+        ids = np.array(reply.prompt_ids + reply.token_ids, np.int32).tobytes()
+    return TurnShape(new, context, sampled, reply.seconds, cells, ids)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from ramify.errors import ConfigError, StoreError
+from ramify.errors import ConfigError, StoreError, UnknownRun
 from ramify.evaluate.run import Evaluation, Outcome, Plan
 from ramify.store.files import EVALUATIONS, FILE_MODE, make_folder, write_all
 
@@ -46,13 +46,16 @@ class Records:
     def path(self, id: str) -> Path:
         """The file that ``id`` means: an id, the unique beginning of one, ``last``, or a ``.jsonl`` file."""
         if id.endswith(".jsonl"):
-            return Path(id).expanduser()
+            path = Path(id).expanduser()
+            if not path.is_file():
+                raise UnknownRun(f"there is no evaluation {path}")
+            return path
         found = sorted(self._folder.glob("*.jsonl"))
         chosen = found[-1:] if id == "last" else [path for path in found if path.stem.startswith(id)] if id else []
         if len(chosen) != 1:
             known = f"the last is {found[-1].stem}" if found else f"there is none in {self._folder}"
             many = f"{len(chosen)} evaluations begin with" if chosen else "there is no evaluation"
-            raise StoreError(f"{many} {id!r}: {known}")
+            raise UnknownRun(f"{many} {id!r}: {known}")
         return chosen[0]
 
 

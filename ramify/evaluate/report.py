@@ -106,7 +106,9 @@ def report(evaluation: Evaluation, *, k: int | None = None, seed: int = 0) -> Re
 
 def check_k(k: int, attempts: int) -> None:
     """Raises ConfigError for a pass@k that so many attempts at each item do not give."""
-    if not 1 <= k <= attempts:
+    if k < 1:
+        raise ConfigError(f"pass@{k}: k is at least 1")
+    if k > attempts:
         raise ConfigError(
             f"pass@{k} needs at least {k} attempts at each item (n), and there are {attempts}: raise n or lower k"
         )

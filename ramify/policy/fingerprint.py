@@ -1,7 +1,8 @@
 """A short name for weights: equal for equal bits, on every device, and different if one bit or the order of rows changes.
 
-Each parameter's bits are read as integers b_i, and Σ b_i · (2i + 1) is taken modulo 2^64; name, shape and precision go
-into the hash with it. Integer sums do not depend on the order in which a device adds.
+A parameter's bytes are read as 64-bit integers w_i, zeros after the last, and Σ w_i · (2i + 1) is taken modulo 2^64; name,
+shape and precision go into the hash with it. Integer sums do not depend on the order in which a device adds. With i = W r + c
+that is Σ_c (2c + 1) Σ_r w_rc + 2W Σ_r r Σ_c w_rc: sums of rows and columns, at the speed of memory.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-_CHUNK, _GPU_CHUNK = 1 << 16, 1 << 22
-"""Numbers at once: on a CPU what stays in its cache."""
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_COLUMNS = 1024
+_ROWS, _GPU_ROWS = 128, 8192
+"""At once: on a CPU what stays in its cache."""
+_WORD = 8
+"""Bytes."""
 
 
 def fingerprint(module: nn.Module) -> str:
@@ -31,12 +34,28 @@ def fingerprint_of(tensors: Iterable[tuple[str, Tensor]]) -> str:
 
 
 def _sum(tensor: Tensor) -> int:
-    bits = tensor.contiguous().view(_BITS[tensor.element_size()]).flatten()
-    size = _CHUNK if bits.device.type == "cpu" else _GPU_CHUNK
-    weights = torch.arange(min(size, max(bits.numel(), 1)), device=bits.device) * 2 + 1
-    total = 0
-    for start in range(0, bits.numel(), size):
-        part = bits[start : start + size].to(torch.int64)
-        total += 2 * start * int(part.sum())  # before it is multiplied in place
-        total += int(part.mul_(weights[: part.numel()]).sum())
+    bytes_N = tensor.contiguous().flatten().view(torch.uint8)
+    line = _COLUMNS * _WORD
+    whole = len(bytes_N) // line
+    total = _sum_of_lines(bytes_N[: whole * line], 0)
+    if rest := len(bytes_N) - whole * line:
+        last = torch.zeros(line, dtype=torch.uint8, device=tensor.device)
+        last[:rest] = bytes_N[whole * line :]
+        total += _sum_of_lines(last, whole)
     return total % (1 << 64)
+
+
+def _sum_of_lines(bytes_N: Tensor, first: int) -> int:
+    """Of whole rows, the first of which is row ``first``."""
+    if bytes_N.storage_offset() % _WORD:
+        bytes_N = bytes_N.clone()
+    words_RC, device = bytes_N.view(torch.int64).view(-1, _COLUMNS), bytes_N.device
+    columns_C, rows = torch.zeros(_COLUMNS, dtype=torch.int64, device=device), 0
+    at_once = _ROWS if device.type == "cpu" else _GPU_ROWS
+    for start in range(0, len(words_RC), at_once):
+        part_RC = words_RC[start : start + at_once]
+        numbers_R = torch.arange(len(part_RC), device=device) + (first + start)
+        columns_C += part_RC.sum(0)
+        rows += int((part_RC.sum(1) * numbers_R).sum())
+    odd_C = 2 * torch.arange(_COLUMNS, device=device) + 1
+    return int((columns_C * odd_C).sum()) + 2 * _COLUMNS * rows

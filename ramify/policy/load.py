@@ -91,7 +91,7 @@ def load(
     folder = _folder(path_or_name)
     config = _config(folder)
     tokenizer = load_tokenizer(folder)
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = _device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtype = dtype or (torch.float32 if device.type == "cpu" else _stored_dtype(config))
     generation = _generation(folder)
     if len(tokenizer) > config.vocab_size:
@@ -205,6 +205,16 @@ def _config(folder: Path) -> Any:
         return AutoConfig.from_pretrained(folder)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"{folder}/config.json is not understood: {str(error).splitlines()[0]}") from None
+
+
+def _device(name: torch.device | str) -> torch.device:
+    """Raises ConfigError for one that there is not."""
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise ConfigError(f"there is no device '{name}' here: {str(error).splitlines()[0]}") from None
+    return device
 
 
 def _model(folder: Path, config: Any, dtype: torch.dtype, device: torch.device) -> nn.Module:

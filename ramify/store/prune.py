@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from ramify.errors import StoreError
+from ramify.errors import ConfigError, StoreError
 from ramify.store.blobs import Blobs
 from ramify.store.files import EVALUATIONS, FILE_MODE, remove_file
 from ramify.store.journal import open_locked, writer, writer_file
@@ -180,7 +180,7 @@ def max_store_bytes() -> int:
     try:
         return int(float(given))
     except ValueError:
-        raise StoreError(f"RAMIFY_STORE_MAX_BYTES is {given!r}: give a number of bytes, such as 20e9") from None
+        raise ConfigError(f"RAMIFY_STORE_MAX_BYTES is {given!r}: give a number of bytes, such as 20e9") from None
 
 
 def _delete(path: Path) -> tuple[os.stat_result, dict[str, float]]:

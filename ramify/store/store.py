@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 
-from ramify.errors import StoreError
+from ramify.errors import StoreError, UnknownRun
 from ramify.store.blobs import Blobs
 from ramify.store.files import make_folder
 from ramify.store.flusher import Flusher
@@ -91,7 +91,7 @@ class Store:
         if name.endswith(".jsonl"):
             path = Path(name).expanduser()
             if not path.is_file():
-                raise StoreError(f"there is no journal {path}")
+                raise UnknownRun(f"there is no journal {path}")
             return path
         exact = self._runs / f"{name}.jsonl"
         if _ID.fullmatch(name) and exact.is_file():
@@ -102,7 +102,7 @@ class Store:
         found = [path for path in journals if path.stem.startswith(name)] if name else []
         if len(found) == 1:
             return found[0]
-        raise StoreError(self._not_found(name, journals, found))
+        raise UnknownRun(self._not_found(name, journals, found))
 
     def events(self, run: str | Path) -> Iterator[AnyEvent]:
         """The events of ``run``, oldest first; readable while it is written."""

@@ -180,8 +180,11 @@ def task_of(name: str, **options: Any) -> Task:
         found = getattr(_file(module) if module.endswith(".py") else importlib.import_module(module), attribute)
     except FileNotFoundError as error:
         raise ConfigError(f"task '{name}': there is no file {error.filename}") from error
-    except (ImportError, AttributeError, ValueError, OSError, SyntaxError) as error:
-        raise ConfigError(f"task '{name}' cannot be loaded: {error}") from error
+    except RamifyError:
+        raise
+    except Exception as error:  # whatever a file of the user's own raises
+        why = error if isinstance(error, ImportError | AttributeError | SyntaxError | OSError) else repr(error)
+        raise ConfigError(f"task '{name}' cannot be loaded: {why}") from error
     if not isinstance(found, Task):
         found = _made(name, found, options)
     elif options:
@@ -212,8 +215,11 @@ def _made(name: str, make: Any, options: Mapping[str, Any]) -> Any:
         raise ConfigError(f"task '{name}' has no option '{stray[0]}': {nearest(stray[0], known)}")
     try:
         return make(**options)
-    except TypeError as error:
-        raise ConfigError(f"task '{name}' with {dict(options)}: {error}") from error
+    except RamifyError:
+        raise
+    except Exception as error:
+        why = error if isinstance(error, TypeError) else repr(error)
+        raise ConfigError(f"task '{name}' with {dict(options)}: {why}") from error
 
 
 # --- scoring -------------------------------------------------------------------------------------------------------

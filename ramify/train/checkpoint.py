@@ -51,7 +51,8 @@ class State(msgspec.Struct, kw_only=True):
     cpu_s: float = 0.0
     """Processor time of the process, likewise."""
     score: float | None = None
-    """Of the last evaluation on the validation stream; what ``best`` goes by."""
+    """Of these weights on the validation stream, what ``best`` goes by; None where they were not evaluated, or too few
+    attempts could be judged."""
     stopped: str = ""
     """Why the stage was ended before its last step; empty where it was not."""
     memory: dict[str, float] = {}

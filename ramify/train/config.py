@@ -192,6 +192,9 @@ class EvaluateSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     attempts: int = 1
     """At each item."""
     temperature: float = 1.0
+    max_failed: float = 0.1
+    """Share of attempts that may fail for reasons not the policy's own (no session, an engine that went, a score that
+    raised). They are left out of the score; above this share there is none, and its checkpoint is never the best."""
     first: tuple[str, ...] = ()
     """Splits that are reported before the first rollout, besides the validation stream."""
     final: tuple[str, ...] = ("test",)
@@ -204,6 +207,8 @@ class EvaluateSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             )
         if not self.temperature > 0:
             raise ConfigError(f"evaluate.temperature={self.temperature} must be above 0")
+        if not 0 <= self.max_failed <= 1:
+            raise ConfigError(f"evaluate.max_failed={self.max_failed} is a share of attempts: from 0 to 1")
 
 
 class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -2,10 +2,10 @@
 
     source.work(step)                                  the groups that are whole first, of rollouts that go on meanwhile
         ▼
-    prepare: old, reference and values of all rows     in one thread of its own
+    rest ─ prepare: old, reference, values of rows     engines on the trainer's devices sleep; in one thread of its own
     pack ─ forward_backward ─ optim_step (each part)
         ▼
-    publish ─ self-checks ─ source.newer(step + 1)     the engine goes on with newer weights, further groups may begin
+    publish ─ self-checks ─ source.newer(step + 1)     engines wake, and go on with newer weights; further groups may begin
         ▼
     evaluate ─ checkpoint                              then the next step, unless a guard ends the stage
 
@@ -29,6 +29,7 @@ from ramify.errors import StoreError, TrainError
 from ramify.progress import doing, heard
 from ramify.train import groups as group_file
 from ramify.train import metrics as metric_file
+from ramify.train import processors
 from ramify.train.backends.base import Backend, Reference
 from ramify.train.checkpoint import Checkpoints, State, read_state
 from ramify.train.guards import Guard, Memory, Told, after_evaluation, after_step
@@ -71,6 +72,14 @@ class Policy(Protocol):
 
     async def publish(self) -> None:
         """Let the engine answer with the weights as they are now."""
+        ...
+
+    async def rest(self) -> bool:
+        """Let engines that share the trainer's devices give their memory back until ``publish``; whether any do."""
+        ...
+
+    def spare(self) -> None:
+        """Give back to the devices what the trainer keeps of their memory and does not use."""
         ...
 
     def save(self, folder: Path) -> None:
@@ -124,11 +133,14 @@ class Loop:
         self._metrics: Metrics | None = None
         self._backend: Backend | None = None
         self._source: Source | None = None
-        self._is_published = False
+        self._is_published = self._is_resting = False
         self._torch = OneThread("ramify-train")
         self.watch = watch or Watch(out, STALL_S)
         self.measures: Callable[[], Mapping[str, float]] = dict
         """What engines tell of themselves at each step."""
+        self.meter: processors.Meter | None = None
+        """Where all parts of a rollout share the processors of this machine."""
+        self._spent: processors.Spent | None = None
         self._weights = asyncio.Lock()
         """Held while weights change, and until the engine has them."""
         self._since, self._cpu_since = time.monotonic(), 0.0
@@ -161,6 +173,7 @@ class Loop:
         else:
             metric_file.cut(self.out, -1)
             group_file.cut(self.out, -1)
+            processors.cut(self.out, -1)
             self.state.first_item = self.state.next_item
         self._metrics = Metrics(self.out, self._listener)
         self._since = time.monotonic() - self.state.seconds
@@ -200,8 +213,12 @@ class Loop:
             self._source = source
             for step in range(self.state.stage_step, stage.num_steps):
                 started = time.monotonic()
+                meter = self.meter if stage.samples else None
+                if meter is not None and (not stage.max_staleness or step == self.state.stage_step == 0):
+                    meter.restart()  # else rollouts went on while the last step was learnt from
                 work = await self.watch.bounded(f"the work of {self._where(stage)}", source.work(step))
                 work.metrics["work_s"] = time.monotonic() - started
+                self._spent = meter.spent() if meter is not None else None
                 yield work
 
     async def _step(self, stage: Stage, work: Work) -> None:
@@ -217,10 +234,11 @@ class Loop:
             values["silent"] = 1.0
         async with self._weights:
             if work.parts:
+                values |= await self._rest()
                 values |= await self._in_torch(self._prepare, stage, work)
             values |= _over_parts([await self._in_torch(self._learn, stage, part) for part in work.parts])
             values["learn_s"] = time.monotonic() - started
-            state.step, state.stage_step = state.step + 1, state.stage_step + 1
+            state.step, state.stage_step, state.score = state.step + 1, state.stage_step + 1, None
             state.memory = work.memory
             if stage.samples and work.parts:
                 await self._publish()
@@ -230,6 +248,8 @@ class Loop:
             values |= self._told(after_step(self._guard, state.guard, values), where)
         self._write(stage.name, values)
         group_file.write(self.out, work.accounts, state.step)
+        if self._spent is not None:
+            processors.write(self.out, msgspec.structs.replace(self._spent, step=state.step))
         if self._check is not None and work.groups:
             self._check.ids(work.groups)
         if work.groups and self._cadence.rollouts and state.stage_step % self._cadence.rollouts == 0:
@@ -315,10 +335,24 @@ class Loop:
             raise TrainError("the run has a KL to a reference policy, and nothing was given that makes one")
         return self._reference_of(folder)
 
+    async def _rest(self) -> dict[str, float]:
+        """Let engines that share the trainer's devices sleep until weights are published again; how long that took."""
+        started = time.monotonic()
+        resting = self.watch.bounded(
+            f"letting the engines sleep before step {self.state.step + 1}", self._policy.rest()
+        )
+        if not await resting:
+            return {}
+        self._is_resting, self._is_published = True, False
+        return {"sleep_s": time.monotonic() - started}
+
     async def _publish(self) -> None:
         """Let the engine answer with the newest weights, and check that it does."""
         if self._is_published:
             return
+        if self._is_resting:
+            await self._in_torch(self._policy.spare)
+            self._is_resting = False
         await self.watch.bounded(f"giving the engine the weights after step {self.state.step}", self._policy.publish())
         self._is_published = True
         self.state.version += 1
@@ -342,7 +376,7 @@ class Loop:
     # --- what is written down ------------------------------------------------------------------------------------
 
     async def evaluate(self, split: str, stage: str) -> Mapping[str, float]:
-        """Measure the policy as it is on ``split``. On the validation stream it becomes the run's score."""
+        """Measure the policy as it is on ``split``. On the validation stream it becomes the run's score, if there is one."""
         async with self._weights:
             await self._publish()
         started = time.monotonic()
@@ -351,6 +385,8 @@ class Loop:
         if split == "validation":
             self.state.score = values.get("validation/reward")
         self._write(stage, values)
+        if self.meter is not None:
+            self.meter.restart()
         return values
 
     async def _report(self) -> None:
@@ -395,7 +431,6 @@ class Loop:
         assert backend is not None
         self._tick()
         self.checkpoints.save(state, {"backend": backend.save, "policy": self._policy.save})
-        state.score = None
 
     def _go_back_to(self, checkpoint: Path) -> None:
         """Stand where ``checkpoint`` was written; in the torch thread."""
@@ -404,6 +439,7 @@ class Loop:
         self.state.config = config
         metric_file.cut(self.out, self.state.step)
         group_file.cut(self.out, self.state.step)
+        processors.cut(self.out, self.state.step)
         stage = self._stages[self.state.stage]
         backend = self._backend_of(stage)
         backend.load(checkpoint / "backend")

@@ -145,16 +145,10 @@ def _layer(depth: int, kind: str, members: Sequence[tuple[Call, float | None]]) 
     )  # fmt: skip
 
 
-def passes(groups: Sequence[Group], weights: Mapping[str, float], *, failed_are_wrong: bool) -> dict[int, float]:
-    """k -> pass@k for k = 2, 4, 8 … and the size of a group, over the groups that have so many attempts.
-
-    An evaluation counts a rollout that failed as a wrong attempt: left out, the same items would be divided by fewer the
-    more of them fail, and a policy whose rollouts end in failures would be chosen as the best. Rollouts that are learnt
-    from leave it out, as their algorithm does: it says nothing of what the policy tried."""
-    right = [
-        [total(tree.rewards, weights) >= RIGHT for tree in group.trajectories if tree.rewards or failed_are_wrong]
-        for group in groups
-    ]
+def passes(groups: Sequence[Group], weights: Mapping[str, float]) -> dict[int, float]:
+    """k -> pass@k for k = 2, 4, 8 … and the size of a group, over the groups that have so many attempts. A rollout that
+    failed is none: it says nothing of what the policy tried."""
+    right = [[total(tree.rewards, weights) >= RIGHT for tree in group.trajectories if tree.rewards] for group in groups]
     most = max((len(each) for each in right), default=0)
     powers = {2**power for power in range(1, most.bit_length()) if 2**power <= most}
     found = {}
@@ -166,7 +160,7 @@ def passes(groups: Sequence[Group], weights: Mapping[str, float], *, failed_are_
 
 def of_rollouts(groups: Sequence[Group], weights: Mapping[str, float], prefix: str = "") -> dict[str, float]:
     """pass@k of the rollouts that were scored, and the layers."""
-    found = {f"{prefix}pass@{k}": value for k, value in passes(groups, weights, failed_are_wrong=False).items()}
+    found = {f"{prefix}pass@{k}": value for k, value in passes(groups, weights).items()}
     trajectories = [tree for group in groups for tree in group.trajectories]
     for layer in layers(trajectories, weights):
         name = f"{prefix}depth{layer.depth}.{layer.kind}"

@@ -207,8 +207,8 @@ class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             raise ConfigError(f"rl.sample: straggle={self.straggle:g} is times the median: at least 1, or 0 for never")
         if self.items < 1 or self.minibatches < 1 or self.max_staleness < 0 or 0 < self.max_items < self.items:
             raise ConfigError(
-                f"rl.sample: items={self.items} and minibatches={self.minibatches} must be at least 1, "
-                f"max_items={self.max_items} 0 or at least items, max_staleness={self.max_staleness} not negative"
+                f"rl.sample: items={self.items} and minibatches={self.minibatches} must be at least 1, max_items="
+                f"{self.max_items} 0 or at least items, max_staleness={self.max_staleness} not negative"
             )
 
 

@@ -16,43 +16,43 @@ from tests.cli.helpers import Shell
 MODEL = ("-m", "scripted:script.json")
 WORK = [*MODEL, "q", "log.txt", "--no-direct"]
 CASES = {
-    "unknown provider": (["-m", "opnai:gpt-5", "q"], 1, r"unknown provider 'opnai' .*did you mean 'openai'\?"),
-    "a model without a provider": (["-m", "gpt-5", "q"], 1, r"'gpt-5' has no provider: write provider:model"),
-    "missing key": (["-m", "openai:gpt-5", "q"], 1, r"no API key: set OPENAI_API_KEY"),
-    "missing script": (["-m", "scripted:nowhere.json", "q"], 1, r"script nowhere.json: No such file"),
+    "unknown provider": (["-m", "opnai:gpt-5", "q"], 2, r"unknown provider 'opnai' .*did you mean 'openai'\?"),
+    "a model without a provider": (["-m", "gpt-5", "q"], 2, r"'gpt-5' has no provider: write provider:model"),
+    "missing key": (["-m", "openai:gpt-5", "q"], 2, r"no API key: set OPENAI_API_KEY"),
+    "missing script": (["-m", "scripted:nowhere.json", "q"], 2, r"script nowhere.json: No such file"),
     "nothing listens": (["-m", "openai:m@http://127.0.0.1:9/v1", "q", "--max-seconds", "3"], 4, r"127\.0\.0\.1:9"),
-    "unreadable path": ([*MODEL, "q", "nowhere.txt"], 1, r"nowhere.txt does not exist"),
-    "nearest path": ([*MODEL, "q", "log.tx"], 1, r"did you mean log.txt\?"),
-    "a pipe without a writer": ([*MODEL, "q", "pipe"], 1, r"pipe is a pipe that nobody writes to: start what writes"),
-    "empty file": ([*MODEL, "q", "empty.txt"], 1, r"empty.txt is empty"),
-    "binary file": ([*MODEL, "q", "binary.bin"], 1, r"binary.bin .*binary"),
-    "invalid schema": ([*MODEL, "q", "log.txt", "--answer-schema", '{"type": "integr"}'], 1, r"schema is not valid"),
-    "schema that does not parse": ([*MODEL, "q", "--answer-schema", "{oops"], 1, r"\{oops does not parse"),
-    "schema that is no object": ([*MODEL, "q", "--answer-schema", "list.json"], 1, r"list.json is a list"),
-    "missing schema file": ([*MODEL, "q", "--answer-schema", "no.json"], 1, r"schema no.json cannot be read"),
-    "limit of zero": ([*MODEL, "q", "--max-calls", "0"], 1, r"max_calls=0 allows nothing"),
-    "negative cost": ([*MODEL, "q", "--max-cost", "-1"], 1, r"max_cost=-1.0 allows nothing"),
-    "a limit that cannot be kept": ([*MODEL, "q", "--max-cost", "1"], 1, r"no known price"),
-    "unknown sandbox": ([*MODEL, "q", "log.txt", "--no-direct", "--sandbox", "proces"], 1, r"did you mean 'process'\?"),
-    "no such mount": ([*WORK, "--mount", "nowhere:/data"], 1, r"mounts: there is no '.*/nowhere' on this machine"),
-    "a mount without a place": ([*WORK, "--mount", "log.txt:here"], 1, r"'here' is no place .*: give an absolute path"),
-    "a mount of everything": ([*WORK, "--mount", "/:/all"], 1, r"mounts: '/' is not allowed: give a folder or file of"),
-    "a mount without walls": ([*WORK, "--sandbox", "process", "--mount", "log.txt"], 1, r"'process' .* no mounts"),
-    "no such package": ([*WORK, "--package", "numpi"], 1, r"no package 'numpi'; install it into the environment of"),
-    "a package by another name": ([*WORK, "--package", "pytest-timeout"], 1, r"it is imported as 'pytest_timeout'"),
-    "too much memory": ([*WORK, "--memory", "900TB"], 1, r"memory_bytes is .*, more than the .* bytes of this machine"),
-    "too little memory": ([*WORK, "--memory", "1MB"], 1, r"in which no Python session runs: give at least 67,108,864"),
-    "memory that is no size": ([*WORK, "--memory", "lots"], 1, r"--memory 'lots' is not understood: write it as 2GB"),
-    "unknown tier": ([*WORK, "--tier", "D"], 1, r"sandbox tier is 'D': give 'A', 'B' or 'C'"),
+    "unreadable path": ([*MODEL, "q", "nowhere.txt"], 2, r"nowhere.txt does not exist"),
+    "nearest path": ([*MODEL, "q", "log.tx"], 2, r"did you mean log.txt\?"),
+    "a pipe without a writer": ([*MODEL, "q", "pipe"], 2, r"pipe is a pipe that nobody writes to: start what writes"),
+    "empty file": ([*MODEL, "q", "empty.txt"], 2, r"empty.txt is empty"),
+    "binary file": ([*MODEL, "q", "binary.bin"], 2, r"binary.bin .*binary"),
+    "invalid schema": ([*MODEL, "q", "log.txt", "--answer-schema", '{"type": "integr"}'], 2, r"schema is not valid"),
+    "schema that does not parse": ([*MODEL, "q", "--answer-schema", "{oops"], 2, r"\{oops does not parse"),
+    "schema that is no object": ([*MODEL, "q", "--answer-schema", "list.json"], 2, r"list.json is a list"),
+    "missing schema file": ([*MODEL, "q", "--answer-schema", "no.json"], 2, r"schema no.json cannot be read"),
+    "limit of zero": ([*MODEL, "q", "--max-calls", "0"], 2, r"max_calls=0 allows nothing"),
+    "negative cost": ([*MODEL, "q", "--max-cost", "-1"], 2, r"max_cost=-1.0 allows nothing"),
+    "a limit that cannot be kept": ([*MODEL, "q", "--max-cost", "1"], 2, r"no known price"),
+    "unknown sandbox": ([*MODEL, "q", "log.txt", "--no-direct", "--sandbox", "proces"], 2, r"did you mean 'process'\?"),
+    "no such mount": ([*WORK, "--mount", "nowhere:/data"], 2, r"mounts: there is no '.*/nowhere' on this machine"),
+    "a mount without a place": ([*WORK, "--mount", "log.txt:here"], 2, r"'here' is no place .*: give an absolute path"),
+    "a mount of everything": ([*WORK, "--mount", "/:/all"], 2, r"mounts: '/' is not allowed: give a folder or file of"),
+    "a mount without walls": ([*WORK, "--sandbox", "process", "--mount", "log.txt"], 2, r"'process' .* no mounts"),
+    "no such package": ([*WORK, "--package", "numpi"], 2, r"no package 'numpi'; install it into the environment of"),
+    "a package by another name": ([*WORK, "--package", "pytest-timeout"], 2, r"it is imported as 'pytest_timeout'"),
+    "too much memory": ([*WORK, "--memory", "900TB"], 2, r"memory_bytes is .*, more than the .* bytes of this machine"),
+    "too little memory": ([*WORK, "--memory", "1MB"], 2, r"in which no Python session runs: give at least 67,108,864"),
+    "memory that is no size": ([*WORK, "--memory", "lots"], 2, r"--memory 'lots' is not understood: write it as 2GB"),
+    "unknown tier": ([*WORK, "--tier", "D"], 2, r"sandbox tier is 'D': give 'A', 'B' or 'C'"),
     "a sandbox without its extra": ([*WORK, "--sandbox", "prime"], 1, r"pip install 'ramify\[prime\]'"),
-    "unknown scaffold": ([*MODEL, "q", "--scaffold", "minimum"], 1, r"did you mean 'minimal'\?"),
-    "citing nothing": ([*MODEL, "q", "--cite"], 1, r"citations need a context"),
-    "a cache without a store": ([*MODEL, "q", "--cache", "--no-store"], 1, r"leave out --no-store"),
+    "unknown scaffold": ([*MODEL, "q", "--scaffold", "minimum"], 2, r"did you mean 'minimal'\?"),
+    "citing nothing": ([*MODEL, "q", "--cite"], 2, r"citations need a context"),
+    "a cache without a store": ([*MODEL, "q", "--cache", "--no-store"], 2, r"leave out --no-store"),
     "unknown option": ([*MODEL, "q", "--max-csot", "1"], 2, r"unknown option --max-csot: did you mean --max-cost\?"),
     "not a number": ([*MODEL, "q", "--max-calls", "many"], 2, r"--max-calls: invalid int value: 'many'"),
     "no question": ([*MODEL], 2, r"say what you want to know"),
     "resume with settings": (["--resume", "last", "--max-cost", "3"], 2, r"leave out --max-cost"),
-    "resume of nothing": (["--resume", "last"], 1, r"there is no run in"),
+    "resume of nothing": (["--resume", "last"], 2, r"there is no run in"),
 }
 
 
@@ -92,7 +92,7 @@ def test_wrong_usage(shell: Shell, arguments: list[str], pattern: str) -> None:
 
 def test_no_model_names_three_ways(shell: Shell) -> None:
     done = shell.run("ask", "how many?")
-    assert (done.code, done.out) == (1, "")
+    assert (done.code, done.out) == (2, "")
     key, local, none = done.err.splitlines()
     assert "OPENAI_API_KEY" in key
     assert "ollama:" in local
@@ -143,4 +143,4 @@ def test_an_early_error_leaves_nothing_behind(shell: Shell) -> None:
     (shell.folder / "tmp").mkdir()
     shell.write("log.txt", "abc")
     done = shell.run("ask", *MODEL, "--no-direct", "hm?", "log.txt", TMPDIR=str(shell.folder / "tmp"))
-    assert (done.code, "No such file" in done.err, list((shell.folder / "tmp").iterdir())) == (1, True, [])
+    assert (done.code, "No such file" in done.err, list((shell.folder / "tmp").iterdir())) == (2, True, [])

@@ -59,25 +59,25 @@ def test_json_and_the_difference_from_another(shell: Shell) -> None:
 def test_what_it_refuses(shell: Shell) -> None:
     shell.write("rows.jsonl", '{"question": "a?", "answer": 1}\n{"question": "b?", "gold": 1}\n')
     for arguments, code, message in (
-        (("legder",), Exit.ERROR, "unknown task 'legder': did you mean 'ledger'"),
-        (("ledger", "--split", "tset"), Exit.ERROR, "task 'ledger' has no split 'tset': did you mean 'test'"),
+        (("legder",), Exit.USAGE, "unknown task 'legder': did you mean 'ledger'"),
+        (("ledger", "--split", "tset"), Exit.USAGE, "task 'ledger' has no split 'tset': did you mean 'test'"),
         (
             ("ledger", "--n", "2", "--k", "3"),
-            Exit.ERROR,
+            Exit.USAGE,
             "pass@3 needs at least 3 attempts at each item (n), and there are 2",
         ),
-        (("ledger", "--items", "0"), Exit.ERROR, "evaluate 0 items"),
-        (("ledger", "mutli=1"), Exit.ERROR, "task 'ledger' has no option 'mutli': did you mean 'multi'"),
+        (("ledger", "--items", "0"), Exit.USAGE, "evaluate 0 items"),
+        (("ledger", "mutli=1"), Exit.USAGE, "task 'ledger' has no option 'mutli': did you mean 'multi'"),
         (("ledger", "multi"), Exit.USAGE, "'multi' is no option of a task: write NAME=VALUE"),
-        (("my_task.py:teal", "bad=true"), Exit.ERROR, "task 'teal', item teal/test/0: the right answer"),
-        (("rows.jsonl",), Exit.ERROR, "rows, row 1: there is no column 'answer'; it has question, gold"),
+        (("my_task.py:teal", "bad=true"), Exit.USAGE, "task 'teal', item teal/test/0: the right answer"),
+        (("rows.jsonl",), Exit.USAGE, "rows, row 1: there is no column 'answer'; it has question, gold"),
         ((), Exit.USAGE, "say which task"),
         (
             ("ledger", "--resume", "last"),
             Exit.USAGE,
             "--resume: it goes on as it began; leave out TASK, --model, --sandbox",
         ),
-        (("ledger", "--against", "x"), Exit.ERROR, "there is no evaluation 'x'"),
+        (("ledger", "--against", "x"), Exit.USAGE, "there is no evaluation 'x'"),
         (("ledger", "--against", "x", "--no-store"), Exit.USAGE, "leave out --no-store"),
     ):
         shell.write("my_task.py", MINE)
@@ -86,18 +86,23 @@ def test_what_it_refuses(shell: Shell) -> None:
         assert done.err.startswith("ramify: ")
         assert message in done.err, done.err
     none = shell.run("eval", "ledger")
-    assert none.code == Exit.ERROR
+    assert none.code == Exit.USAGE
     assert "no model is set" in none.err
     assert not list(Path(shell.env["RAMIFY_HOME"]).glob("evaluations/*"))
 
 
 def test_a_model_that_always_fails(shell: Shell) -> None:
-    done = shell.run(
-        *start(shell, [{"match": "", "reply": {"fail": "refused", "text": "no such key"}}], "--items", "2")
-    )
+    """The figures stand, also where they were to be compared with others; none of them is a 0."""
+    before = json.loads(shell.run(*start(shell, RIGHT, "--items", "2", "--json")).out)["evaluation"]
+    refused = [{"match": "", "reply": {"fail": "refused", "text": "no such key"}}]
+    words = start(shell, refused, "--items", "10", "--against", before, "--progress", "lines")
+    done = shell.run(*(word for word in words if word != "-q"))
     assert done.code == Exit.ERROR
-    assert "2 of 2 attempts failed and are left out; the first: " in done.out
+    assert done.out.splitlines()[2].split() == ["all", "10", "-"]
+    assert "10 of 10 attempts failed and are left out; the first: " in done.out
     assert "no such key" in done.out
+    assert "10 of 10 attempts, no average · 10 failed" in done.err
+    assert done.err.splitlines()[-1].startswith("ramify: no attempt could be judged: all 10 failed, the first with: ")
 
 
 def test_an_interrupted_evaluation_goes_on(shell: Shell) -> None:

@@ -76,7 +76,7 @@ def test_show_one_call_and_for_machines(stored: Shell) -> None:
     events = [json.loads(line)["type"] for line in stored.run("show", run, "--events").out.splitlines()]
     assert (events[0], events[-1], events.count("Replied")) == ("RunStarted", "RunEnded", 7)
     missing = stored.run("show", run, "--call", "0.9")
-    assert (missing.code, missing.err.startswith(f"ramify: run {run} has no call 0.9: ")) == (1, True)
+    assert (missing.code, missing.err.startswith(f"ramify: run {run} has no call 0.9: ")) == (2, True)
 
 
 def test_replay_says_same(stored: Shell) -> None:

@@ -97,7 +97,7 @@ def test_keys_and_a_budget_that_is_kept_on_disk(shell: Shell) -> None:
 def test_what_cannot_be_served(shell: Shell, options: list[str], says: str) -> None:
     shell.model([{"match": "", "reply": "hello"}])
     done = shell.run("serve", "--port", "0", *options)
-    assert (done.code, done.out) == (1, "")
+    assert (done.code, done.out) == (2, "")
     assert says in done.err
 
 
@@ -106,7 +106,7 @@ def test_a_port_that_is_taken(shell: Shell) -> None:
     with serving(shell, "--model", model) as (url, _):
         port = url.split(":")[2].split("/")[0]
         done = shell.run("serve", "--model", model, "--port", port)
-        assert done.code == 1
+        assert done.code == 2
         assert f"cannot listen on 127.0.0.1:{port}" in done.err
 
 

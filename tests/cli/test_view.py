@@ -82,7 +82,7 @@ def test_an_address_that_cannot_be_had(shell: Shell) -> None:
             ("--host", "192.0.2.1", "--token", "t"): "give an address of this machine as --host",
         }.items():
             done = shell.run("view", *arguments)
-            assert (done.code, words in done.err, done.err.count("\n")) == (1, True, 1)
+            assert (done.code, words in done.err, done.err.count("\n")) == (2, True, 1)
 
 
 def test_one_run_as_a_file(shell: Shell, stored: str) -> None:

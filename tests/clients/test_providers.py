@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from ramify.clients.providers import PROVIDERS, resolve, split_name, table
+from ramify.clients.providers import PROVIDERS, resolve, split_name, split_url, table
 from ramify.errors import ConfigError
 
 ENV = {"OPENAI_API_KEY": "key", "AZURE_OPENAI_API_KEY": "key", "PORTKEY_API_KEY": "key", "PORTKEY_PROVIDER": "openai"}
@@ -78,6 +78,20 @@ def test_where_a_name_leads(name, environ, url, headers, limit):
             "VLLM_API_KEY",
         ),
         ("azure:m", ENV, "azure:m: no base URL: set AZURE_OPENAI_ENDPOINT, or write azure:m@https://…"),
+        ("azure:m@nothing", ENV, "azure:m@nothing: no base URL: set AZURE_OPENAI_ENDPOINT, or write azure:m@https://…"),
+        (
+            "openai:m@gpu:8000",
+            {},
+            "'gpu:8000' in 'm@gpu:8000' is not a base URL: write it whole, as in m@http://host:8000/v1",
+        ),
+        ("ollama:m@ftp://host", {}, "'ftp://host' in 'm@ftp://host' is not a base URL"),
+        ("vllm:m@localhost", {}, "'localhost' in 'm@localhost' is not a base URL"),
+        (
+            "openai:m@nothing",
+            {},
+            "openai:m@nothing: no API key: set OPENAI_API_KEY (export OPENAI_API_KEY=…); 'nothing' is not a base URL, which "
+            "would be written whole: openai:m@http://host:8000/v1",
+        ),
         ("vllm:m", {"VLLM_BASE_URL": "gpu:8000"}, "vllm:m: 'gpu:8000' is not a base URL: write it as https://host/v1"),
     ],
 )
@@ -102,3 +116,8 @@ def test_every_provider_resolves(name):
 def test_the_documentation_has_this_table():
     page = Path(__file__).parents[2] / "docs" / "models.md"
     assert table() in page.read_text(encoding="utf-8"), "write the table of providers.table() into docs/models.md"
+
+
+@pytest.mark.parametrize("model", ["claude-sonnet-4@20250514", "llama3@latest", "@openai-prod/gpt-5", "m@v1.5"])
+def test_a_name_may_have_an_at_sign(model):
+    assert split_url(model) == (model, None)

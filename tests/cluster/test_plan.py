@@ -77,6 +77,19 @@ def test_nodes_may_be_said_for_the_only_pool() -> None:
     assert [seat.node for seat in plan(four, Options(nodes=2)).seats] == [0, 0, 1, 1]
 
 
+def test_engines_over_two_gpus_share_them_with_two_ranks() -> None:
+    """Half of an engine on each GPU; what both hold is held against one device."""
+    over_two = msgspec.structs.replace(TOGETHER, inference=Role(gpus=2))
+    one = InferenceSpec(num=1, engine="vllm")
+    found = plan(placed(placement=over_two, inference=one), Options(device="l4"))
+    text = "\n".join(lines(found))
+    assert "  seat 0: 2 GPUs, 3 CPUs: trainer 0, trainer 1, inference 0\n" in text
+    rank, engine = found.parts[0].memory, found.parts[2].memory
+    assert engine.room == 2 * rank.room == 48 * 10**9
+    assert engine.total == int(0.9 * 48e9)
+    assert found.too_large[-1].startswith("trainer and inference share a device of 24 GB and hold")
+
+
 def test_seconds_by_hand() -> None:
     """TOY on a device of 10^6 FLOP/s and 10^6 bytes/s, of which half is got: 400 tokens sampled in 10 rollouts, 600 given.
 

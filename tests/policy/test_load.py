@@ -79,6 +79,12 @@ def test_half_precision_on_disk_is_single_on_a_cpu(tmp_path: Path) -> None:
     )
 
 
+def test_a_device_that_there_is_not(tmp_path: Path) -> None:
+    save(made(), tmp_path)
+    with pytest.raises(ConfigError, match="there is no device 'moon' here: Expected one of cpu, "):
+        load(tmp_path, device="moon")
+
+
 def test_several_files_with_an_index(tmp_path: Path) -> None:
     policy = made()
     save(policy, tmp_path)

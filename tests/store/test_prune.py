@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ramify.errors import StoreError
+from ramify.errors import ConfigError, StoreError
 from ramify.evaluate.record import Records
 from ramify.evaluate.run import Plan
 from ramify.store.index import RunSummary
@@ -220,7 +220,7 @@ def test_a_full_store_warns_once(store: Store, monkeypatch: pytest.MonkeyPatch):
         warnings.simplefilter("error")
         store.create("r2").close()
     monkeypatch.setenv("RAMIFY_STORE_MAX_BYTES", "lots")
-    with pytest.raises(StoreError, match="RAMIFY_STORE_MAX_BYTES is 'lots': give a number of bytes"):
+    with pytest.raises(ConfigError, match="RAMIFY_STORE_MAX_BYTES is 'lots': give a number of bytes"):
         Store(store.root).create("r3")
     assert sorted(ids(store)) == ["r1", "r2"]
 

@@ -123,6 +123,26 @@ def test_a_killed_engine_changes_nothing(calm: Path, tmp_path: Path) -> None:
 
 
 @LINUX
+def test_engines_that_sleep_while_the_trainer_learns_change_nothing_not_even_one_killed_asleep(
+    calm: Path, tmp_path: Path
+) -> None:
+    said: list[str] = []
+
+    def listen(measured: Measured) -> None:
+        if measured.stage == "sft" and measured.step == 2:
+            kill(os.getpid(), f"serve-policy {tmp_path}")
+
+    train(short(inference=InferenceSpec(probe_s=60.0, sleep="learn")), tmp_path, listener=listen, say=said.append)
+    same(tmp_path, calm)
+    slept = ["sleep_s" in each.values for each in read(tmp_path) if "learn_s" in each.values]
+    assert len(slept) > 4
+    assert all(slept)
+    assert len(said) == 1
+    assert f"it was asked POST http://127.0.0.1:{said[0].split(':')[2].split(' ')[0]}/wake_up?tags=weights" in said[0]
+    assert said[0].endswith("no engine is left; it is started again")
+
+
+@LINUX
 def test_a_killed_trainer_goes_on_from_its_last_checkpoint(
     calm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

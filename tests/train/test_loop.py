@@ -13,16 +13,20 @@ import torch
 
 from ramify.build.run import train
 from ramify.errors import TrainError
+from ramify.tasks.base import Item, generated
+from ramify.tasks.simple import SimpleTask, Whole
 from ramify.train.algorithms.sft import SFT
 from ramify.train.backends.base import Optim
 from ramify.train.checkpoint import Checkpoints, read_state
-from ramify.train.config import PolicySpec, SftSpec
+from ramify.train.config import PolicySpec, SftSpec, TaskSpec
+from ramify.train.guards import Guard
 from ramify.train.loop import Cadence, Loop
 from ramify.train.loss import Loss
 from ramify.train.metrics import Measured, read
 from ramify.train.sft import read as read_trajectories
 from ramify.train.stages import Given, Work
-from tests.train.small import small, weights_of
+from ramify.types.trajectory import Trajectory
+from tests.train.small import _even, _make, small, weights_of
 
 
 class Killed(BaseException):
@@ -73,6 +77,48 @@ def test_a_killed_run_ends_where_it_would_have_bit_by_bit(tmp_path: Path) -> Non
     steady = ("loss", "reward", "grad_norm", "lr", "validation/reward", "test/reward")
     for ours, theirs in zip(read(whole), read(broken), strict=True):
         assert {k: ours.values.get(k) for k in steady} == {k: theirs.values.get(k) for k in steady}
+
+
+JUDGED: list[str] = []
+"""Validation items whose score was asked for."""
+
+
+def _down_at_second(item: Item, trajectory: Trajectory) -> float:
+    """A grader that is down during the second of three evaluations, of two items each, and likes the first best."""
+    if "/validation/" not in item.id or not trajectory.calls[0].turns:
+        return _even(item, trajectory)
+    JUDGED.append(item.id)
+    if len(JUDGED) in (3, 4):
+        raise OSError("the grader is down")
+    return 0.5 if len(JUDGED) < 3 else 0.25
+
+
+sometimes = SimpleTask("sometimes", generated("sometimes", _make), Whole(_down_at_second))
+
+
+def test_an_evaluation_that_could_not_be_judged_is_no_score(tmp_path: Path) -> None:
+    """Neither is that of weights which are no more."""
+    JUDGED.clear()
+    said: list[str] = []
+    run = small(
+        warmup=None, task=TaskSpec(name="tests.train.test_loop:sometimes"), guard=Guard(patience=1),
+        cadence=Cadence(evaluate=2, checkpoint=1, keep_last=9),
+    )  # fmt: skip
+    state = train(run, tmp_path, say=said.append)
+    shown = [each.values for each in read(tmp_path) if "validation/failed" in each.values]
+    assert [(each.get("validation/reward"), each["validation/failed"]) for each in shown] == [
+        (0.5, 0),
+        (None, 2),
+        (0.25, 0),
+    ]
+    assert [sentence for sentence in said if sentence.startswith("validation")] == [
+        "validation: all 2 attempts failed for reasons not the policy's own: this evaluation has no score; the first: task "
+        f"'sometimes', item {JUDGED[2]}: its score raised OSError: the grader is down"
+    ]
+    kept = Checkpoints(tmp_path)
+    assert [read_state(each).score for each in kept.all()][-4:] == [None, None, None, 0.25]
+    assert kept.best() == kept.latest()
+    assert state.score == 0.25
 
 
 def read_rows(out: Path, stage: str) -> list[Measured]:
@@ -209,6 +255,10 @@ def test_work_is_asked_for_when_the_step_before_is_over(tmp_path: Path) -> None:
         version = 0
 
         async def publish(self) -> None: ...
+        async def rest(self) -> bool:
+            return False
+
+        def spare(self) -> None: ...
         def save(self, folder: Path) -> None: ...
         def load(self, folder: Path) -> None: ...
 

@@ -61,17 +61,27 @@ def test_what_rollouts_came_to() -> None:
     })  # fmt: skip
 
 
-def test_a_failed_rollout_is_a_wrong_attempt_of_an_evaluation() -> None:
-    """An item with one right of two, and one whose attempts both failed: half are solved, or all that were tried."""
+def test_an_attempt_that_failed_is_no_attempt_of_an_evaluation() -> None:
+    """One right of two, one wrong of one, and an item whose attempts both failed."""
     right, wrong, failed = (trees.tree(trees.call("0", 1), reward=reward) for reward in (1.0, 0.0, None))
-    two = [trees.group(right, wrong), trees.group(failed, failed)]
-    assert passes(two, {}, failed_are_wrong=True) == {2: 0.5}
-    assert passes(two, {}, failed_are_wrong=False) == {2: 1.0}
-    four = [trees.group(right, wrong, failed, failed)]
-    assert passes(four, {}, failed_are_wrong=True) == {2: pytest.approx(1 - 3 / 6), 4: 1.0}
-    assert passes(four, {}, failed_are_wrong=False) == {2: 1.0}
-    found = report("test", [Item("?", "7")], four, {})
-    assert (found["test/reward"], found["test/pass@2"], found["test/failed"]) == (0.25, pytest.approx(0.5), 2.0)
+    failed.errors = ["no session could be had"]
+    groups = [trees.group(right, wrong), trees.group(wrong, failed), trees.group(failed, failed)]
+    assert passes(groups, {}) == {2: 1.0}
+    said: list[str] = []
+    items = [Item("?", "7", kind=kind) for kind in "aab"]
+    assert report("test", items, groups, {}, max_failed=0.5, say=said.append) == {
+        "test/reward": pytest.approx(1 / 3), "test/a": pytest.approx(1 / 3), "test/pass@2": 1.0, "test/failed": 3.0,
+    }  # fmt: skip
+    assert report("test", items, groups, {}, max_failed=0.49, say=said.append) == {"test/failed": 3.0}
+    assert report("test", items[:1], groups[2:], {}, max_failed=1.0, say=said.append) == {"test/failed": 2.0}
+    ours = "attempts failed for reasons not the policy's own"
+    assert said == [
+        f"test: 3 of 6 {ours} and are left out of the score; the first: no session could be had",
+        f"test: 3 of 6 {ours}, above evaluate.max_failed=0.49: this evaluation has no score; the first: no session could "
+        "be had",
+        f"test: all 2 {ours}: this evaluation has no score; the first: no session could be had",
+    ]
+    report("test", items[:1], groups[:1], {}, max_failed=0.0, say=pytest.fail)
 
 
 def test_staleness_is_told_by_token() -> None:

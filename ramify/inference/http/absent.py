@@ -36,16 +36,26 @@ class Absent:
         self._news = asyncio.Event()
 
     @property
+    def expected(self) -> set[str]:
+        """Addresses of those that are to come."""
+        return set(self._coming)
+
+    @property
     def is_any_expected(self) -> bool:
         return bool(self._coming or self.ready)
 
-    def left(self, url: str, why: str, *, may_return: bool = True) -> bool:
+    @property
+    def is_any_coming(self) -> bool:
+        """Whether one is being brought back."""
+        return bool(self._coming)
+
+    def left(self, url: str, why: str) -> bool:
         """An engine is gone; whether it is expected back."""
         self.num_lost += 1
         self.why.append(why)
-        if not may_return or not self._may_try(url):
+        if not self._may_try(url):
             return False
-        self._coming[url] = asyncio.ensure_future(self._return(url))
+        self.expect(url)
         return True
 
     def took(self) -> None:
@@ -84,9 +94,15 @@ class Absent:
         self._tries[url] = self._tries.get(url, 0) + 1
         return self._tries[url] <= self._restarts
 
+    def expect(self, url: str) -> None:
+        """An engine that was never asked is to come."""
+        self._coming[url] = asyncio.ensure_future(self._return(url))
+
     async def _return(self, url: str) -> None:
         try:
-            self.ready.append(await self._until_back(url))
+            server = await self._until_back(url)
+            self._tries[server.url] = self._tries.get(url, 0)  # it may have moved
+            self.ready.append(server)
         except RamifyError:
             return
         finally:

@@ -6,10 +6,15 @@ import asyncio
 import time
 
 from ramify.errors import ConfigError, ModelError
-from ramify.inference.http.process import Engine, EngineProcess
+from ramify.inference.http.process import Engine, status_of
 from ramify.inference.http.server import Facts, Server
 
 _POLL_S = 0.1
+_FLAGS = {
+    ("vllm", 1): "--enable-sleep-mode", ("vllm", 2): "--enable-sleep-mode", ("sglang", 2): "--enable-memory-saver",
+    ("sglang", 1): "--enable-memory-saver and --enable-weights-cpu-backup",
+}  # fmt: skip
+"""Software and level of sleep -> what it has to be started with."""
 
 
 async def until_up(server: Server, process: Engine | None, wait_s: float, restarts: int) -> None:
@@ -20,17 +25,18 @@ async def until_up(server: Server, process: Engine | None, wait_s: float, restar
         try:
             return await server.healthy()
         except ModelError as error:
-            ended = process.ended if process is not None else None
-            was_killed = ended is not None and ended < 0
-            if isinstance(process, EngineProcess) and was_killed and restarts:  # another may fare better
+            ended = await status_of(process)
+            if process is not None and ended is not None:
+                if ended >= 0 or not restarts:
+                    said = await asyncio.to_thread(process.said)
+                    raise ConfigError(
+                        f"the engine at {server.url} ended with status {ended} before it answered; its log {process.log} "
+                        f"ends: {said}"
+                    ) from None
                 restarts -= 1
-                process.close()
-                process.start()
-            elif process is not None and ended is not None:
-                raise ConfigError(
-                    f"the engine at {server.url} ended with status {ended} before it answered; its log "
-                    f"{process.log} ends: {process.said()}"
-                ) from None
+                await process.restart()  # another may fare better
+                if process.url != server.url:
+                    raise ConfigError(f"the engine at {server.url} is started again at {process.url}") from None
             if time.monotonic() > deadline:
                 raise ConfigError(
                     f"no engine answers: {error}; is the server up, and inference.engine right?"
@@ -38,11 +44,12 @@ async def until_up(server: Server, process: Engine | None, wait_s: float, restar
         await asyncio.sleep(_POLL_S)
 
 
-async def check(server: Server, software: str, *, vocabulary: int, dtype: str, window: int) -> None:
+async def check(server: Server, software: str, *, vocabulary: int, dtype: str, window: int, level: int = 0) -> None:
     """Compare what ``server`` says of itself with the policy's vocabulary (ids), dtype (as ``float32``) and window
-    (tokens)."""
+    (tokens); above 0 it must be able to sleep at ``level``."""
     try:
         facts = await server.facts()
+        _check_level(server.url, software, level, facts)
         fits = facts.vocabulary == vocabulary
         if facts.vocabulary is None:
             fits = await server.takes_id(vocabulary - 1) and not await server.takes_id(vocabulary)
@@ -54,6 +61,14 @@ async def check(server: Server, software: str, *, vocabulary: int, dtype: str, w
             f"({vocabulary}): serve the policy's own checkpoint"
         )
     _check_numbers(server.url, facts, dtype, window)
+
+
+def _check_level(url: str, software: str, level: int, facts: Facts) -> None:
+    if level and level not in facts.levels:
+        raise ConfigError(
+            f"the engine at {url} cannot sleep at level {level} while the trainer learns (inference.sleep=learn): start it "
+            f"with {_FLAGS[software, level]}, or set inference.sleep=never"
+        )
 
 
 def _check_numbers(url: str, facts: Facts, dtype: str, window: int) -> None:

@@ -21,6 +21,7 @@ from ramify.errors import ConfigError, ModelError, ReplyLost, ServerFailed, Trai
 from ramify.inference.base import EngineLost, Pressure
 from ramify.inference.http.absent import Absent
 from ramify.inference.http.fleet import Fleet, Launch
+from ramify.inference.http.listed import Listed
 from ramify.inference.http.pressure import together
 from ramify.inference.http.server import Sampled, Server
 from ramify.inference.http.so_far import SoFar, tree_of
@@ -68,16 +69,24 @@ class HttpEngines:
     # --- from start to end ---------------------------------------------------------------------------------------
 
     async def start(
-        self, out: Path, save: Callable[[Path], None], launch: Launch | None = None, *, carries: bool = True
+        self,
+        out: Path,
+        save: Callable[[Path], None],
+        launch: Launch | None = None,
+        *,
+        gone: Callable[[str], None] | None = None,
     ) -> None:
         """Start the servers, or attach to them; check each; open the way for weights. ``save`` writes a checkpoint for
         those that are started, below ``out``, by ``launch`` where it is not on this machine. Raises ConfigError for a server
-        that is not what the policy needs. ``carries``: False for who only asks, while another gives the weights."""
+        that is not what the policy needs. ``gone``: for who only asks, while another gives the weights, which is told the
+        address of an engine that does not answer and then says by ``listed`` which ones do."""
         try:
-            await self._fleet.start(out, save, launch)
-            if carries:
+            await self._fleet.start(out, save, launch, leads=gone is None)
+            if gone is None:
                 await self._sync.open()
             else:
+                spec = self._fleet.spec
+                self._fleet.listed = Listed(gone, spec.start_s + 2 * spec.update_s + spec.return_s)
                 self.absent.came = self._ask_again
         except BaseException:
             await self.close()
@@ -86,6 +95,20 @@ class HttpEngines:
     def follow(self, version: int) -> None:
         """Another has given the servers this version."""
         self._sync.follow(version)
+
+    def listed(self, urls: Sequence[str]) -> None:
+        """Another, which gives the weights, asks the engines at ``urls`` now."""
+        self._fleet.told(urls)
+
+    @property
+    def answering(self) -> tuple[str, ...]:
+        """Addresses of the engines that may be asked."""
+        return tuple(server.url for server in self._fleet.alive)
+
+    async def look_after(self, url: str, who: str) -> None:
+        """``who`` got no answer from the engine at ``url``: bring it back, where it is gone."""
+        for server in [each for each in self._fleet.alive if each.url == url]:
+            await self._fleet.is_gone(server, Unreachable(f"by {who}"))
 
     async def _ask_again(self) -> None:
         """Ask those that are back, which another gives the weights to; a reply by older ones is not taken."""
@@ -196,12 +219,10 @@ class HttpEngines:
 
         return together(await asyncio.gather(*map(of, self._fleet.alive)))
 
-    async def sleep(self) -> None:
-        """Let the engines give their memory back, for a trainer on the same device."""
-        await self._fleet.all(lambda server: server.sleep())
-
-    async def wake(self) -> None:
-        await self._fleet.all(lambda server: server.wake())
+    async def sleep(self) -> bool:
+        """Let the engines give their memory back until the next ``update``, for a trainer on the same devices, where the spec
+        has it so; whether it does. Who asks meanwhile waits. Raises ServerFailed where no engine is left."""
+        return await self._sync.sleep()
 
     def metrics(self) -> dict[str, float]:
         """How many engines answer, how often one went away and came back; nothing where none ever went."""

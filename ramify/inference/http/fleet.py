@@ -4,21 +4,27 @@
     a new tree         goes to the one with least to do
     a server that does not answer is dropped, aloud, and brought back where it may be (``absent.py``); its trees move
 
+One that was started for the run is started again, perhaps elsewhere, and then has another address. Who only asks, while another
+gives the weights, is told by that other which ones have them (``listed.py``).
+
 Leaves out what is asked (``client.py``) and how weights reach them (``sync.py``).
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Hashable
+from collections.abc import Awaitable, Callable, Hashable, Sequence
 from pathlib import Path
 
 from ramify.errors import ModelError, ReplyLost, ServerFailed, Unreachable
+from ramify.inference.base import TAGS
 from ramify.inference.http.absent import Absent
 from ramify.inference.http.checks import check, until_up
-from ramify.inference.http.process import Engine, EngineProcess, ports_for
+from ramify.inference.http.listed import Listed
+from ramify.inference.http.process import Engine, EngineProcess, ports_for, status_of
 from ramify.inference.http.server import Sampled, Server
 from ramify.inference.http.sglang import Sglang
 from ramify.inference.http.spec import InferenceSpec
@@ -49,6 +55,7 @@ class Fleet:
         self._key = os.environ.get(spec.key_variable, "")
         self._ports = [] if spec.urls else ports_for(spec)
         self._processes: dict[str, Engine] = {}
+        """By each address that one had."""
         self._urls: list[str] = []
         self.alive: list[Server] = []
         """Those that may be asked."""
@@ -57,11 +64,20 @@ class Fleet:
         self.trees: OrderedDict[Hashable, Server] = OrderedDict()
         """Tree -> the server that it began at."""
         self.absent = Absent(spec.restarts, self._bring, say)
+        self._asleep: dict[str, list[str]] = {}
+        """URL -> what of ``TAGS`` sleeps there."""
+        self._leads = False
+        self.listed: Listed | None = None
+        """Who says which engines may be asked, where that is another."""
 
     # --- from start to end ---------------------------------------------------------------------------------------
 
-    async def start(self, out: Path, save: Callable[[Path], None], launch: Launch | None) -> None:
-        """Start the servers, or attach to them, and check each. Raises ConfigError."""
+    async def start(
+        self, out: Path, save: Callable[[Path], None], launch: Launch | None, *, leads: bool = True
+    ) -> None:
+        """Start the servers, or attach to them, and check each. Raises ConfigError. ``leads``: False where another decides when
+        they sleep."""
+        self._leads = leads
         self._urls = list(self.spec.urls) or self._launched(out, save, launch)
         self.alive = [self._server(url) for url in self._urls]
         self.in_flight = dict.fromkeys(self._urls, 0)
@@ -69,12 +85,14 @@ class Fleet:
         await asyncio.gather(*map(self._check, self.alive))
 
     async def close(self) -> None:
-        """End what was started here. Idempotent."""
+        """End what was started here; what goes on without this run answers again. Idempotent."""
         await self.absent.close()
+        if self.spec.urls:
+            await asyncio.gather(*(self._leave(each) for each in self.alive if each.url in self._asleep))
         servers, self.alive = self.alive, []
         for server in servers:
             await server.close()
-        processes, self._processes = list(self._processes.values()), {}
+        processes, self._processes = set(self._processes.values()), {}
         await asyncio.gather(*(asyncio.to_thread(process.close) for process in processes))
 
     def _launched(self, out: Path, save: Callable[[Path], None], launch: Launch | None) -> list[str]:
@@ -99,8 +117,47 @@ class Fleet:
         await until_up(server, process, wait_s, self.spec.restarts)
 
     async def _check(self, server: Server) -> None:
+        if self._leads and self.spec.urls and await server.is_asleep():  # a run that was killed left it so
+            self._asleep[server.url] = list(TAGS)
+            await self._leave(server)
         policy = {"vocabulary": self._vocabulary, "window": self._window}
-        await check(server, self.spec.engine, dtype=self._dtype, **policy)
+        await check(server, self.spec.engine, dtype=self._dtype, level=self.spec.level if self._leads else 0, **policy)
+
+    # --- who sleeps ----------------------------------------------------------------------------------------------
+
+    @property
+    def is_any_asleep(self) -> bool:
+        return bool(self._asleep)
+
+    async def sleep(self) -> None:
+        """All that do not sleep give their memory back. Raises what one refuses; Lost where some went."""
+
+        async def act(server: Server) -> None:
+            if server.url not in self._asleep:
+                await server.sleep(self.spec.level)
+                self._asleep[server.url] = list(TAGS)
+
+        await self.all(act)
+
+    async def wake(self, tag: str) -> None:
+        """All where it sleeps take ``tag`` back. Raises as ``sleep``."""
+        await self.all(lambda server: self._wake(server, tag))
+
+    async def _wake(self, server: Server, tag: str) -> None:
+        asleep = self._asleep.get(server.url, [])
+        if tag in asleep:
+            await server.wake(tag)
+            asleep.remove(tag)
+            if not asleep:
+                del self._asleep[server.url]
+
+    async def _leave(self, server: Server) -> None:
+        """Have it answer, as far as it does."""
+        with contextlib.suppress(ModelError):
+            for tag in TAGS:
+                await self._wake(server, tag)
+            await server.resume()
+        self._asleep.pop(server.url, None)
 
     # --- who is asked --------------------------------------------------------------------------------------------
 
@@ -121,6 +178,15 @@ class Fleet:
         while len(self.trees) > _MAX_TREES:
             self.trees.popitem(last=False)
         return server
+
+    def told(self, urls: Sequence[str]) -> None:
+        """Whoever gives the weights asks the engines at ``urls`` now."""
+        assert self.listed is not None
+        self.listed.told(urls)
+        known = {server.url for server in (*self.alive, *self.absent.ready)} | self.absent.expected
+        for url in urls:
+            if url not in known:
+                self.absent.expect(url)
 
     async def all(self, act: Callable[[Server], Awaitable[None]]) -> None:
         """``act`` at every server. Raises what one refuses; Lost where some went."""
@@ -153,14 +219,15 @@ class Fleet:
             return True
         process = self._processes.get(server.url)
         try:
-            if process is None or process.ended is None:
+            if await status_of(process) is None:
                 await server.healthy()
                 return False
         except ModelError:
             pass
+        ended, how = await status_of(process), ""
+        if process is not None and ended is not None:
+            how = f", and ended with status {ended}: {await asyncio.to_thread(process.said)}"
         if server in self.alive:  # another request may have found out meanwhile
-            ended = process.ended if process is not None else None
-            how = f", and ended with status {ended}: {process.said()}" if process and ended is not None else ""
             await self._drop(server, f"{server.url} does not answer any more; it was asked {error}{how}")
         return True
 
@@ -179,6 +246,7 @@ class Fleet:
     def take_back(self) -> list[Server]:
         """Those that are back are asked from now on; which they are."""
         back = self.absent.take_ready()
+        self.in_flight |= {server.url: 0 for server in back if server.url not in self.in_flight}
         self.alive += back
         return back
 
@@ -199,21 +267,29 @@ class Fleet:
 
     async def _drop(self, server: Server, why: str) -> None:
         self.alive.remove(server)
+        self._asleep.pop(server.url, None)
         process = self._processes.get(server.url)
-        may_return = process is None or isinstance(process, EngineProcess)  # one that Ray started is not started again
-        is_expected = self.absent.left(server.url, why, may_return=may_return)
+        if self.listed is not None:
+            self.listed.went(server.url)
+        is_expected = self.absent.left(server.url, why)
         num, of = len(self.alive), len(self._urls)
         left = f"goes on with {num} of {of} engines" if num else "no engine is left"
         back = "it is started again" if process is not None else f"it is waited for, {self.spec.return_s:g} s at most"
+        back = back if self.listed is None else "the run looks after it"
         self._say(f"{why}; {left}{f'; {back}' if is_expected else ''}")
         await server.close()
 
     async def _bring(self, url: str) -> Server:
         """The server of ``url`` once it answers again and fits."""
+        if self.listed is not None:
+            await self.listed.back(url)
+            return self._server(url)
         process = self._processes.get(url)
-        if isinstance(process, EngineProcess):
-            await asyncio.to_thread(process.close)  # it may still run, and not answer
-            process.start()
+        if process is not None:
+            await process.restart()
+            if process.url not in self._processes:
+                self._say(f"the engine of {url} is started again at {process.url}")
+            self._processes[process.url], url = process, process.url
         server = self._server(url)
         try:
             await self._until_up(server, self.spec.return_s)

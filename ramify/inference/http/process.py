@@ -6,6 +6,7 @@ was killed. Their output goes to a file, whose last lines are quoted where they 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ctypes
 import os
@@ -36,6 +37,11 @@ class Engine(Protocol):
 
     url: str
     log: Path
+
+    async def restart(self) -> None:
+        """End what is left of it, and start it again; ``url`` may be another one then. Raises ConfigError where that cannot
+        be."""
+        ...
 
     @property
     def ended(self) -> int | None:
@@ -86,6 +92,11 @@ class EngineProcess:
                 f"{self._spec.engine}"
             ) from None
 
+    async def restart(self) -> None:
+        """As ``Engine.restart``."""
+        await asyncio.to_thread(self.close)  # it may still run, and not answer
+        self.start()
+
     @property
     def ended(self) -> int | None:
         """Its exit status; None while it runs. It is not reaped: its number still stands for what it started itself."""
@@ -119,6 +130,11 @@ class EngineProcess:
     def _signal(self, kind: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, kind)
+
+
+async def status_of(engine: Engine | None) -> int | None:
+    """Its exit status; None while it runs, and where nothing is known of it. Another machine may take its time to say so."""
+    return None if engine is None else await asyncio.to_thread(lambda: engine.ended)
 
 
 def ports_for(spec: InferenceSpec) -> list[int]:
@@ -156,9 +172,12 @@ def engine_command(
             *at, "--max-model-len", str(window), "--logprobs-mode", "processed_logprobs",
             "--worker-extension-cls", "ramify_in_vllm.Carried", "--weight-transfer-config", '{"backend": "ramify"}',
         ]  # fmt: skip
+        own += ["--enable-sleep-mode"] if spec.level else []
         return [*begin, folder, *own, *spec.args]
     begin = list(spec.command) or [sys.executable, "-m", "sglang.launch_server"]
-    return [*begin, "--model-path", folder, *at, "--context-length", str(window), *spec.args]
+    own = ["--enable-memory-saver"] if spec.level else []
+    own += ["--enable-weights-cpu-backup"] if spec.level == 1 else []
+    return [*begin, "--model-path", folder, *at, "--context-length", str(window), *own, *spec.args]
 
 
 def engine_environment(spec: InferenceSpec, index: int) -> dict[str, str]:

@@ -12,6 +12,7 @@ what it samples does not depend on what happened to its cache or on what else wa
 from __future__ import annotations
 
 import itertools
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 
@@ -21,6 +22,7 @@ import torch
 from ramify.errors import Refused
 from ramify.inference.base import Pressure
 from ramify.inference.local.generation import Generation
+from ramify.inference.local.pace import Paces
 from ramify.inference.local.runner import Runner
 from ramify.inference.local.sampling import draw
 from ramify.inference.local.slots import Slots
@@ -55,6 +57,7 @@ class Engine:
         self.num_computed = 0
         """Tokens that went through the model."""
         self.num_preempted = 0
+        self.paces = Paces()
         self.runner = runner
         self._waiting: deque[Generation] = deque()
         self._has_cancelled = False
@@ -98,6 +101,7 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[Generation]:
         """One pass through the model; the sequences that ended with it."""
+        began = time.thread_time()
         self._drop_cancelled()
         self._make_room()
         self._admit()
@@ -112,12 +116,18 @@ class Engine:
         self.num_steps += 1
         self.num_computed += step.num_tokens
         slots = [*step.slots, *(span.slot for span in itertools.compress(step.spans, wanted))]
-        return self._append(slots, logits_nV) if slots else []
+        finished = self._append(slots, logits_nV) if slots else []
+        self.paces.note(len(slots), sum(len(span.ids) for span in step.spans), time.thread_time() - began)
+        return finished
 
     def rest(self) -> None:
-        """Give the memory of keys and values back; the next sequence takes it again."""
-        assert self.is_idle
+        """Give the memory of keys and values back; the next sequence takes it again. What runs waits, and is computed again."""
+        for slot in reversed(self._slots.running()):
+            self._waiting.appendleft(self._owner(slot))
+            self._slots.release(slot)
+            self.num_preempted += 1
         self._slots.forget()
+        self.runner.forget()
         self._resize(1, min(_LEAST_CAPACITY, self.room.window))
 
     def wake(self) -> None:

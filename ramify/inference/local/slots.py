@@ -16,14 +16,16 @@ It decides; ``Change`` says what the cache must do. Legend: S slots, C tokens th
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ramify.inference.local.generation import Generation
 from ramify.inference.local.step import Step
+
+if TYPE_CHECKING:
+    from ramify.inference.local.generation import Generation
 
 _WORTH_WAITING = 32
 """Tokens: a prompt that another one is just computing this much of waits for it and copies."""

@@ -15,6 +15,7 @@ A carrier of one's own is named ``module:Class``; an engine takes it where it wa
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -53,7 +54,7 @@ class Source(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        return int(torch.Size(self.shape).numel()) * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 class Piece(NamedTuple):
@@ -169,9 +170,7 @@ def pieces_of(info: Info, buffer: Tensor, *, stays: bool = False) -> Iterator[Pi
     try:
         described = list(zip(info["names"], info["dtype_names"], info["shapes"], strict=True))
         kinds = [getattr(torch, dtype) for _, dtype, _ in described]
-        sizes = [
-            int(torch.Size(shape).numel()) * kind.itemsize for (_, _, shape), kind in zip(described, kinds, strict=True)
-        ]
+        sizes = [math.prod(shape) * kind.itemsize for (_, _, shape), kind in zip(described, kinds, strict=True)]
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"names, dtype_names and shapes do not describe tensors: {error!r}") from None
     starts, length = offsets(sizes)
@@ -183,8 +182,8 @@ def pieces_of(info: Info, buffer: Tensor, *, stays: bool = False) -> Iterator[Pi
 
 def fill(buffer: Tensor, sources: Sequence[Source]) -> int:
     """Copy ``sources`` into a buffer of bytes [N], one after the other; the length used."""
-    starts, length = offsets(source.num_bytes for source in sources)
-    for source, start in zip(sources, starts, strict=True):
-        place = buffer[start : start + source.num_bytes].view(source.dtype).view(source.shape)
-        place.copy_(source.full())
+    sizes = [source.num_bytes for source in sources]
+    starts, length = offsets(sizes)
+    for source, start, size in zip(sources, starts, sizes, strict=True):
+        buffer[start : start + size].view(source.dtype).view(source.shape).copy_(source.full())
     return length

@@ -25,6 +25,8 @@ _PLACES, _VALUES = "::places", "::values"
 _FEW = 0.25
 """Share of changed values up to which places and values are sent: a place takes four bytes, a value two or four."""
 _MOST_PLACES = 2**31 - 1
+_SAMPLE = 512
+"""Values that are looked at first; smaller tensors are sent whole."""
 
 
 class Delta:
@@ -86,21 +88,29 @@ class Delta:
             return [source._replace(full=lambda: now)]
         if now.is_cuda:
             had = had.to(now.device)
-        differs = _bits(now) != _bits(had)
-        num = int(torch.count_nonzero(differs))
-        if not num:
-            return []
-        few = self._places and num <= _FEW * differs.numel() and differs.numel() <= _MOST_PLACES
-        if not few:
+        index = self._changed_places(_bits(now), _bits(had))
+        if index is None:
             self._have[source.name].copy_(now)
             return [source._replace(full=lambda: now)]
-        index = differs.nonzero()[:, 0]
+        if not len(index):
+            return []
         values = now.flatten()[index]
         self._have[source.name].view(-1).index_copy_(0, index.cpu(), values.cpu())
         return [
             Source(source.name + _PLACES, tuple(index.shape), torch.int32, None, lambda: index.to(torch.int32)),
             Source(source.name + _VALUES, tuple(values.shape), values.dtype, None, lambda: values),
         ]
+
+    def _changed_places(self, now_N: Tensor, had_N: Tensor) -> Tensor | None:
+        """Where they differ; None where the tensor is to be sent whole."""
+        num = now_N.numel()
+        is_mostly = num > _SAMPLE and _share(now_N[:: num // _SAMPLE], had_N[:: num // _SAMPLE]) > 2 * _FEW
+        if is_mostly:  # no need to look at the rest
+            return None
+        if not self._places or num <= _SAMPLE or num > _MOST_PLACES:
+            return torch.empty(0) if torch.equal(now_N, had_N) else None
+        differs = now_N != had_N
+        return differs.nonzero()[:, 0] if torch.count_nonzero(differs) <= _FEW * num else None
 
     @staticmethod
     def receiver(info: Info) -> DeltaReceiver:
@@ -141,6 +151,11 @@ class DeltaReceiver:
 
     def close(self) -> None:
         self._by.close()
+
+
+def _share(now_N: Tensor, had_N: Tensor) -> float:
+    """Of values that differ."""
+    return int(torch.count_nonzero(now_N != had_N)) / now_N.numel()
 
 
 def _bits(tensor: Tensor) -> Tensor:

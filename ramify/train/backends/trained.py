@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from ramify.errors import ConfigError
@@ -60,6 +61,10 @@ class Here:
 
     def unmerged(self) -> Iterator[tuple[str, Tensor, Callable[[], Tensor] | None]]:
         return unmerged(self._policy.model)
+
+    def spare(self) -> None:
+        if self._policy.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def close(self) -> None:
         """Nothing was started."""

@@ -8,6 +8,7 @@ Without one, processes are started by ``subprocess`` on this machine (``backends
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -48,7 +49,7 @@ class Started(Protocol):
 
 
 class Hosts(Protocol):
-    """Where processes can be started, each on the seat that it was given."""
+    """Where processes can be started, each on the seat that it was given. For any thread."""
 
     @property
     def address(self) -> str:
@@ -66,6 +67,11 @@ class Hosts(Protocol):
 
     def free_port(self, member: Member) -> int:
         """On that machine."""
+        ...
+
+    def renew(self, member: Member) -> None:
+        """See to it that the member has a seat, where its own is gone another one, perhaps on another machine. May take its
+        time. Raises ConfigError where there is none."""
         ...
 
     def close(self) -> None:
@@ -115,22 +121,36 @@ class Placed:
 
 
 class PlacedEngine:
-    """An engine on its seat: as ``inference.http.process.EngineProcess``."""
+    """An engine on its seat: as ``inference.http.process.EngineProcess``. Started again where its seat then is, perhaps at
+    another address."""
 
     def __init__(
         self, hosts: Hosts, spec: InferenceSpec, index: int, checkpoint: Path, dtype: str, window: int, log: Path
     ) -> None:
         self._hosts, self._member, self.log = hosts, Member("inference", index), log
-        host = hosts.address_of(self._member)
-        port = spec.ports[index] if spec.ports else hosts.free_port(self._member)
-        self.url = f"http://{host}:{port}"
-        self._command = engine_command(spec, checkpoint.resolve(), port, dtype, window, host)
-        self._environment = engine_environment(spec, index)
-        self.start()
+        self._spec, self._what = spec, (checkpoint.resolve(), dtype, window)
+        self._fixed = spec.ports[index] if spec.ports else 0
+        self._host = ""
+        self._start()
 
-    def start(self) -> None:
-        """Start it, the first time or again once ``close`` has returned."""
-        self._process = self._hosts.start(self._member, self._command, self._environment, self.log.resolve())
+    async def restart(self) -> None:
+        """As ``Engine.restart``."""
+        await asyncio.to_thread(self._restart)
+
+    def _restart(self) -> None:
+        self.close()
+        self._hosts.renew(self._member)
+        self._start()
+
+    def _start(self) -> None:
+        host = self._hosts.address_of(self._member)
+        if host != self._host:
+            self._host, self._port = host, self._fixed or self._hosts.free_port(self._member)
+            self.url = f"http://{host}:{self._port}"
+        checkpoint, dtype, window = self._what
+        command = engine_command(self._spec, checkpoint, self._port, dtype, window, host)
+        environment = engine_environment(self._spec, self._member.number)
+        self._process = self._hosts.start(self._member, command, environment, self.log.resolve())
 
     @property
     def ended(self) -> int | None:

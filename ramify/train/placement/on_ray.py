@@ -6,6 +6,8 @@
 Ray says where seats are, which GPUs they have and that they stay; an actor on each starts the processes, which speak to each
 other as they do without Ray. So a rank is the same program wherever it stands, an engine may be any server, and a process
 ends with its keeper, whatever ended that. The run itself is the first rank, on the first seat, which is on its own node.
+A keeper that is gone is replaced once somebody wants to start something on its seat: where its node is gone, too, Ray moves
+the bundle to another one that has room.
 
 Before anything is asked for, versions of Ray and Python are compared and bundles are held against the nodes that there are.
 What a run writes must be seen by all nodes at the same path. Ray is imported here and nowhere else, when it is asked for.
@@ -38,6 +40,7 @@ ADDRESS = "RAY_ADDRESS"
 _LOOPBACK = "127.0.0.1"
 _ASK_S = 60.0
 """How long a keeper may take to say something."""
+_AGAIN_S = 1.0
 _HERE = 0.001
 """Of the resource that each node has of its own, which holds the first seat on this one."""
 
@@ -53,7 +56,12 @@ class RayHosts:
         self._address = spec.address or os.environ.get(ADDRESS, "")
         self._folder = ""
         self._groups: list[Any] = []
+        self._places: dict[int, tuple[Any, int]] = {}
+        """Seat -> its placement group, and which bundle of it."""
         self._keepers: list[Any] = []
+        self._is_apart = False
+        """Whether a seat is, or was, on another machine."""
+        self._renewing = threading.Lock()
         self._about: list[dict[str, Any]] = []
         self._is_open = True
         if not self._address:
@@ -71,17 +79,24 @@ class RayHosts:
         """As ``Hosts.start``."""
         index = self._seat_of(member)
         name = f"{member.role}-{member.number}"
-        about = self._about[index]
-        told = self._ask(index, "start", name, list(command), dict(environment), str(log), sys.executable, os.getcwd())
+        about, ask = self._about[index], partial(self._asked, self._keepers[index])
+        share = self._seats[index].share(member, self._spec.role(member.role).gpus, about["gpus"])
+        if share != about["gpus"]:
+            environment = {"CUDA_VISIBLE_DEVICES": ",".join(share), **environment}
+        arguments = name, list(command), dict(environment), str(log), sys.executable, os.getcwd()
+        try:
+            told = self._ask(index, "start", *arguments)
+        except TrainError as error:
+            raise ConfigError(f"{member.role} {member.number} cannot be started: {error}") from None
         if isinstance(told, str):
             raise ConfigError(f"{member.role} {member.number} cannot be started on {about['host']}: {told}")
         is_here = about["address"] == self._own
-        return Placed(partial(self._asked, index), name, told, about["host"], log, is_here=is_here)
+        return Placed(ask, name, told, about["host"], log, is_here=is_here)
 
     @property
     def address(self) -> str:
-        """The loopback's, where all seats are on this machine."""
-        return _LOOPBACK if all(each["address"] == self._own for each in self._about) else self._own
+        """The loopback's, where all seats are on this machine and always were."""
+        return self._own if self._is_apart else _LOOPBACK
 
     def address_of(self, member: Member) -> str:
         found = str(self._about[self._seat_of(member)]["address"])
@@ -89,6 +104,18 @@ class RayHosts:
 
     def free_port(self, member: Member) -> int:
         return int(self._ask(self._seat_of(member), "free_port"))
+
+    def renew(self, member: Member) -> None:
+        """As ``Hosts.renew``."""
+        index = self._seat_of(member)
+        with self._renewing:
+            if self._asked(self._keepers[index], "about") is not None:
+                return
+            with contextlib.suppress(Exception):
+                self._ray.kill(self._keepers[index])  # one that only does not answer would keep the seat
+            keeper, about = self._kept_again(index)
+            self._keepers[index], self._about[index] = keeper, about
+            self._is_apart = self._is_apart or about["address"] != self._own
 
     def close(self) -> None:
         """End what was started, give the seats back, and leave the cluster or end it. Idempotent."""
@@ -109,11 +136,13 @@ class RayHosts:
         if self._folder:
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _asked(self, index: int, verb: str, *arguments: Any) -> Any:
+    def _asked(self, keeper: Any, verb: str, *arguments: Any) -> Any:
         """A keeper's answer; None where it is gone."""
+        if not self._is_open:
+            return None
         try:
-            return self._ask(index, verb, *arguments)
-        except TrainError:
+            return self._ray.get(getattr(keeper, verb).remote(*arguments), timeout=_ASK_S)
+        except (self._ray.exceptions.RayError, TimeoutError):
             return None
 
     def _ask(self, index: int, verb: str, *arguments: Any) -> Any:
@@ -181,9 +210,7 @@ class RayHosts:
         """Reserve the seats, and put a keeper on each."""
         ray = self._ray
         from ray.util.placement_group import placement_group
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        places: dict[int, tuple[Any, int]] = {}
         until = time.monotonic() + self._spec.start_s
         for pool, nodes in bundles(self._seats).items():
             asked = [_resources(needs) for needs, _ in nodes]
@@ -198,26 +225,48 @@ class RayHosts:
                     f"the cluster has not given the seats of pool '{pool or 'any'}' within {self._spec.start_s:g} s: it was "
                     f"asked for {asked} and has {ray.available_resources()} left; others may hold the rest"
                 )
-            places |= {index: (group, bundle) for bundle, (_, members) in enumerate(nodes) for index in members}
-        for index, seat in enumerate(self._seats):
-            group, bundle = places[index]
-            at = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
-            needs = seat.needs
-            make = ray.remote(Keeper).options(
-                num_cpus=needs.cpus, num_gpus=needs.gpus, scheduling_strategy=at, max_restarts=0
-            )
-            self._keepers.append(make.remote())
+            self._places |= {index: (group, bundle) for bundle, (_, members) in enumerate(nodes) for index in members}
+        self._keepers += [self._keeper(index) for index in range(len(self._seats))]
         try:
             self._about = ray.get([keeper.about.remote() for keeper in self._keepers], timeout=self._spec.start_s)
         except (ray.exceptions.RayError, TimeoutError) as error:
             raise ConfigError(f"a seat's process did not start: {str(error).strip().partition(chr(10))[0]}") from None
+        self._is_apart = any(each["address"] != self._own for each in self._about)
         self._check_first()
+
+    def _keeper(self, index: int) -> Any:
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        (group, bundle), needs = self._places[index], self._seats[index].needs
+        at = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
+        make = self._ray.remote(Keeper).options(
+            num_cpus=needs.cpus, num_gpus=needs.gpus, scheduling_strategy=at, max_restarts=0
+        )
+        return make.remote()
+
+    def _kept_again(self, index: int) -> tuple[Any, dict[str, Any]]:
+        """Another keeper for a seat whose own is gone, and what it says of its place. Raises ConfigError."""
+        ray, until = self._ray, time.monotonic() + self._spec.start_s
+        where = f"seat {index}, which was on {self._about[index]['host']} ({self._about[index]['address']})"
+        while self._is_open and time.monotonic() < until:
+            keeper = self._keeper(index)
+            try:
+                return keeper, ray.get(keeper.about.remote(), timeout=max(0.0, until - time.monotonic()))
+            except ray.exceptions.GetTimeoutError:
+                ray.kill(keeper)
+            except ray.exceptions.RayError:  # put where the cluster does not know yet that the node is gone
+                time.sleep(_AGAIN_S)
+        needs = self._seats[index].needs
+        raise ConfigError(
+            f"{where}, is gone, and no node of the cluster gave its {needs.gpus:g} GPUs and {needs.cpus:g} CPUs within "
+            f"{self._spec.start_s:g} s (placement.start_s)"
+        )
 
     def _check_first(self) -> None:
         """The run is the first rank: the first seat's GPUs must be those that it computes on."""
         if not self._seats or not self._seats[0].needs.gpus:
             return
-        given = self._about[0]["gpus"]
+        given = self._seats[0].share(Member("trainer", 0), self._spec.trainer.gpus, self._about[0]["gpus"])
         mine = (os.environ.get("CUDA_VISIBLE_DEVICES") or "0").split(",")
         if given and given[0] != mine[0]:
             raise ConfigError(

@@ -49,6 +49,8 @@ class RunnerSpec(msgspec.Struct, frozen=True):
     dtype: str
     """Of the engines."""
     grace_s: float
+    variables: tuple[str, ...] = ()
+    """Environment variables with the addresses of services."""
 
 
 class Ask(NamedTuple):
@@ -62,11 +64,18 @@ class Ask(NamedTuple):
     """Of the weights that the engines have."""
 
 
+class Answering(NamedTuple):
+    """Which engines may be asked from now on."""
+
+    urls: tuple[str, ...]
+
+
 class Told(NamedTuple):
     """What a runner says."""
 
     kind: str
-    """``ready``, ``said``, ``done``, ``broke`` (a bug) or ``failed`` (it cannot begin)."""
+    """``ready``, ``said``, ``done``, ``broke`` (a bug), ``failed`` (it cannot begin) or ``gone``: the address of an engine that
+    does not answer."""
     id: int = 0
     data: bytes = b""
     """A trajectory as JSON; else text."""
@@ -114,7 +123,9 @@ class _Runner:
         torch.set_num_threads(1)
         policy = load(spec.checkpoint, getattr(torch, spec.dtype), "meta")
         self._engines = HttpEngines(policy, spec.inference, name=spec.name, say=self._say)
-        await self._engines.start(Path(), lambda folder: None, carries=False)
+        await self._engines.start(
+            Path(), lambda folder: None, gone=lambda url: self._tell(Told("gone", data=url.encode()))
+        )
         self._seen = Seen(self._engines)
         self._rlm = RLM(self._seen, limits=spec.limits, scaffold=scaffold_of(spec.scaffold), sandbox=spec.sandbox)
         try:
@@ -143,6 +154,8 @@ class _Runner:
         while (word := await asked.get()) is not None:
             if isinstance(word, Ask):
                 self._rolling[word.id] = asyncio.create_task(self._roll(word))
+            elif isinstance(word, Answering):
+                self._engines.listed(word.urls)
             elif task := self._rolling.get(word):  # the id of one that is wanted no more
                 task.cancel()
 

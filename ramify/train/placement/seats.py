@@ -3,12 +3,19 @@
     pool gpus, 2 nodes of 2 GPUs         node 0   seat 0  trainer 0, inference 0      seat 1  trainer 1, inference 1
                                          node 1   seat 2  trainer 2, inference 2      seat 3  trainer 3, inference 3
 
+Roles that share seats need not be as many. A seat is as large as the process with most GPUs, and processes of other roles stand
+side by side on it; where there are fewer of a role than seats, the first ones have one:
+
+    8 ranks of 1 GPU, 4 engines of 2     seat 0  trainer 0, trainer 1, inference 0      … seat 3  trainer 6, 7, inference 3
+    2 ranks of 1 GPU, 1 engine of 1      seat 0  trainer 0, inference 0                   seat 1  trainer 1
+
 Decided by arithmetic alone, before any process starts: ``ramify cluster plan`` prints it, and Ray is asked for just that.
 Processes that share a seat share its GPUs, and their CPUs and memory add up. Leaves out what a machine really has.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -55,6 +62,15 @@ class Seat(msgspec.Struct, frozen=True):
     """Of the pool."""
     needs: Needs
     members: tuple[Member, ...]
+    offsets: tuple[float, ...] = ()
+    """Which of the seat's GPUs is the first of each member; empty: all members have all of them."""
+
+    def share(self, member: Member, gpus: float, given: Sequence[str]) -> list[str]:
+        """Of the GPUs that the seat was ``given``, those of a member that takes ``gpus``."""
+        if not self.offsets or not gpus:
+            return list(given)
+        first = int(self.offsets[self.members.index(member)] + _ALMOST)
+        return list(given[first : first + max(1, int(gpus + _ALMOST))])
 
 
 def counts(spec: PlacementSpec, said: Mapping[str, int]) -> dict[str, int]:
@@ -80,48 +96,83 @@ def seats(spec: PlacementSpec, num: Mapping[str, int]) -> list[Seat]:
     not fit."""
     wanted = _wanted(spec, num)
     if not spec.pools:
-        return [Seat("", 0, needs, members) for _, needs, members in wanted]
+        return [Seat("", 0, each.needs, each.members, each.offsets) for each in wanted]
     found: dict[int, Seat] = {}
     for name, pool in spec.pools.items():
-        inside = [(index, needs, members) for index, (where, needs, members) in enumerate(wanted) if where == name]
-        _check_sums(name, pool, [(needs, members) for _, needs, members in inside])
+        inside = [(index, each) for index, each in enumerate(wanted) if each.pool == name]
+        _check_sums(name, pool, [each for _, each in inside])
         found |= _seated(name, pool, inside)
     return [found[index] for index in range(len(wanted))]
 
 
-def _wanted(spec: PlacementSpec, num: Mapping[str, int]) -> list[tuple[str, Needs, tuple[Member, ...]]]:
-    """(pool, what a seat takes, who sits there)"""
+class _Wanted(NamedTuple):
+    """A seat that has no node yet."""
+
+    pool: str
+    needs: Needs
+    members: tuple[Member, ...]
+    offsets: tuple[float, ...]
+
+
+def _wanted(spec: PlacementSpec, num: Mapping[str, int]) -> list[_Wanted]:
     grouped = {role: group for group in spec.colocate for role in group}
     found = []
     for name in spec.roles:
         group = tuple(each for each in grouped.get(name, (name,)) if num.get(each, 0))
-        if not num.get(name, 0) or group[0] != name:
-            continue
-        _check_group(spec, group, num)
-        each = [spec.role(role) for role in group]
-        needs = Needs(max(r.gpus for r in each), sum(r.cpus for r in each), sum(r.memory_gb for r in each))
-        pool = spec.pool_of(name)
-        found += [(pool, needs, tuple(Member(role, index) for role in group)) for index in range(num[name])]
+        if num.get(name, 0) and group[0] == name:
+            _check_group(spec, group)
+            found += _shared(spec, group, num)
     return found
 
 
-def _check_group(spec: PlacementSpec, group: Sequence[str], num: Mapping[str, int]) -> None:
-    if len({num[role] for role in group}) > 1:
-        told = ", ".join(f"{role} {num[role]}" for role in group)
-        raise ConfigError(f"placement.colocate: roles that share seats need as many processes each, and have {told}")
+def _shared(spec: PlacementSpec, group: Sequence[str], num: Mapping[str, int]) -> list[_Wanted]:
+    """The seats of roles that share them: as few as hold all of each role, with as many of it on each."""
+    largest = max(spec.role(role).gpus for role in group)
+    num_seats = max(-(-num[role] // _side_by_side(spec.role(role).gpus, largest, num[role])) for role in group)
+    pool, found = spec.pool_of(group[0]), []
+    for seat in range(num_seats):
+        members, offsets, needs = [], [], Needs()
+        for role in group:
+            each, per_seat = spec.role(role), -(-num[role] // num_seats)
+            here = range(seat * per_seat, min(num[role], (seat + 1) * per_seat))
+            members += [Member(role, index) for index in here]
+            offsets += [each.gpus * place for place in range(len(here))]
+            gpus, more = len(here) * each.gpus, Needs(0, len(here) * each.cpus, len(here) * each.memory_gb)
+            needs = Needs(max(needs.gpus, gpus), needs.cpus, needs.memory_gb) + more
+        found.append(_Wanted(pool, needs, tuple(members), tuple(offsets) if any(offsets) else ()))
+    return found
+
+
+def _side_by_side(gpus: float, largest: float, num: int) -> int:
+    """How many of ``num`` processes with so many GPUs each a seat of the largest one's holds."""
+    if not largest:
+        return 1
+    return max(1, int(largest / gpus + _ALMOST)) if gpus else num
+
+
+def _check_group(spec: PlacementSpec, group: Sequence[str]) -> None:
     pools = {role: spec.pool_of(role) for role in group}
     if len(set(pools.values())) > 1:
         told = ", ".join(f"{role} in '{pool}'" for role, pool in pools.items())
         raise ConfigError(f"placement.colocate: roles that share seats need one pool, and are {told}")
+    gpus = {role: spec.role(role).gpus for role in group}
+    for role, each in gpus.items():
+        times = max(gpus.values()) / each if each else 1.0
+        if abs(times - round(times)) > _ALMOST:
+            told = ", ".join(f"{name} {value:g}" for name, value in gpus.items())
+            raise ConfigError(
+                f"placement.colocate: GPUs of a process are {told}: those of {role} do not divide a seat of "
+                f"{max(gpus.values()):g} without remainder; make them 1, or as many"
+            )
 
 
-def _check_sums(name: str, pool: Pool, inside: Sequence[tuple[Needs, tuple[Member, ...]]]) -> None:
+def _check_sums(name: str, pool: Pool, inside: Sequence[_Wanted]) -> None:
     whole = _of(pool)
     for field, unit in (("gpus", "GPUs"), ("cpus", "CPUs"), ("memory_gb", "GB")):
         has = pool.nodes * getattr(whole, field)
         asked: dict[tuple[str, float], int] = {}
-        for needs, members in inside:
-            key = " and ".join(member.role for member in members), getattr(needs, field)
+        for each in inside:
+            key = _who(each.members), getattr(each.needs, field)
             asked[key] = asked.get(key, 0) + 1
         total = sum(num * each for (_, each), num in asked.items())
         if total > has + _ALMOST:
@@ -132,23 +183,30 @@ def _check_sums(name: str, pool: Pool, inside: Sequence[tuple[Needs, tuple[Membe
             )
 
 
-def _seated(name: str, pool: Pool, inside: list[tuple[int, Needs, tuple[Member, ...]]]) -> dict[int, Seat]:
+def _seated(name: str, pool: Pool, inside: Sequence[tuple[int, _Wanted]]) -> dict[int, Seat]:
     """Index -> seat: the largest first, each on the first node that has room, or with ``spread`` on that with most."""
     rooms = [_of(pool)] * pool.nodes
     found = {}
-    for index, needs, members in sorted(inside, key=lambda each: (tuple(-value for value in each[1]), each[0])):
+    for index, each in sorted(inside, key=lambda pair: (tuple(-value for value in pair[1].needs), pair[0])):
+        needs = each.needs
         fitting = [node for node, room in enumerate(rooms) if needs.fits(room)]
         if not fitting:
             most = max(rooms)
-            who = " and ".join(f"{role} {number}" for role, number in members)
+            who = " and ".join(f"{role} {number}" for role, number in each.members)
             raise ConfigError(
                 f"placement: the roles fit the pool '{name}' in sum, but not node by node: {who} needs {_told(needs)} on one "
                 f"node, and of its {pool.nodes} nodes the emptiest has {_told(most)} left"
             )
         node = fitting[0] if pool.order == "pack" else max(fitting, key=lambda node: (rooms[node], -node))
         rooms[node] = rooms[node].without(needs)
-        found[index] = Seat(name, node, needs, members)
+        found[index] = Seat(name, node, needs, each.members, each.offsets)
     return found
+
+
+def _who(members: Sequence[Member]) -> str:
+    """``trainer and inference``, ``2 trainer and inference``"""
+    num = Counter(member.role for member in members)
+    return " and ".join(f"{count} {role}" if count > 1 else role for role, count in num.items())
 
 
 def _of(pool: Pool) -> Needs:

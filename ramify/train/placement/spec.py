@@ -100,13 +100,16 @@ class PlacementSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     services: dict[str, Service] = {}
     """Name -> server, each a role of its own: judges, graders of rewards."""
     colocate: tuple[tuple[str, ...], ...] = ()
-    """Groups of roles, with as many processes each, whose n-th processes share a seat: the same GPUs, one after another's
-    turn. CPUs and memory add up."""
+    """Groups of roles whose processes share seats, and with them GPUs: one after another's turn. With as many processes and
+    GPUs each, the n-th of each share one; otherwise as ``seats.py`` says. CPUs and memory add up."""
     address: str = ""
     """Of a cluster of Ray that runs already; empty: ``RAY_ADDRESS``, and where that is not set one is started here, and ended
     with the run."""
     start_s: float = 120.0
-    """How long a cluster may take to give the seats."""
+    """How long a cluster may take to give the seats, or another for one that is gone."""
+    restarts: int = 3
+    """How often a runner or a service that ended is started again without having done anything in between: a rollout, or
+    ``start_s`` of service. 0: others go on without it. Engines have ``inference.restarts``."""
 
     def __post_init__(self) -> None:
         taken = next((name for name in self.services if name in ROLES), None)
@@ -124,8 +127,10 @@ class PlacementSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             if wanted and wanted not in self.pools:
                 told = nearest(wanted, self.pools) if self.pools else "placement.pools is empty"
                 raise ConfigError(f"placement.{name}.pool: there is no pool '{wanted}': {told}")
-        if not self.start_s > 0:
-            raise ConfigError(f"placement.start_s={self.start_s} must be positive")
+        if not self.start_s > 0 or self.restarts < 0:
+            raise ConfigError(
+                f"placement: start_s={self.start_s} must be positive, and restarts={self.restarts} not negative"
+            )
 
     @property
     def roles(self) -> tuple[str, ...]:

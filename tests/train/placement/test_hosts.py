@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import sys
 import time
 import urllib.request
@@ -117,6 +118,71 @@ def test_a_service_is_asked_where_it_was_placed(tmp_path: Path) -> None:
     assert [seat.members for seat in found] == [(Member("trainer", 0),), (Member("judge", 0),)]
     with pytest.raises(ConfigError, match="trainer 1 x 1 \\+ judge 1 x 1 = 2 GPUs, and it has 1 x 1 = 1"):
         settled(small(placement=msgspec.structs.replace(spec, trainer=Role(gpus=1))))
+
+
+SERVES = """
+import http.server, os, sys
+
+class Says(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        if self.path == "/die":
+            os._exit(5)
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(str(os.getpid()).encode())
+
+http.server.HTTPServer((sys.argv[1], int(sys.argv[2])), Says).serve_forever()
+"""
+
+
+class Moving(HereHosts):
+    """Two machines: what is renewed is on the other one from then on, which has room for so many."""
+
+    room = 1
+    moved: frozenset[Member] = frozenset()
+
+    def address_of(self, member: Member) -> str:
+        return "127.0.0.3" if member in self.moved else "127.0.0.2"
+
+    def renew(self, member: Member) -> None:
+        if member not in self.moved and len(self.moved) == self.room:
+            raise ConfigError("no node has room")
+        self.moved |= {member}
+
+
+@pytest.mark.parametrize("hosts", [HereHosts, Moving])
+def test_a_service_that_ends_is_started_again_and_keeps_its_address(hosts: type[HereHosts], tmp_path: Path) -> None:
+    """On this machine, and where it is on another one and then on a third. At last it is given up."""
+    service = Service(
+        command=(sys.executable, "-c", SERVES, "{host}", "{port}"), variable="RAMIFY_TEST_JUDGE", path="/"
+    )
+    said: list[str] = []
+
+    def fetched(path: str = "") -> str:
+        try:
+            return urllib.request.urlopen(os.environ["RAMIFY_TEST_JUDGE"] + path, timeout=60).read().decode()
+        except OSError:
+            return ""
+
+    async def ask() -> None:
+        services = Services(hosts(), {"judge": service}, tmp_path, restarts=1, say=said.append)
+        await services.start()
+        try:
+            first = await asyncio.to_thread(fetched)
+            assert first
+            for num in (2, 3):  # told that it ended, that it is back; that it ended again
+                assert await asyncio.to_thread(fetched, "die") == ""
+                while len(said) < num:
+                    await asyncio.sleep(0.01)
+                assert (await asyncio.to_thread(fetched) not in ("", first)) == (num == 2)
+        finally:
+            await services.close()
+
+    asyncio.run(ask())
+    assert [re.sub(r" \(process \d+ on .*?\)|: .*(?=;)", "", each) for each in said] == [
+        "service 'judge' ended with status 5; it is started again", "service 'judge' is back",
+        "service 'judge' ended with status 5; it is given up",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,46 @@ def test_colocated_roles_share_seats_and_others_stand_apart() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("roles", "num", "expected"),
+    [
+        ((1, 2), (8, 4), ["t0 t1 i0 | 2", "t2 t3 i1 | 2", "t4 t5 i2 | 2", "t6 t7 i3 | 2"]),
+        ((1, 1), (2, 1), ["t0 i0 | 1", "t1 | 1"]),
+        ((1, 2), (4, 1), ["t0 t1 i0 | 2", "t2 t3 | 2"]),
+        ((1, 4), (3, 1), ["t0 t1 t2 i0 | 4"]),
+        ((2, 1), (2, 4), ["t0 i0 i1 | 2", "t1 i2 i3 | 2"]),
+        ((1, 2), (2, 2), ["t0 i0 | 2", "t1 i1 | 2"]),
+        ((1, 0), (2, 5), ["t0 i0 i1 i2 | 1", "t1 i3 i4 | 1"]),
+        ((0, 0), (1, 2), ["t0 i0 | 0", "i1 | 0"]),
+        ((0.5, 0.25), (1, 2), ["t0 i0 i1 | 0.5"]),
+    ],
+)
+def test_roles_of_other_counts_share_seats(
+    roles: tuple[float, float], num: tuple[int, int], expected: list[str]
+) -> None:
+    """Who sits on each seat, and its GPUs."""
+    trainer, inference = (Role(gpus=gpus) for gpus in roles)
+    spec = PlacementSpec(trainer=trainer, inference=inference, colocate=(("trainer", "inference"),))
+    found = seats(spec, NO | dict(zip(("trainer", "inference"), num, strict=True)))
+    told = [f"{' '.join(f'{m.role[0]}{m.number}' for m in seat.members)} | {seat.needs.gpus:g}" for seat in found]
+    assert told == expected
+    assert sum(seat.needs.cpus for seat in found) == sum(num)
+
+
+def test_each_process_of_a_shared_seat_has_its_own_part_of_the_gpus() -> None:
+    spec = PlacementSpec(
+        trainer=GPU, inference=Role(gpus=2), rollouts=Role(), colocate=(("trainer", "inference", "rollouts"),)
+    )
+    second = seats(spec, {"trainer": 4, "inference": 2, "rollouts": 2})[1]
+    given = ["4", "7"]
+    shares = {
+        f"{each.role} {each.number}": second.share(each, spec.role(each.role).gpus, given) for each in second.members
+    }
+    assert shares == {"trainer 2": ["4"], "trainer 3": ["7"], "inference 1": ["4", "7"], "rollouts 1": ["4", "7"]}
+    half = seats(PlacementSpec(trainer=Role(gpus=0.5)), NO | {"trainer": 1})[0]
+    assert half.share(Member("trainer", 0), 0.5, ["3"]) == ["3"]
+
+
 def test_spread_takes_the_emptiest_node_and_pack_the_first() -> None:
     for order, nodes in (("pack", [0, 0, 0]), ("spread", [0, 1, 2])):
         spec = PlacementSpec(pools={"main": Pool(nodes=3, cpus=4, order=order)}, trainer=Role(cpus=1))  # type: ignore[arg-type]
@@ -82,10 +122,19 @@ def test_a_large_seat_is_placed_before_small_ones_take_its_node() -> None:
         ),
         (
             PlacementSpec(
-                pools={"main": Pool(gpus=4, cpus=9)}, trainer=GPU, inference=GPU, colocate=(("trainer", "inference"),)
+                pools={"main": Pool(gpus=4, cpus=9)}, trainer=Role(gpus=2), inference=Role(gpus=3),
+                colocate=(("trainer", "inference"),),
             ),
             {"trainer": 4, "inference": 2},
-            "roles that share seats need as many processes each, and have trainer 4, inference 2",
+            "GPUs of a process are trainer 2, inference 3: those of trainer do not divide a seat of 3 without remainder",
+        ),
+        (
+            PlacementSpec(
+                pools={"main": Pool(gpus=6, cpus=64)}, trainer=GPU, inference=Role(gpus=2), rollouts=Role(),
+                colocate=(("trainer", "inference", "rollouts"),),
+            ),
+            {"trainer": 8, "inference": 3, "rollouts": 4},
+            "'main': 2 trainer and inference and rollouts 3 x 2 + 2 trainer and rollouts 1 x 2 = 8 GPUs, and it has 1 x 6 = 6",
         ),
         (
             PlacementSpec(pools={"a": Pool(cpus=4), "b": Pool(cpus=4)}, trainer=Role(pool="a")),
@@ -93,7 +142,7 @@ def test_a_large_seat_is_placed_before_small_ones_take_its_node() -> None:
             "placement.inference names no pool, and there are 2: a, b",
         ),
     ],
-    ids=["sums", "node by node", "memory", "counts", "no pool"],
+    ids=["sums", "node by node", "memory", "remainder", "shared sums", "no pool"],
 )  # fmt: skip
 def test_what_does_not_fit_is_said_with_the_sums(spec: PlacementSpec, num: dict[str, int], said: str) -> None:
     with pytest.raises(ConfigError) as error:

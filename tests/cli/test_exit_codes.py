@@ -1,0 +1,136 @@
+"""Wrong command lines, of every command: exit code 2, one line on stderr, nothing on stdout, and nothing was begun."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from ramify.cli.exits import Exit
+from ramify.cli.main import COMMANDS, run, split
+
+M = ["-m", "scripted:script.json"]
+R = str(Path(__file__).parents[2] / "recipes" / "tiny.py")
+FILES = {
+    "script.json": '[{"match": "", "reply": "x"}]', "log.txt": "abc", "broken.py": "def run(:", "raises.py": "1/0",
+    "task.py": "def task(size=1):\n    return [][size]", "runless.py": "x = 1",
+}  # fmt: skip
+WRONG = {
+    "ask": (
+        ([], "say what you want to know"),
+        ([*M, "q", "nowhere.txt"], "nowhere.txt does not exist"),
+        ([*M, "q", "--temperature", "-1"], "temperature=-1 is none"),
+        ([*M, "q", "--temperature", "nan"], "temperature=nan is none"),
+        ([*M, "q", "--max-seconds", "-1"], "max_seconds=-1.0 allows nothing"),
+        ([*M, "q", "--branches", "0"], "branches is 0"),
+        ([*M, "q", "--progress", "loud"], "--progress loud: known: "),
+        (["-m", "openai:x@localhost:8000", "q"], "'localhost:8000' in 'x@localhost:8000' is not a base URL"),
+        (["-m", "vllm:x@ftp://host/v1", "q"], "'ftp://host/v1' in "),
+        (
+            ["-m", "openai:x@notaurl", "q"],
+            "'notaurl' is not a base URL, which would be written whole: openai:x@http://host",
+        ),
+        (["-m", "azure:x@notaurl", "q"], "write azure:x@https://"),
+        ([*M, "--sub-model", "opnai:x", "q"], "unknown provider 'opnai'"),
+        (["--resume", "nothing"], "there is no run in"),
+    ),
+    "eval": (
+        ([], "say which task"),
+        ([*M, "nedle"], "unknown task 'nedle'"),
+        ([*M, "needle", "--items", "0"], "evaluate 0 items"),
+        ([*M, "needle", "--n", "-1"], "with -1 attempts"),
+        ([*M, "needle", "--k", "0"], "pass@0: k is at least 1"),
+        ([*M, "needle", "--k", "2"], "pass@2 needs at least 2 attempts"),
+        ([*M, "needle", "--concurrency", "0"], "--concurrency 0: give at least 1"),
+        ([*M, "needle", "--split", "x"], "no split 'x'"),
+        ([*M, "needle", "--track", "x"], "unknown tracker 'x'"),
+        ([*M, "needle", "--against", "x"], "there is no evaluation 'x'"),
+        ([*M, "needle", "--against", "x.jsonl"], "there is no evaluation x.jsonl"),
+        ([*M, "needle", "chars=lots"], "task 'needle' with {'chars': 'lots'}: "),
+        ([*M, "broken.py:task"], "task 'broken.py:task' cannot be loaded: invalid syntax"),
+        ([*M, "raises.py:task"], "cannot be loaded: ZeroDivisionError("),
+        ([*M, "task.py:task"], "task 'task.py:task' with {}: IndexError("),
+        ([*M, "nowhere.jsonl"], "there is no file nowhere.jsonl"),
+        (["--resume", "x"], "there is no evaluation 'x'"),
+    ),
+    "train": (
+        ([], "give one recipe"),
+        (["nowhere.py"], "nowhere.py is no recipe"),
+        (["broken.py"], "the recipe broken.py cannot be carried out: SyntaxError("),
+        (["raises.py"], "the recipe raises.py cannot be carried out: ZeroDivisionError("),
+        (["runless.py"], "no `def run() -> Run`"),
+        ([R, "rl.optim.lr=fast"], "Expected `float`, got `str`"),
+        ([R, "evaluate.max_failed=2"], "evaluate.max_failed=2.0 is a share"),
+        ([R, "--placement", "moon"], "--placement moon: known"),
+        ([R, "--restarts", "0", "--out", "x"], "--restarts 0"),
+        ([R, "--out", "log.txt"], "--out log.txt is a file"),
+        (["--resume", "nowhere"], "nothing to resume in nowhere"),
+    ),
+    "cluster plan": (
+        ([], "give RECIPE"),
+        (["broken.py"], "the recipe broken.py cannot be carried out"),
+        ([R, "--nodes", "0"], "--nodes 0"),
+        ([R, "--mfu", "7"], "the share train=7"),
+    ),
+    "cluster simulate": (
+        (["nowhere"], "nowhere is not a run's folder"),
+        (["nowhere", "--engines", "x"], "--engines x"),
+    ),
+    "serve": (
+        ([*M, "--max-runs", "0"], "--max-runs 0: give at least 1"),
+        ([*M, "--max-body", "0"], "--max-body 0: give at least 1"),
+        ([*M, "--grace", "-1"], "--grace -1.0: give at least 0"),
+        ([*M, "--keys", "nowhere"], "nowhere cannot be read"),
+        ([*M, "--host", "0.0.0.0"], "give a key"),
+        ([*M, "--port", "99999"], "--port 99999: ports go from"),
+    ),
+    "mcp": (([*M, "--max-calls", "many"], "--max-calls: invalid int value"),),
+    "serve-policy": (
+        ([], "give FOLDER"),
+        (["tiny", "--slots", "0"], "--slots 0"),
+        (["tiny", "--weights-root", "nowhere"], "--weights-root nowhere: there is no such folder"),
+    ),
+    "view": (
+        (["nowhere"], "nowhere is neither a file nor a folder"),
+        (["--port", "-1"], "--port -1: ports go from"),
+        (["--export", "x.html"], "--export writes one run"),
+    ),
+    "runs": ((["--limit", "-1"], "--limit -1"),),
+    "runs rm": (([], "give RUN"), (["x"], "there is no run in")),
+    "runs prune": (
+        ([], "say what may go: --older-than AGE, --keep N or --max-size SIZE"),
+        (["--keep", "-1"], "--keep -1"),
+        (["--older-than", "soon"], "--older-than 'soon' is not understood"),
+        (["--max-size", "x"], "--max-size 'x' is not understood"),
+    ),
+    "show": ((["x"], "there is no run in"), (["x.jsonl"], "there is no journal x.jsonl")),
+    "replay": ((["x"], "there is no run in"),),
+    "doctor": ((["x"], "'x' is one word too many"),),
+}
+
+
+def test_no_command_is_left_out() -> None:
+    assert WRONG.keys() == COMMANDS.keys()
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_command_lines(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for variable in [each for each in os.environ if each.startswith(("RAMIFY_", "OPENAI_", "AZURE_"))]:
+        monkeypatch.delenv(variable)
+    for variable, folder in (("HOME", "."), ("XDG_CONFIG_HOME", "config"), ("RAMIFY_HOME", "store")):
+        monkeypatch.setenv(variable, str(tmp_path / folder))
+    monkeypatch.chdir(tmp_path)
+    for file, text in FILES.items():
+        (tmp_path / file).write_text(text)
+    for arguments, says in WRONG[name]:
+        code = run([*name.split(), *arguments])
+        out, err = capfd.readouterr()
+        said = [line for line in err.splitlines() if "warning" not in line]
+        assert (code, out, len(said)) == (Exit.USAGE, "", 1), (arguments, err)
+        assert says in said[0], (arguments, err)
+        assert "internal error" not in err
+        assert split([*name.split(), *arguments])[0] == name
+    assert not list(tmp_path.glob("store/runs/*.jsonl")) + list(tmp_path.glob("store/evaluations/*.jsonl"))
