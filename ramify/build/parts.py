@@ -233,9 +233,7 @@ class Made:
             spec = self.run.rl.critic
             if spec.model == "shared":
                 return trained.with_critic(stage.optim, None)
-            own = stage.optim
-            if spec.optim is not None:
-                own = scheduled("rl.critic", spec.optim, stage.optim.num_steps)
+            own = scheduled("rl.critic", spec.optim, stage.optim.num_steps) if spec.optim is not None else stage.optim
             return trained.with_critic(stage.optim, own)
 
         return backend

@@ -45,7 +45,7 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
     rollouts: list[str]
     """Ids of those that came to a reward."""
     failed: list[str] = []
-    """Ids of the others."""
+    """Ids of the others, those that were given up among them."""
 
 
 class Accounts(msgspec.Struct, frozen=True):
@@ -66,8 +66,11 @@ class Accounts(msgspec.Struct, frozen=True):
         return not self.duplicated and not self.missing
 
 
-def account(number: int, group: Group, learnt: Collection[str] | None) -> Account:
-    """``learnt``: ids of the step's rollouts that taught something; None where the group was more than was needed."""
+def account(
+    number: int, group: Group, learnt: Collection[str] | None, given_up: Sequence[str] = ()
+) -> Account:  # fmt: skip
+    """``learnt``: ids of the step's rollouts that taught something; None where the group was more than was needed.
+    ``given_up``: ids of rollouts that the group goes on without."""
     scored = [each.id for each in group.trajectories if each.rewards]
     outcome: Outcome = "spare" if learnt is None else "silent"
     if not scored:
@@ -76,7 +79,7 @@ def account(number: int, group: Group, learnt: Collection[str] | None) -> Accoun
         outcome = "learnt"
     return Account(
         number=number, item=group.task, version=_version(group), outcome=outcome, rollouts=scored,
-        failed=[each.id for each in group.trajectories if not each.rewards],
+        failed=[*(each.id for each in group.trajectories if not each.rewards), *given_up],
     )  # fmt: skip
 
 

@@ -19,7 +19,8 @@ import pytest
 
 from ramify.build.run import train
 from ramify.inference.http.spec import InferenceSpec
-from ramify.inference.weights.shared import Shared, sweep
+from ramify.inference.weights.held import sweep
+from ramify.inference.weights.shared import Shared
 from ramify.sandbox.base import SandboxSpec
 from ramify.tasks.base import Item, generated
 from ramify.tasks.simple import SimpleTask, Whole
