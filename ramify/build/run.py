@@ -12,7 +12,7 @@ from pathlib import Path
 from ramify.build.parts import Made
 from ramify.errors import ConfigError
 from ramify.train.backends import launch
-from ramify.train.checkpoint import State, check_config, find, read_state
+from ramify.train.checkpoint import FOLDER, State, check_config, find, read_state
 from ramify.train.config import Run, plain
 from ramify.train.loop import Loop
 from ramify.train.metrics import Measured
@@ -40,7 +40,8 @@ def train(
     checkpoint = find(Path(resume)) if resume is not None else None
     if checkpoint is not None:
         check_config(read_state(checkpoint), plain(run), FREE)
-    elif any(out.glob("checkpoints/step-*")):
+    is_of_out = checkpoint is not None and checkpoint.resolve().parent == (out / FOLDER).resolve()
+    if not is_of_out and any(out.glob(f"{FOLDER}/step-*")):
         raise ConfigError(f"{out} holds a run already: resume it, or give another folder")
 
     trackers = Trackers(run.trackers, run.tracker_options, say)

@@ -2,6 +2,7 @@
 
     OUT/checkpoints/step-000040/      policy/  (Hugging Face layout)   backend and random states   state.json, last of all
     OUT/checkpoints/.step-000045.tmp  being written; a kill leaves it, and the next save removes it
+    OUT/checkpoints/abandoned/        those after one that the run went back to: of another branch, for whoever wants it
 
 Decides names, atomicity (a folder is written aside, synced and renamed), which ones stay, and what must be equal for a
 resume. Leaves out what the parts hold: whoever owns one writes and reads it.
@@ -25,7 +26,9 @@ from ramify.train.guards import Memory
 Write = Callable[[Path], Callable[[], None] | None]
 """Writes one part to a path; what it returns, if anything, waits for the end of that."""
 FOLDER = "checkpoints"
+ABANDONED = "abandoned"
 _STATE = "state.json"
+_OLD = ".old.tmp"
 SCHEMA_VERSION = 1
 
 
@@ -107,10 +110,12 @@ class Checkpoints:
                 wait()
             (fresh / _STATE).write_bytes(state)
             _sync(fresh)
-            if final.exists():  # the step was done before, by a run that was resumed from earlier
-                shutil.rmtree(final)
+            old = final.with_name(f".{final.name}{_OLD}")
+            if final.exists():  # a stage begins where the last one ended
+                final.rename(old)
             fresh.rename(final)
             _sync_folder(self.folder)
+            shutil.rmtree(old, ignore_errors=True)
         except OSError as error:
             raise StoreError(f"checkpoint {final} cannot be written: {error}") from error
         self._drop_old()
@@ -121,7 +126,18 @@ class Checkpoints:
         return self._whole()
 
     def _whole(self) -> list[Path]:
-        return sorted(path for path in self.folder.glob("step-*") if (path / _STATE).is_file())
+        return sorted((path for path in self.folder.glob("step-*") if (path / _STATE).is_file()), key=_step_of)
+
+    def abandon_after(self, step: int) -> list[Path]:
+        """Set those of later steps aside, into ``abandoned``, since the run goes another way from ``step`` on: none of them
+        can be its latest or best any more. Returns where they lie; what lay there under the same name is replaced."""
+        later = [path for path in self.all() if _step_of(path) > step]
+        aside = self.folder / ABANDONED
+        for path in reversed(later):  # a kill in between leaves the beginning of the branch, not holes in it
+            aside.mkdir(exist_ok=True)
+            shutil.rmtree(aside / path.name, ignore_errors=True)
+            path.rename(aside / path.name)
+        return [aside / path.name for path in later]
 
     def latest(self) -> Path | None:
         return next(reversed(self.all()), None)
@@ -134,7 +150,7 @@ class Checkpoints:
     def _ranked(self) -> list[Path]:
         scores = {path: read_state(path).score for path in self._whole()}
         scored = {path: score for path, score in scores.items() if score is not None}
-        return sorted(scored, key=lambda path: (-scored[path], path))
+        return sorted(scored, key=lambda path: -scored[path])
 
     def _drop_old(self) -> None:
         kept = {*self._whole()[-self._keep_last :], *self._ranked()[: self._keep_best]}
@@ -144,9 +160,21 @@ class Checkpoints:
                 path.rename(dying)
                 shutil.rmtree(dying)
 
+    def recover(self) -> None:
+        """Put back a checkpoint that was to be replaced, where a kill came before the new one stood."""
+        for old in self.folder.glob(f".step-*{_OLD}"):
+            whole = old.with_name(old.name.removesuffix(_OLD).removeprefix("."))
+            if not whole.exists():
+                old.rename(whole)
+
     def _sweep(self) -> None:
+        self.recover()
         for path in self.folder.glob(".step-*.tmp"):
             shutil.rmtree(path, ignore_errors=True)
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
 
 
 class Rest:
@@ -187,7 +215,9 @@ def find(path: Path) -> Path:
     """The checkpoint that a user means by ``path``: one itself, or the latest of a run's folder. Raises ConfigError."""
     if (path / _STATE).is_file():
         return path
-    latest = Checkpoints(path).latest()
+    checkpoints = Checkpoints(path)
+    checkpoints.recover()
+    latest = checkpoints.latest()
     if latest is None:
         raise ConfigError(f"nothing to resume in {path}: give a run's folder (with {FOLDER}/step-…) or a checkpoint")
     return latest

@@ -46,6 +46,7 @@ from ramify.types.trajectory import Group
 T = TypeVar("T")
 STALL_S = 1800.0
 """How long a run may stand still."""
+_ROLLOUTS = "rollouts"
 
 
 class Cadence(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -163,9 +164,7 @@ class Loop:
             await self._in_torch(self._go_back_to, resume)
             await self._policy.publish()  # the engine may hold weights of its own
         else:
-            metric_file.cut(self.out, -1)
-            group_file.cut(self.out, -1)
-            processors.cut(self.out, -1)
+            self._cut(-1)
             self.state.first_item = self.state.next_item
         self._metrics = Metrics(self.out, self._listener)
         self._since = time.monotonic() - self.state.seconds
@@ -398,7 +397,7 @@ class Loop:
         values["tokens_per_s"] = tokens / seconds if seconds else 0.0
 
     def _keep(self, groups: Sequence[Group]) -> None:
-        path = self.out / "rollouts" / f"step-{self.state.step:06d}.jsonl"
+        path = self.out / _ROLLOUTS / f"step-{self.state.step:06d}.jsonl"
         path.parent.mkdir(exist_ok=True)
         path.unlink(missing_ok=True)
         write(path, (trajectory for group in groups for trajectory in group.trajectories))
@@ -414,9 +413,13 @@ class Loop:
         config = self.state.config
         self.state = read_state(checkpoint)
         self.state.config = config
-        metric_file.cut(self.out, self.state.step)
-        group_file.cut(self.out, self.state.step)
-        processors.cut(self.out, self.state.step)
+        later = self.checkpoints.abandon_after(self.state.step)
+        if later:
+            self._say(
+                f"the run goes another way after step {self.state.step}: {len(later)} checkpoints of later steps are set aside "
+                f"in {later[0].parent}"
+            )
+        self._cut(self.state.step)
         stage = self._stages[self.state.stage]
         backend = self._backend_of(stage)
         backend.load(checkpoint / "backend")
@@ -424,6 +427,14 @@ class Loop:
             self._backend = backend
         else:  # the stage was over; the next begins with an optimizer of its own
             self._begin_next_stage()
+
+    def _cut(self, step: int) -> None:
+        """Drop what was written down of later steps: they will be done, and measured, again."""
+        for cut in (metric_file.cut, group_file.cut, processors.cut):
+            cut(self.out, step)
+        for path in (self.out / _ROLLOUTS).glob("step-[0-9]*.jsonl"):
+            if int(path.stem.removeprefix("step-")) > step:
+                path.unlink()
 
     async def _in_torch(self, work: Callable[..., T], *arguments: Any) -> T:
         name = getattr(work, "__name__", "work").strip("_")

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ramify.build.run import train
-from ramify.errors import TrainError
+from ramify.errors import ConfigError, TrainError
 from ramify.tasks.base import Item, generated
 from ramify.tasks.simple import SimpleTask, Whole
 from ramify.train.algorithms.sft import SFT
@@ -77,6 +77,30 @@ def test_a_killed_run_ends_where_it_would_have_bit_by_bit(tmp_path: Path) -> Non
     steady = ("loss", "reward", "grad_norm", "lr", "validation/reward", "test/reward")
     for ours, theirs in zip(read(whole), read(broken), strict=True):
         assert {k: ours.values.get(k) for k in steady} == {k: theirs.values.get(k) for k in steady}
+
+
+def test_a_run_that_is_resumed_from_the_middle_forgets_the_way_it_went_before(tmp_path: Path) -> None:
+    """In place: what came after the middle is another branch, also where a kill follows."""
+    run, said = small(warmup=None, cadence=Cadence(evaluate=0, checkpoint=1, keep_last=9, rollouts=1)), []
+    state = train(run, tmp_path, say=pytest.fail)
+    ended = weights_of(tmp_path)
+    middle = tmp_path / f"checkpoints/step-{state.step - 2:06d}"
+    with pytest.raises(Killed):
+        train(run, tmp_path, resume=middle, listener=kill_at(state.step), say=said.append)
+    aside = tmp_path / "checkpoints/abandoned"
+    assert said == [
+        f"the run goes another way after step {state.step - 2}: 2 checkpoints of later steps are set aside in {aside}"
+    ]
+    assert [read_state(path).step for path in sorted(aside.iterdir())] == [state.step - 1, state.step]
+    latest = Checkpoints(tmp_path).latest()
+    assert latest is not None
+    assert read_state(latest).step == state.step - 1
+    assert max(each.step for each in read(tmp_path)) == state.step
+    assert sorted((tmp_path / "rollouts").iterdir())[-1].stem == latest.name
+    train(run, tmp_path, resume=tmp_path, say=pytest.fail)
+    assert all(torch.equal(ended[name], each) for name, each in weights_of(tmp_path).items())
+    with pytest.raises(ConfigError, match="holds a run already"):
+        train(run, tmp_path, resume=aside / middle.name.replace(str(state.step - 2), str(state.step)))
 
 
 JUDGED: list[str] = []
