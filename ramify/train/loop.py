@@ -55,7 +55,8 @@ class Cadence(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     evaluate: int = 5
     """Steps of a sampling stage between evaluations on the validation stream; 0: only at the stage's end."""
     checkpoint: int = 0
-    """Steps between checkpoints, besides those after an evaluation and at the end of each stage; 0: none besides."""
+    """Steps between checkpoints, besides those after an evaluation, the first of all among them, and at the end of each
+    stage; 0: none besides."""
     rollouts: int = 0
     """Steps between those whose rollouts are kept, whole, in OUT/rollouts, to be looked at or learnt from
     (``sft.trajectories``); 0: none."""
@@ -127,6 +128,8 @@ class Loop:
         self._backend: Backend | None = None
         self._source: Source | None = None
         self._is_published = False
+        self._is_begun = False
+        """Whether the run goes on within a stage, whose beginning was measured and kept before."""
         self._torch = OneThread("ramify-train")
         self.watch = watch or Watch(out, STALL_S)
         self.measures: Callable[[], Mapping[str, float]] = dict
@@ -179,9 +182,11 @@ class Loop:
             self._backend = await self._in_torch(self._backend_of, stage)
         if "ref_logprobs" in stage.streams:
             self._reference = await self._in_torch(self._kept_reference)
-        if stage.samples and not self.state.stage_step:
+        is_new, self._is_begun = not self._is_begun, False
+        if stage.samples and is_new:
             for split in ("validation", *self._first):
                 await self.evaluate(split, "first")
+            await self._in_torch(self._save)  # where rollouts make it worse, the policy that they began with is the best
         with doing(stage.name, stage.num_steps, "steps", first=self.state.stage_step) as told:
             async with contextlib.aclosing(self._works(stage)) as works:
                 async for work in works:
@@ -367,7 +372,7 @@ class Loop:
 
     async def _report(self) -> None:
         """The final splits, for the policy at the end (``last``) and for the best on the validation stream (``best``),
-        which is the one that is left in OUT/policy."""
+        which is the one that is left in OUT/policy. That may be the one that rollouts began with."""
         best, last = self.checkpoints.best(), self.checkpoints.latest()
         for name, checkpoint in (("last", last), ("best", best)):
             if checkpoint is None:
@@ -424,7 +429,7 @@ class Loop:
         backend = self._backend_of(stage)
         backend.load(checkpoint / "backend")
         if self.state.stage_step < stage.num_steps and not self.state.stopped:
-            self._backend = backend
+            self._backend, self._is_begun = backend, True
         else:  # the stage was over; the next begins with an optimizer of its own
             self._begin_next_stage()
 
