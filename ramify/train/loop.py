@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
@@ -31,12 +32,13 @@ from ramify.train import groups as group_file
 from ramify.train import metrics as metric_file
 from ramify.train import processors
 from ramify.train.backends.base import Backend, Reference
-from ramify.train.checkpoint import Checkpoints, State, read_state
+from ramify.train.checkpoint import FOLDER, Checkpoints, State, read_state
 from ramify.train.guards import Guard, Memory, Told, after_evaluation, after_step
 from ramify.train.metrics import Measured, Metrics
 from ramify.train.pack import attach, describe, pack
 from ramify.train.selfcheck import SelfCheck
 from ramify.train.sft import write
+from ramify.train.signals.scorer import REFERENCE
 from ramify.train.stages import Part, Source, Stage, Work
 from ramify.train.watch import OneThread, Stalled, Watch
 from ramify.types.sequence import Batch, Floats
@@ -323,9 +325,14 @@ class Loop:
 
     def _kept_reference(self) -> Reference:
         """The policy that rollouts began with, which is kept beside the checkpoints."""
-        folder = self.out / "reference"
+        folder = self.out / REFERENCE
         if not self.state.stage_step:
             self._policy.save(folder)
+        elif not folder.is_dir():
+            raise TrainError(
+                f"{folder} is not there: it is the policy that rollouts began with, which the run has a KL to; copy it from the "
+                "run that the checkpoint is of"
+            )
         if self._reference_of is None:
             raise TrainError("the run has a KL to a reference policy, and nothing was given that makes one")
         return self._reference_of(folder)
@@ -411,7 +418,9 @@ class Loop:
         backend, state = self._backend, self.state
         assert backend is not None
         self._tick()
-        self.checkpoints.save(state, {"backend": backend.save, "policy": self._policy.save})
+        kept = self._stages[state.stage].kept if state.stage_step else {}
+        others = {name: each.save for name, each in kept.items()}
+        self.checkpoints.save(state, {"backend": backend.save, "policy": self._policy.save, **others})
 
     def _go_back_to(self, checkpoint: Path) -> None:
         """Stand where ``checkpoint`` was written; in the torch thread."""
@@ -430,8 +439,21 @@ class Loop:
         backend.load(checkpoint / "backend")
         if self.state.stage_step < stage.num_steps and not self.state.stopped:
             self._backend, self._is_begun = backend, True
+            for name, kept in stage.kept.items() if self.state.stage_step else ():
+                kept.load(checkpoint / name)
+            self._bring_reference(checkpoint)
         else:  # the stage was over; the next begins with an optimizer of its own
             self._begin_next_stage()
+
+    def _bring_reference(self, checkpoint: Path) -> None:
+        """Take over the reference of another run, which ``checkpoint`` is of: rollouts did not begin here."""
+        ours = self.out / REFERENCE
+        if checkpoint.resolve().parent == self.checkpoints.folder.resolve():
+            return
+        shutil.rmtree(ours, ignore_errors=True)
+        theirs = next((each / REFERENCE for each in checkpoint.resolve().parents if (each / FOLDER).is_dir()), None)
+        if theirs is not None and theirs.is_dir():
+            shutil.copytree(theirs, ours)
 
     def _cut(self, step: int) -> None:
         """Drop what was written down of later steps: they will be done, and measured, again."""
