@@ -27,7 +27,7 @@ import msgspec
 import numpy as np
 
 from ramify.errors import StoreError, TrainError
-from ramify.progress import doing, heard
+from ramify.progress import doing, felt, heard
 from ramify.train import groups as group_file
 from ramify.train import metrics as metric_file
 from ramify.train import processors
@@ -150,7 +150,7 @@ class Loop:
         self.out.mkdir(parents=True, exist_ok=True)
         is_stalled = False
         try:
-            with heard(lambda _: self.watch.moved()):
+            with heard(lambda _: self.watch.moved()), felt(self.watch.moved):
                 return await self._run(resume)
         except Stalled:
             is_stalled = True
