@@ -13,8 +13,8 @@ import pytest
 
 from ramify.build.parts import Made
 from ramify.build.recipe import recipe, stored
-from ramify.build.run import train
-from ramify.errors import ConfigError
+from ramify.build.run import closing, train
+from ramify.errors import ConfigError, TrainError
 from ramify.inference.http.spec import InferenceSpec
 from ramify.train.algorithms.grpo import GRPO
 from ramify.train.algorithms.sft import SFT
@@ -166,3 +166,35 @@ def test_stored_runs_come_back_as_they_were(tmp_path: Path) -> None:
     Checkpoints(tmp_path).save(State(step=2, config={**plain(run), "colour": 1}), {})
     with pytest.raises(ConfigError, match="give the recipe that it was made by"):
         stored(tmp_path)
+
+
+def test_each_part_is_closed_whatever_becomes_of_the_others() -> None:
+    """What failed first is what is raised, and the rest is said."""
+    closed: list[str] = []
+    said: list[str] = []
+
+    async def engine() -> None:
+        closed.append("engine")
+        raise OSError("the line is down")
+
+    def ranks() -> None:
+        closed.append("ranks")
+        raise TrainError("rank 1 is lost")
+
+    parts = {"engine": engine, "ranks": ranks, "hosts": lambda: closed.append("hosts")}
+
+    async def block(error: BaseException | None) -> None:
+        async with closing(parts, said.append):
+            if error is not None:
+                raise error
+
+    with pytest.raises(OSError, match="the line is down"):
+        asyncio.run(block(None))
+    assert said == ["ranks could not be closed: TrainError: rank 1 is lost"]
+    said.clear()
+    with pytest.raises(ZeroDivisionError, match="first"):
+        asyncio.run(block(ZeroDivisionError("first")))
+    assert said == [
+        "engine could not be closed: OSError: the line is down", "ranks could not be closed: TrainError: rank 1 is lost",
+    ]  # fmt: skip
+    assert closed == ["engine", "ranks", "hosts"] * 2
