@@ -22,6 +22,7 @@ import msgspec
 
 from ramify.errors import ConfigError, StoreError
 from ramify.train.guards import Memory
+from ramify.train.redacted import is_cut
 
 Write = Callable[[Path], Callable[[], None] | None]
 """Writes one part to a path; what it returns, if anything, waits for the end of that."""
@@ -63,7 +64,7 @@ class State(msgspec.Struct, kw_only=True):
     guard: Memory = msgspec.field(default_factory=Memory)
     """What the run's guard remembers of the stage."""
     config: dict[str, Any] = {}
-    """Of the run, as plain data."""
+    """Of the run, as plain data, without secrets."""
     schema_version: int = SCHEMA_VERSION
 
 
@@ -108,7 +109,7 @@ class Checkpoints:
         try:
             for wait in waits:
                 wait()
-            (fresh / _STATE).write_bytes(state)
+            _write_privately(fresh / _STATE, state)
             _sync(fresh)
             old = final.with_name(f".{final.name}{_OLD}")
             if final.exists():  # a stage begins where the last one ended
@@ -225,9 +226,9 @@ def find(path: Path) -> Path:
 
 def check_config(state: State, config: Mapping[str, Any], free: tuple[str, ...] = ()) -> None:
     """Raise ConfigError, naming the first difference, where a checkpoint is of another config. Fields that ``free``
-    begins may differ."""
+    begins may differ, and nobody knows of those that were cut out."""
     for name, was, now in differences(state.config, config):
-        if not name.startswith(free):
+        if not name.startswith(free) and not is_cut(was) and not is_cut(now):
             raise ConfigError(
                 f"the checkpoint at step {state.step} is of another config: {name} was {_short(was)} and is now "
                 f"{_short(now)}; resume with the config it was made with, or start anew in another folder"
@@ -246,6 +247,12 @@ def differences(was: Any, now: Any, name: str = "") -> Iterator[tuple[str, Any, 
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else text[:59] + "…"
+
+
+def _write_privately(path: Path, data: bytes) -> None:
+    """For the owner's eyes: it has options that somebody gave."""
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        file.write(data)
 
 
 def _sync(folder: Path) -> None:

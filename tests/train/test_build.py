@@ -18,7 +18,7 @@ from ramify.errors import ConfigError, TrainError
 from ramify.inference.http.spec import InferenceSpec
 from ramify.train.algorithms.grpo import GRPO
 from ramify.train.algorithms.sft import SFT
-from ramify.train.checkpoint import Checkpoints, State
+from ramify.train.checkpoint import Checkpoints, State, check_config, read_state
 from ramify.train.config import EvaluateSpec, LoraSpec, PolicySpec, RlSpec, Run, SftSpec, TaskSpec, WarmUpSpec, plain
 from ramify.train.loss import Loss
 from ramify.train.rollout import RolloutOptions
@@ -157,7 +157,7 @@ def test_a_folder_that_holds_a_run_is_not_written_over(tmp_path: Path) -> None:
 
 
 def test_stored_runs_come_back_as_they_were(tmp_path: Path) -> None:
-    from ramify.train.checkpoint import Checkpoints, State
+    from ramify.train.checkpoint import Checkpoints, State, check_config, read_state
 
     for algorithm in (GRPO(credit="root"), SFT(min_reward=1.0)):
         run = changed("rl", algorithm=algorithm)
@@ -165,6 +165,35 @@ def test_stored_runs_come_back_as_they_were(tmp_path: Path) -> None:
         assert stored(tmp_path, ["seed=2"]) == msgspec.structs.replace(run, seed=2)
     Checkpoints(tmp_path).save(State(step=2, config={**plain(run), "colour": 1}), {})
     with pytest.raises(ConfigError, match="give the recipe that it was made by"):
+        stored(tmp_path)
+
+
+def test_what_is_kept_of_a_run_has_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor may others read it; to go on from it takes the recipe, whose secrets may be others meanwhile."""
+    monkeypatch.setenv("SOME_TOKEN", "tok-0123456789abc")
+
+    def run(key: str) -> Run:
+        options = {"api_key": key, "url": f"https://me:{key}@host/v1?rows=3&key={key}", "rows": 3}
+        args = ("--api-key", key, f"--token={key}", "--max-tokens", "5")
+        return small(
+            task=TaskSpec(options=options), inference=InferenceSpec(args=args),
+            tracker_options={"wandb": {"token": key, "project": "mine", "note": "tok-0123456789abc"}},
+        )  # fmt: skip
+
+    path = Checkpoints(tmp_path).save(State(step=1, config=plain(run("sk-first"))), {})
+    state, text = read_state(path), (path / "state.json").read_text()
+    assert "sk-first" not in text
+    assert "tok-0123456789abc" not in text
+    assert (path / "state.json").stat().st_mode & 0o077 == 0
+    assert state.config["task"]["options"] == {
+        "api_key": "«redacted»", "url": "https://«redacted»@host/v1?rows=3&key=«redacted»", "rows": 3,
+    }  # fmt: skip
+    assert state.config["inference"]["args"] == ["--api-key", "«redacted»", "--token=«redacted»", "--max-tokens", "5"]
+    assert state.config["tracker_options"] == {
+        "wandb": {"token": "«redacted»", "project": "mine", "note": "«redacted SOME_TOKEN»"}
+    }
+    check_config(state, plain(run("sk-second")))
+    with pytest.raises(ConfigError, match=r"does not say what task\.options\.api_key was, for it may be a secret"):
         stored(tmp_path)
 
 
