@@ -188,7 +188,7 @@ class Loop:
         if stage.samples and is_new:
             for split in ("validation", *self._first):
                 await self.evaluate(split, "first")
-            await self._in_torch(self._save)  # where rollouts make it worse, the policy that they began with is the best
+            await self._in_torch(self._save)  # what rollouts began with is the best, where they make it worse
         with doing(stage.name, stage.num_steps, "steps", first=self.state.stage_step) as told:
             async with contextlib.aclosing(self._works(stage)) as works:
                 async for work in works:
@@ -330,8 +330,8 @@ class Loop:
             self._policy.save(folder)
         elif not folder.is_dir():
             raise TrainError(
-                f"{folder} is not there: it is the policy that rollouts began with, which the run has a KL to; copy it from the "
-                "run that the checkpoint is of"
+                f"{folder} is not there: it is the policy that rollouts began with, which the run has a KL to; copy it from "
+                "the run that the checkpoint is of"
             )
         if self._reference_of is None:
             raise TrainError("the run has a KL to a reference policy, and nothing was given that makes one")

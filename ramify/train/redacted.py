@@ -23,7 +23,7 @@ _NAME = re.compile(rf"(^|[._-])(api_?)?{_KINDS}$", re.IGNORECASE)
 _FLAG = re.compile(rf"--?([\w-]+-)?(api_?)?{_KINDS}", re.IGNORECASE)
 _GIVEN = re.compile(rf"^(--?(?:[\w-]+-)?(?:api_?)?{_KINDS}=).+$", re.IGNORECASE)
 _LOGIN = re.compile(r"//[^/@\s]+@")
-_QUERY = re.compile(r"([?&](?:[\w.-]*[_.-])?(?:api_?)?(?:key|token|secret|password|sig|signature)=)[^&#\s]+", re.IGNORECASE)
+_QUERY = re.compile(rf"([?&](?:[\w.-]*[_.-])?(?:api_?)?(?:{_KINDS}|sig|signature)=)[^&#\s]+", re.IGNORECASE)
 
 
 def redacted(config: Mapping[str, Any]) -> dict[str, Any]:

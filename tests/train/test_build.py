@@ -157,8 +157,6 @@ def test_a_folder_that_holds_a_run_is_not_written_over(tmp_path: Path) -> None:
 
 
 def test_stored_runs_come_back_as_they_were(tmp_path: Path) -> None:
-    from ramify.train.checkpoint import Checkpoints, State, check_config, read_state
-
     for algorithm in (GRPO(credit="root"), SFT(min_reward=1.0)):
         run = changed("rl", algorithm=algorithm)
         Checkpoints(tmp_path).save(State(step=1, config=plain(run)), {})

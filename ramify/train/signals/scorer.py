@@ -260,8 +260,8 @@ class Teachers:
 
         if not folder.is_dir():
             raise ConfigError(
-                f"{folder} is not there: the checkpoint does not hold the average that the teacher 'ema' is, so this run cannot "
-                "go on from it; start anew, or resume from a checkpoint that does"
+                f"{folder} is not there: the checkpoint does not hold the average that the teacher 'ema' is, so this run "
+                "cannot go on from it; start anew, or resume from a checkpoint that does"
             )
         self._models["ema"] = load(folder, None, self._policy.device)
 

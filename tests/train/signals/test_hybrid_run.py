@@ -179,6 +179,7 @@ def followed(tmp_path: Path) -> Any:
     run = hybrid(
         tmp_path, steps=3, loss=Loss(kl_beta=0.1), algorithm=Hybrid(w_rl=0.5, terms=(Term(signal="teacher", into="loss"),)),
         signals={"teacher": Teacher(source="ema", ema_decay=0.5, cut_off=True)}, optim=Optim(lr=0.01),
+        sample=Sample(items=1), rollout=RolloutOptions(group=3, concurrency=1),
     )  # fmt: skip
     cadence = Cadence(evaluate=0, checkpoint=1, keep_last=9)
     return msgspec.structs.replace(run, sft=msgspec.structs.replace(run.sft, num=4), cadence=cadence)
@@ -191,7 +192,7 @@ def test_a_run_taught_by_its_average_resumes_to_the_bit_in_another_folder_too(tm
     ended = weights_of(whole / f"checkpoints/step-{step:06d}")
     train(run, other, resume=whole / f"checkpoints/step-{step - 1:06d}", say=lambda _: None)
     resumed = weights_of(other / f"checkpoints/step-{step:06d}")
-    assert all(torch.equal(ended[name], resumed[name]) for name in ended)
+    assert max(float((ended[name] - resumed[name]).abs().max()) for name in ended) == 0
     shutil.rmtree(whole / f"checkpoints/step-{step - 1:06d}/teachers")
     with pytest.raises(ConfigError, match="start anew, or resume from a checkpoint that does"):
         train(run, tmp_path / "third", resume=whole / f"checkpoints/step-{step - 1:06d}")
