@@ -247,11 +247,12 @@ class Made:
                 "a signal scores with the policy as it is (teacher source=live, student=recomputed, choose=overlap or "
                 "support=student), which is being trained meanwhile where rl.sample.max_staleness is above 0: set it to 0"
             )
-        is_local = isinstance(self.client, LocalClient)
-        in_engine = self.client.run if isinstance(self.client, LocalClient) and self.serving is self.policy else None
+        in_engine = None
+        if isinstance(self.client, LocalClient) and self.serving is self.policy and trained.is_here:
+            in_engine = self.client.run
         teachers = self.teachers = Teachers(
             sources, self.policy, lambda policy: Single(policy, None, self.run.compute, dumps=out), out, published.save,
-            trained.weights, self._engine_of, self.run.seed, in_engine, is_copy=not trained.is_here and not is_local,
+            trained.weights, self._engine_of, self.run.seed, in_engine, is_copy=not trained.is_here,
         ) if sources else None  # fmt: skip
         return Signals(
             rl.signals, rl.algorithm, pool=self.rlm.pool, budget=rl.judges, policy=self.seen, teachers=teachers,

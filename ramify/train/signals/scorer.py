@@ -209,9 +209,9 @@ class Teachers:
         client_of: Callable[[str], Any] | None = None, seed: int = 0, in_engine: Run | None = None, is_copy: bool = False,
     ) -> None:  # fmt: skip
         """``sources``: name -> decay of the average, for ``ema``. ``policy`` is the one that learns; ``weights`` are those
-        that it has now, and ``save`` writes them into a folder; ``is_copy``: they lie elsewhere, as over ranks, and nobody
-        else brings them into ``policy``. ``client_of`` connects an engine by name. ``in_engine`` computes between two steps
-        of the engine, where that samples from the very module that learns.
+        that it has now, and ``save`` writes them into a folder. ``is_copy``: what learns lies elsewhere, as over ranks, and
+        ``policy`` is what answers. ``client_of`` connects an engine by name. ``in_engine`` computes between two steps of the
+        engine, where that samples from the very module that learns.
 
         Raises ConfigError for a checkpoint that is not there, or has another vocabulary."""
         self._sources, self._policy, self._backend_of, self._out = dict(sources), policy, backend_of, out
@@ -269,13 +269,13 @@ class Teachers:
         """In the teachers' thread."""
         from ramify.policy.weights import load_weights
 
-        if self._is_copy and "live" in self._sources:
-            load_weights(self._policy.model, dict(self._weights()), "the policy that is trained")
         for name, decay in self._sources.items():
             if name == "ema" and name in self._models:
                 self._average(decay)
             if name not in self._scorers:
                 self._scorers[name] = self._made(name, step)
+            if name == "live" and self._is_copy:
+                load_weights(self._models[name].model, dict(self._weights()), "the policy that is trained")
 
     def _made(self, name: str, step: int) -> Any:
         if name.startswith("client:"):
@@ -296,12 +296,12 @@ class Teachers:
         from ramify.policy.load import from_config, load
 
         policy = self._policy
-        if name == "live":
+        if name == "live" and not self._is_copy:
             return policy
         if name == "random":
             return from_config(policy.config, policy.tokenizer, self._seed + 1, device=policy.device)
-        if name == "ema":
-            folder = self._out / "teacher-ema.tmp"
+        if name != REFERENCE:
+            folder = self._out / f"teacher-{name}.tmp"
             self._save(folder)
             copy = load(folder, policy.dtype, policy.device)
             shutil.rmtree(folder)
