@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
 from pathlib import Path
 
+from ramify.build.checks import check_folder
 from ramify.build.parts import Made
 from ramify.errors import ConfigError
 from ramify.train.backends import launch
@@ -47,6 +48,7 @@ def train(
     is_of_out = checkpoint is not None and checkpoint.resolve().parent == (out / FOLDER).resolve()
     if not is_of_out and any(out.glob(f"{FOLDER}/step-*")):
         raise ConfigError(f"{out} holds a run already: resume it, or give another folder")
+    check_folder(out)
 
     trackers = Trackers(run.trackers, run.tracker_options, say)
     resumed_at = read_state(checkpoint).step if checkpoint is not None else None

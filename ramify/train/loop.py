@@ -2,10 +2,10 @@
 
     source.work(step)                                  the groups that are whole first, of rollouts that go on meanwhile
         ▼
-    prepare: old, reference and values of all rows     in one thread of its own
+    rest ─ prepare: old, reference, values of rows     engines on the trainer's devices sleep; in one thread of its own
     pack ─ forward_backward ─ optim_step (each part)
         ▼
-    publish ─ self-checks ─ source.newer(step + 1)     the engine goes on with newer weights, further groups may begin
+    publish ─ self-checks ─ source.newer(step + 1)     engines wake, and go on with newer weights; further groups may begin
         ▼
     evaluate ─ checkpoint                              then the next step, unless a guard ends the stage
 
@@ -78,6 +78,14 @@ class Policy(Protocol):
         """Let the engine answer with the weights as they are now."""
         ...
 
+    async def rest(self) -> bool:
+        """Let engines that share the trainer's devices give their memory back until ``publish``; whether any do."""
+        ...
+
+    def spare(self) -> None:
+        """Give back to the devices what the trainer keeps of their memory and does not use."""
+        ...
+
     def save(self, folder: Path) -> None:
         """In Hugging Face's layout."""
         ...
@@ -129,7 +137,7 @@ class Loop:
         self._metrics: Metrics | None = None
         self._backend: Backend | None = None
         self._source: Source | None = None
-        self._is_published = False
+        self._is_published = self._is_resting = False
         self._is_begun = False
         """Whether the run goes on within a stage, whose beginning was measured and kept before."""
         self._torch = OneThread("ramify-train")
@@ -232,6 +240,7 @@ class Loop:
             values["silent"] = 1.0
         async with self._weights:
             if work.parts:
+                values |= await self._rest()
                 values |= await self._in_torch(self._prepare, stage, work)
             values |= _over_parts([await self._in_torch(self._learn, stage, part) for part in work.parts])
             values["learn_s"] = time.monotonic() - started
@@ -337,10 +346,24 @@ class Loop:
             raise TrainError("the run has a KL to a reference policy, and nothing was given that makes one")
         return self._reference_of(folder)
 
+    async def _rest(self) -> dict[str, float]:
+        """Let engines that share the trainer's devices sleep until weights are published again; how long that took."""
+        started = time.monotonic()
+        resting = self.watch.bounded(
+            f"letting the engines sleep before step {self.state.step + 1}", self._policy.rest()
+        )
+        if not await resting:
+            return {}
+        self._is_resting, self._is_published = True, False
+        return {"sleep_s": time.monotonic() - started}
+
     async def _publish(self) -> None:
         """Let the engine answer with the newest weights, and check that it does."""
         if self._is_published:
             return
+        if self._is_resting:
+            await self._in_torch(self._policy.spare)
+            self._is_resting = False
         await self.watch.bounded(f"giving the engine the weights after step {self.state.step}", self._policy.publish())
         self._is_published = True
         self.state.version += 1

@@ -18,13 +18,27 @@ from ramify.errors import ConfigError, TrainError
 from ramify.inference.http.spec import InferenceSpec
 from ramify.train.algorithms.grpo import GRPO
 from ramify.train.algorithms.sft import SFT
+from ramify.train.backends.base import Optim, Shard
 from ramify.train.checkpoint import Checkpoints, State, check_config, read_state
-from ramify.train.config import EvaluateSpec, LoraSpec, PolicySpec, RlSpec, Run, SftSpec, TaskSpec, WarmUpSpec, plain
+from ramify.train.config import (
+    CriticSpec,
+    EvaluateSpec,
+    LoraSpec,
+    PolicySpec,
+    RlSpec,
+    Run,
+    SftSpec,
+    TaskSpec,
+    WarmUpSpec,
+    plain,
+)
 from ramify.train.loss import Loss
 from ramify.train.rollout import RolloutOptions
 from tests.train.small import SHAPE, small
 
 RECIPES = Path(__file__).parents[2] / "recipes"
+LATE = Optim(schedule="linear", warmup_steps=30)
+"""Whose rate rises for longer than any stage of the small run."""
 
 
 def changed(part: str, **fields: Any) -> Run:
@@ -46,6 +60,12 @@ def close(made: Made) -> None:
         (changed("policy", tokenizer="nowhere"), "nowhere has no tokenizer.json"),
         (changed("sft", demos="ledgr"), "unknown demos 'ledgr': did you mean 'ledger'?"),
         (changed("sft", algorithm=msgspec.structs.replace(small().sft.algorithm, min_reward=9.0)), "none of 30 trajectories"),
+        (changed("policy", device="cuda:99"), "policy.device=cuda:99: this machine has"),
+        (changed("compute", shard=Shard(ranks=2)), "ranks=2, and compute.backend=single trains in one process"),
+        (changed("warmup", optim=LATE), "warmup.optim.schedule=linear over 2 steps needs more than the 30 of warm-up"),
+        (changed("sft", optim=LATE), "sft.optim.schedule=linear over"),
+        (changed("rl", optim=LATE), "lower rl.optim.warmup_steps"),
+        (changed("rl", critic=CriticSpec(model="own", optim=LATE)), "rl.critic.optim.schedule=linear over 8 steps"),
         (msgspec.structs.replace(small(), sft=None), "a model made from nothing needs a tokenizer, or demonstrations"),
     ],
 )  # fmt: skip
@@ -54,6 +74,20 @@ def test_what_is_wrong_is_said_before_anything_is_trained(run: Run, message: str
         train(run, tmp_path / "out")
     assert message in str(caught.value)
     assert not (tmp_path / "out").exists()
+
+
+def test_one_process_of_torchruns_does_not_leave_the_others_waiting(tmp_path: Path, monkeypatch: Any) -> None:
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "1")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=r"torchrun started 2 processes, .*: set compute\.backend=fsdp"):
+        train(small(), tmp_path / "out")
+
+
+@pytest.mark.parametrize("place", ["file", "file/below", "/proc/none"])
+def test_a_folder_that_cannot_be_written_is_said_first(place: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"nothing can be written in the run's folder .*: give another with --out"):
+        train(small(), tmp_path / place)
 
 
 def test_a_checkpoint_of_another_architecture_is_said_before_an_engine_is_started(tmp_path: Path) -> None:
