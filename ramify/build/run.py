@@ -96,7 +96,7 @@ async def closing(parts: Mapping[str, Callable[[], object]], say: Callable[[str]
     """Close ``parts`` when the block is over, in their order, whatever becomes of it and of each of them. What failed first
     is raised; what fails after it is said."""
     async with contextlib.AsyncExitStack() as stack:
-        for part, close in reversed(parts.items()):
+        for part, close in reversed([*parts.items()]):
             await stack.enter_async_context(_closed(part, close, say))
         yield
 
