@@ -170,7 +170,7 @@ def _row(each: Predicted) -> tuple[str, ...]:
     setting = each.setting
     return (
         str(setting.engines), str(setting.slots), f"{setting.ranks}{' shared' * setting.shared}", str(setting.staleness),
-        f"{each.step_s:.3g}", f"{each.step_90_s:.3g}", f"{each.steps_per_hour:.3g}", f"{each.engine_busy:.0%}",
+        f"{each.step_s:.3g}", f"{each.step_90_s:.3g}", _count(each.steps_per_hour), f"{each.engine_busy:.0%}",
         f"{each.at_once:.1f}", f"{each.trainer_busy:.0%}", f"{each.staleness:.2f}", str(each.staleness_max),
         f"{each.sampled_per_s:,.0f}", f"{each.learnt_per_s:,.0f}",
     )  # fmt: skip
@@ -181,8 +181,13 @@ def _named(each: Predicted) -> str:
     where = "on the same devices" if setting.shared else "apart"
     return (
         f"{setting.engines} engine{'s' * (setting.engines > 1)} with {setting.slots} slots and {setting.ranks} "
-        f"rank{'s' * (setting.ranks > 1)} {where}, staleness {setting.staleness}: {each.steps_per_hour:.3g}"
+        f"rank{'s' * (setting.ranks > 1)} {where}, staleness {setting.staleness}: {_count(each.steps_per_hour)}"
     )
+
+
+def _count(number: float) -> str:
+    """Three digits, or all before the point."""
+    return f"{number:,.0f}" if number >= 1000 else f"{number:.3g}"
 
 
 def _sizes(items: int, group: int) -> str:

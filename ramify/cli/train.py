@@ -69,11 +69,14 @@ def train(
         with doing("starting"):
             from ramify.build.recipe import recipe, stored  # everything heavy comes with it
             from ramify.build.run import train
+            from ramify.train.config import CHOICES
+            from ramify.train.override import override
             from ramify.train.placement.counted import by
 
-            run = recipe(recipes[0], overrides) if recipes else stored(str(resume), overrides)
+            run = recipe(recipes[0]) if recipes else stored(str(resume))
+            run = by(run, placement) if placement else run  # first: what it makes can be overridden
+            run = override(run, overrides, CHOICES)
             run = msgspec.structs.replace(run, trackers=(*run.trackers, *(track or ())))
-            run = by(run, placement) if placement else run
         folder = Path(out or _folder(resume) or f"runs/{run.name}")
         if folder.exists() and not folder.is_dir():
             raise UsageError(f"--out {folder} is a file: name a folder")

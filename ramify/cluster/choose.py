@@ -76,7 +76,8 @@ def predict(measured: Measured, settings: Sequence[Setting], *, steps: int = 20,
 
 
 def best(found: Sequence[Predicted]) -> Predicted:
-    """The one with most steps per hour; of those within a hundredth of it the one whose tokens are freshest."""
+    """The one with most steps per hour; of those within a hundredth of it the one whose tokens are freshest, then that on
+    fewest devices."""
     most = max(each.steps_per_hour for each in found)
     near = [each for each in found if each.steps_per_hour >= 0.99 * most]
-    return min(near, key=lambda each: (each.staleness, -each.steps_per_hour))
+    return min(near, key=lambda each: (each.staleness, each.setting.engines + each.setting.ranks, -each.steps_per_hour))

@@ -61,7 +61,8 @@ class PolicySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """Which model learns."""
 
     path: str = ""
-    """A checkpoint's folder or hub name; empty: a model is made from ``shape``, with random weights."""
+    """A checkpoint's folder or hub name, ``tiny`` for the packaged one; empty: a model is made from ``shape``, with
+    random weights."""
     shape: dict[str, Any] = {}
     """Where there is no path: fields of a Hugging Face configuration, ``model_type`` among them, for a model made from
     nothing."""

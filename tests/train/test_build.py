@@ -115,6 +115,16 @@ def test_a_policy_without_its_templates_tokens_is_refused(tmp_path: Path) -> Non
         Made(changed("policy", path=str(tmp_path), shape={}), print)
 
 
+def test_the_packaged_policy_has_a_name() -> None:
+    from ramify.inference.base import TINY
+    from ramify.policy.fingerprint import fingerprint
+    from ramify.policy.load import load
+
+    made = Made(changed("policy", path="tiny", shape={}), print)
+    close(made)
+    assert fingerprint(made.policy.model) == fingerprint(load(TINY, device="cpu").model)
+
+
 def test_demonstrations_longer_than_the_window_are_left_out_aloud() -> None:
     said: list[str] = []
     made = Made(changed("policy", shape={**SHAPE, "max_position_embeddings": 200}), said.append)

@@ -74,7 +74,7 @@ def check_close(ours: Path, theirs: Path) -> None:
 
 def gated(**changes: Any) -> Run:
     """``tuned``, over two ranks, with a task that a file holds still (``test_faults.py``)."""
-    return tuned(compute=RANKS, task=TaskSpec(name="tests.train.test_faults:gated"), **changes)
+    return tuned(**({"compute": RANKS, "task": TaskSpec(name="tests.train.test_faults:gated")} | changes))
 
 
 @LINUX
@@ -84,7 +84,7 @@ def test_a_run_is_that_of_one_process_and_after_a_lost_rank_the_same_to_the_bit(
 ) -> None:
     """Rank 1 is killed in the middle of the second step; the trainer says so, ends, and is started again (--restarts)."""
     one, two, killed, gate, recipe = (tmp_path / name for name in ("one", "two", "killed", "gate", "recipe.py"))
-    train(tuned(), one)
+    train(gated(compute=tuned().compute), one)
     train(gated(), two)
     check_close(two, one)
 
