@@ -238,7 +238,7 @@ class Made:
 
         return backend
 
-    def _signals(self, out: Path) -> Signals | None:
+    def _signals(self, out: Path, trained: Trained, published: Published) -> Signals | None:
         """What is read off rollouts besides their reward; None for nothing."""
         from ramify.inference.local.client import LocalClient
         from ramify.train.backends.single import Single
@@ -246,17 +246,18 @@ class Made:
         rl = self.run.rl
         if rl is None or not isinstance(rl.algorithm, Hybrid):
             return None
-        published = Published(self.policy, self.serving, self.client)
         sources = needed(rl.signals)
         if "live" in sources and rl.sample.max_staleness:
             raise ConfigError(
                 "a signal scores with the policy as it is (teacher source=live, student=recomputed, choose=overlap or "
                 "support=student), which is being trained meanwhile where rl.sample.max_staleness is above 0: set it to 0"
             )
-        in_engine = self.client.run if isinstance(self.client, LocalClient) and self.serving is self.policy else None
+        in_engine = None
+        if isinstance(self.client, LocalClient) and self.serving is self.policy and trained.is_here:
+            in_engine = self.client.run
         teachers = self.teachers = Teachers(
             sources, self.policy, lambda policy: Single(policy, None, self.run.compute, dumps=out), out, published.save,
-            self._engine_of, self.run.seed, in_engine,
+            trained.weights, self._engine_of, self.run.seed, in_engine, is_copy=not trained.is_here,
         ) if sources else None  # fmt: skip
         return Signals(
             rl.signals, rl.algorithm, pool=self.rlm.pool, budget=rl.judges, policy=self.seen, teachers=teachers,
@@ -283,7 +284,7 @@ class Made:
             stages.append(Imitate(self.rows, run.sft.optim, run.sft.batch_tokens, run.sft.epochs, run.seed))
         return stages
 
-    def _stages(self, out: Path) -> list[Stage]:
+    def _stages(self, out: Path, trained: Trained, published: Published) -> list[Stage]:
         run = self.run
         stages = list(self._given)
         if run.rl is not None:
@@ -297,7 +298,7 @@ class Made:
                         runner=self.runners,
                     ),
                     algorithm=rl.algorithm, sample=rl.sample, temperature=rl.rollout.temperature,
-                    signals=self._signals(out),
+                    signals=self._signals(out, trained, published),
                 )
             )  # fmt: skip
         return stages
@@ -317,7 +318,7 @@ class Made:
             self.seen, lambda: fingerprint_of(published.weights()), prompt, self._tolerance()
         )  # fmt: skip
         loop = Loop(
-            out, self._stages(out), self._backend_of(trained), published, self.evaluate,
+            out, self._stages(out, trained, published), self._backend_of(trained), published, self.evaluate,
             first=run.evaluate.first, final=run.evaluate.final, cadence=run.cadence, guard=run.guard,
             config=plain(run), check=check, reference_of=lambda folder: trained.reference(folder, starts_at_base),
             listener=listener, say=self._say,

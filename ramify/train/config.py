@@ -34,6 +34,7 @@ from ramify.train.loop import Cadence
 from ramify.train.loss import Loss
 from ramify.train.placement.spec import PlacementSpec
 from ramify.train.policy_losses import POLICY_LOSSES
+from ramify.train.redacted import redacted
 from ramify.train.rollout import RolloutOptions
 from ramify.train.signals.asking import BUDGET
 from ramify.train.signals.compose import Hybrid
@@ -257,7 +258,8 @@ CHOICES = {"rl.algorithm": ALGORITHMS, "rl.loss.policy": POLICY_LOSSES}
 
 
 def plain(run: Run) -> dict[str, Any]:
-    """``run`` as plain data, as a checkpoint keeps it. Raises ConfigError for a part that has no such form."""
+    """``run`` as plain data, as a checkpoint keeps it and trackers are sent it: without secrets (``redacted.py``). Raises
+    ConfigError for a part that has no such form."""
     try:
         data: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(run))
     except TypeError as error:
@@ -265,4 +267,4 @@ def plain(run: Run) -> dict[str, Any]:
             f"a run is kept with its checkpoints, and a part of it cannot be written down ({error}): give judges and the like "
             "as 'module:Class', or as a msgspec.Struct"
         ) from error
-    return data
+    return redacted(data)

@@ -14,6 +14,7 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from pathlib import Path
 from typing import Protocol
 
 import msgspec
@@ -81,6 +82,18 @@ class Source(Protocol):
         ...
 
 
+class Kept(Protocol):
+    """What a checkpoint within a stage holds besides weights and optimizer."""
+
+    def save(self, folder: Path) -> None:
+        """Write it, as it is now."""
+        ...
+
+    def load(self, folder: Path) -> None:
+        """Go on with what was written. Raises ConfigError where there is none."""
+        ...
+
+
 class Stage(Protocol):
     """One stage of a run."""
 
@@ -100,6 +113,11 @@ class Stage(Protocol):
     memory: dict[str, float]
     """What its algorithm remembers after the last work that was made; to be set where a run is resumed."""
 
+    @property
+    def kept(self) -> Mapping[str, Kept]:
+        """Name in a checkpoint -> what is to be kept once a step is done. What it is before, the stage makes anew."""
+        ...
+
     def finish(self, rows: Sequence[Row]) -> dict[str, float]:
         """Put onto the rows of a whole work what follows from those streams; what was measured."""
         ...
@@ -118,6 +136,10 @@ class Given(ABC):
     def __init__(self) -> None:
         self.memory: dict[str, float] = {}
         self._standing: tuple[int, list[int]] = (0, [])
+
+    @property
+    def kept(self) -> Mapping[str, Kept]:
+        return {}
 
     def finish(self, rows: Sequence[Row]) -> dict[str, float]:
         return {}
@@ -229,6 +251,10 @@ class Reinforce:
         self.memory: dict[str, float] = {}
         self._task, self._items, self._rollouts, self._algorithm = task, items, rollouts, algorithm
         self._sample, self._temperature, self._signals = sample, temperature, signals
+
+    @property
+    def kept(self) -> Mapping[str, Kept]:
+        return {} if self._signals is None else self._signals.kept
 
     @contextlib.asynccontextmanager
     async def source(self, next_item: int, pending: Sequence[int]) -> AsyncIterator[Source]:

@@ -13,13 +13,13 @@ import pytest
 
 from ramify.build.parts import Made
 from ramify.build.recipe import recipe, stored
-from ramify.build.run import train
-from ramify.errors import ConfigError
+from ramify.build.run import closing, train
+from ramify.errors import ConfigError, TrainError
 from ramify.inference.http.spec import InferenceSpec
 from ramify.train.algorithms.grpo import GRPO
 from ramify.train.algorithms.sft import SFT
 from ramify.train.backends.base import Optim, Shard
-from ramify.train.checkpoint import Checkpoints, State
+from ramify.train.checkpoint import Checkpoints, State, check_config, read_state
 from ramify.train.config import (
     CriticSpec,
     EvaluateSpec,
@@ -201,8 +201,6 @@ def test_a_folder_that_holds_a_run_is_not_written_over(tmp_path: Path) -> None:
 
 
 def test_stored_runs_come_back_as_they_were(tmp_path: Path) -> None:
-    from ramify.train.checkpoint import Checkpoints, State
-
     for algorithm in (GRPO(credit="root"), SFT(min_reward=1.0)):
         run = changed("rl", algorithm=algorithm)
         Checkpoints(tmp_path).save(State(step=1, config=plain(run)), {})
@@ -210,3 +208,64 @@ def test_stored_runs_come_back_as_they_were(tmp_path: Path) -> None:
     Checkpoints(tmp_path).save(State(step=2, config={**plain(run), "colour": 1}), {})
     with pytest.raises(ConfigError, match="give the recipe that it was made by"):
         stored(tmp_path)
+
+
+def test_what_is_kept_of_a_run_has_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor may others read it; to go on from it takes the recipe, whose secrets may be others meanwhile."""
+    monkeypatch.setenv("SOME_TOKEN", "tok-0123456789abc")
+
+    def run(key: str) -> Run:
+        options = {"api_key": key, "url": f"https://me:{key}@host/v1?rows=3&key={key}", "rows": 3}
+        args = ("--api-key", key, f"--token={key}", "--max-tokens", "5")
+        return small(
+            task=TaskSpec(options=options), inference=InferenceSpec(args=args),
+            tracker_options={"wandb": {"token": key, "project": "mine", "note": "tok-0123456789abc"}},
+        )  # fmt: skip
+
+    path = Checkpoints(tmp_path).save(State(step=1, config=plain(run("sk-first"))), {})
+    state, text = read_state(path), (path / "state.json").read_text()
+    assert "sk-first" not in text
+    assert "tok-0123456789abc" not in text
+    assert (path / "state.json").stat().st_mode & 0o077 == 0
+    assert state.config["task"]["options"] == {
+        "api_key": "«redacted»", "url": "https://«redacted»@host/v1?rows=3&key=«redacted»", "rows": 3,
+    }  # fmt: skip
+    assert state.config["inference"]["args"] == ["--api-key", "«redacted»", "--token=«redacted»", "--max-tokens", "5"]
+    assert state.config["tracker_options"] == {
+        "wandb": {"token": "«redacted»", "project": "mine", "note": "«redacted SOME_TOKEN»"}
+    }
+    check_config(state, plain(run("sk-second")))
+    with pytest.raises(ConfigError, match=r"does not say what task\.options\.api_key was, for it may be a secret"):
+        stored(tmp_path)
+
+
+def test_each_part_is_closed_whatever_becomes_of_the_others() -> None:
+    """What failed first is what is raised, and the rest is said."""
+    closed: list[str] = []
+    said: list[str] = []
+
+    async def engine() -> None:
+        closed.append("engine")
+        raise OSError("the line is down")
+
+    def ranks() -> None:
+        closed.append("ranks")
+        raise TrainError("rank 1 is lost")
+
+    parts = {"engine": engine, "ranks": ranks, "hosts": lambda: closed.append("hosts")}
+
+    async def block(error: BaseException | None) -> None:
+        async with closing(parts, said.append):
+            if error is not None:
+                raise error
+
+    with pytest.raises(OSError, match="the line is down"):
+        asyncio.run(block(None))
+    assert said == ["ranks could not be closed: TrainError: rank 1 is lost"]
+    said.clear()
+    with pytest.raises(ZeroDivisionError, match="first"):
+        asyncio.run(block(ZeroDivisionError("first")))
+    assert said == [
+        "engine could not be closed: OSError: the line is down", "ranks could not be closed: TrainError: rank 1 is lost",
+    ]  # fmt: skip
+    assert closed == ["engine", "ranks", "hosts"] * 2
