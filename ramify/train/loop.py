@@ -501,10 +501,15 @@ def _attach(
 
 
 def _over_parts(measured: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Means over the optimizer steps of one step; sums of what is counted. How far trainer and sampler are apart is told
-    of the first, since after it the weights have moved."""
-    if not measured:
-        return {}
-    found = {name: sum(each[name] for each in measured) / len(measured) for name in measured[0]}
-    counted = {name: sum(each[name] for each in measured) for name in ("batches", "packed_tokens", "row_tokens")}
-    return {**found, **counted, **{name: value for name, value in measured[0].items() if name.startswith("mismatch")}}
+    """Means over those optimizer steps of one step that have a number; sums of what is counted. How far trainer and sampler
+    are apart is told of the first alone, since after it the weights have moved."""
+    found: dict[str, float] = {}
+    for name in dict.fromkeys(name for each in measured for name in each):
+        values = [each[name] for each in measured if name in each]
+        if name in ("batches", "packed_tokens", "row_tokens"):
+            found[name] = sum(values)
+        elif not name.startswith("mismatch"):
+            found[name] = sum(values) / len(values)
+        elif name in measured[0]:
+            found[name] = measured[0][name]
+    return found

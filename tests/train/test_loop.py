@@ -16,16 +16,20 @@ from ramify.errors import ConfigError, TrainError
 from ramify.tasks.base import Item, generated
 from ramify.tasks.simple import SimpleTask, Whole
 from ramify.train.algorithms.sft import SFT
-from ramify.train.backends.base import Optim
+from ramify.train.backends.base import Compute, Optim
+from ramify.train.backends.single import Single
 from ramify.train.checkpoint import Checkpoints, read_state
 from ramify.train.config import PolicySpec, SftSpec, TaskSpec
 from ramify.train.guards import Guard
 from ramify.train.loop import Cadence, Loop
 from ramify.train.loss import Loss
 from ramify.train.metrics import Measured, read
+from ramify.train.pack import pack
 from ramify.train.sft import read as read_trajectories
-from ramify.train.stages import Given, Work
+from ramify.train.stages import Given, Part, Work
+from ramify.types.sequence import Sequence as Row
 from ramify.types.trajectory import Trajectory
+from tests.train.backends.small import policy, tree
 from tests.train.small import _even, _make, small, weights_of
 
 
@@ -276,22 +280,69 @@ class Noted(Given):
         self.notes.append(f"newer {step}")
 
 
+class Unpublished:
+    """A policy that no engine has."""
+
+    version = 0
+
+    async def publish(self) -> None: ...
+    async def rest(self) -> bool:
+        return False
+
+    def spare(self) -> None: ...
+    def save(self, folder: Path) -> None: ...
+    def load(self, folder: Path) -> None: ...
+
+
+async def not_evaluated(split: str) -> Mapping[str, float]:
+    return {}
+
+
+class InParts(Given):
+    """One step of several optimizer steps."""
+
+    name, optim, num_steps = "in parts", Optim(), 1
+
+    def __init__(self, parts: list[list[Row]]) -> None:
+        super().__init__()
+        self.parts = [Part(rows, None) for rows in parts]
+
+    async def work(self, step: int) -> Work:
+        return Work(self.parts, {})
+
+    def newer(self, step: int) -> None:
+        """It has its work."""
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_what_one_part_of_a_step_has_and_another_has_not_is_measured_over_those_that_have_it(
+    order: tuple[int, int], tmp_path: Path
+) -> None:
+    """One is reinforced, the other distilled and imitated besides."""
+    plain, distilled = tree(0)[:3], tree(1)[:3]
+    for row in (*plain, *distilled):
+        row.ce = None
+    for row in distilled:
+        row.ce, row.kd = row.rl / 2, row.rl.copy()
+        row.streams["teacher_logprobs"] = row.sampler_logprobs + 0.1 * row.mask
+    parts = [(plain, distilled)[index] for index in order]
+    backend, apart = Single(policy(), compute=Compute(precision="fp32")), []
+    for rows in parts:
+        apart.append(backend.forward_backward(pack(rows, backend.packing), Loss()) | backend.optim_step())
+    trained = Single(policy(), compute=Compute(precision="fp32"))
+    loop = Loop(tmp_path, [InParts(parts)], lambda _: trained, Unpublished(), not_evaluated)
+    asyncio.run(loop.run())
+    values = next(row.values for row in read(tmp_path) if "learn_s" in row.values)
+    assert {"kd_loss", "ce_loss", "teacher_gap"} <= apart[order.index(1)].keys() - apart[order.index(0)].keys()
+    for name in apart[0].keys() | apart[1].keys():
+        found = [each[name] for each in apart if name in each]
+        wanted = apart[0][name] if name.startswith("mismatch") else sum(found) / len(found)
+        assert values[name] == pytest.approx(wanted, rel=1e-6), name
+    assert values["batches"] == 2
+
+
 def test_work_is_asked_for_when_the_step_before_is_over(tmp_path: Path) -> None:
     stage = Noted(5)
-
-    class Published:
-        version = 0
-
-        async def publish(self) -> None: ...
-        async def rest(self) -> bool:
-            return False
-
-        def spare(self) -> None: ...
-        def save(self, folder: Path) -> None: ...
-        def load(self, folder: Path) -> None: ...
-
-    async def evaluate(split: str) -> Mapping[str, float]:
-        return {}
 
     def backend_of(stage: Any) -> Any:
         return None
@@ -300,8 +351,8 @@ def test_work_is_asked_for_when_the_step_before_is_over(tmp_path: Path) -> None:
         tmp_path,
         [stage],
         backend_of,
-        Published(),
-        evaluate,
+        Unpublished(),
+        not_evaluated,
         listener=lambda row: stage.notes.append(f"step {row.step}"),
     )
     with pytest.raises(TrainError, match="no fourth step"):
