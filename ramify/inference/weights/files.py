@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from ramify.errors import ConfigError, StoreError
-from ramify.inference.weights.base import Chunk, Info, Piece, Source, in_chunks
+from ramify.inference.weights.base import Chunk, Info, Piece, Source, in_chunks, reserve
 
 POINTER = "current.json"
 _FILE_BYTES = 1 << 30
@@ -196,7 +196,7 @@ def _save(path: Path, sources: list[Source]) -> tuple[int, int]:
     header += b" " * (-len(header) % 64 + 56)  # so that tensors begin at a multiple of 64
     start = 8 + len(header)
     with path.open("w+b") as file:
-        os.posix_fallocate(file.fileno(), 0, start + at)
+        reserve(file.fileno(), start + at)
         mapped = mmap.mmap(file.fileno(), start + at)
     mapped[:start] = len(header).to_bytes(8, "little") + header
     whole = torch.frombuffer(mapped, dtype=torch.uint8)
