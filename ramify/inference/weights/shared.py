@@ -35,6 +35,7 @@ from ramify.inference.weights.base import (
     in_chunks,
     offsets,
     pieces_of,
+    reserve,
 )
 from ramify.inference.weights.held import PREFIX, hold_file, new_name, sweep
 
@@ -110,9 +111,7 @@ class Shared:
         try:
             if which not in self._locks:
                 self._locks[which] = hold_file(self._path(which))
-            os.posix_fallocate(
-                self._locks[which], 0, length
-            )  # a full memory is said now, not by a signal while writing
+            reserve(self._locks[which], length)
         except OSError as error:
             raise ConfigError(
                 f"{self._folder} has no room for a buffer of {length >> 20} MiB for weights ({error.strerror}): give the "
