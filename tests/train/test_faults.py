@@ -184,7 +184,7 @@ def test_a_trainer_that_gets_no_further_is_given_up(tmp_path: Path) -> None:
         "3",
     ]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert ended.returncode == 1
+    assert ended.returncode == 2
     assert ended.stderr.count("is no recipe") == 1
 
 
