@@ -5,7 +5,7 @@
     GET /api/run?key=            one run's picture (&texts= of so many calls);  /api/texts  the texts of the rest (&from=)
     GET /api/call?key=           one call of it;  /api/tokens  one turn's ids;  /api/search
     GET /api/events?key=         what changes in it, from the version that the page has
-    GET /api/journal?key=        the file, to be kept
+    GET /api/journal?key=        the file, to be kept; of runs and records alone
     GET /api/training?key=       curves;  /api/training/events  as they grow;  /api/samples  a step's rollouts
     GET /api/evaluation?key=     figures, attempts, and the difference to another (&other=)
 
@@ -16,16 +16,17 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from typing import Any
+from typing import Any, get_args
 from urllib.parse import quote
 
 from aiohttp import web
 
-from ramify.errors import cannot_listen
+from ramify.errors import StoreError, cannot_listen
 from ramify.viewer.answers import Assets, data, stream
 from ramify.viewer.evaluation import Evaluations
 from ramify.viewer.feed import Feed, Feeds
 from ramify.viewer.guard import BadRequest, Guard, add_headers
+from ramify.viewer.kinds import Found, Kind, kind_of
 from ramify.viewer.library import Library
 from ramify.viewer.picture import picture, texts
 from ramify.viewer.search import search
@@ -151,6 +152,7 @@ class ViewServer:
 
     async def _journal(self, request: web.Request) -> web.StreamResponse:
         found = self._library.find(_word(request, "key"))
+        await asyncio.to_thread(_check_shown, found)
         name = quote(found.path.name if found.line is None else f"{found.path.stem}-{found.line}.jsonl")
         headers = {
             "Content-Disposition": f"attachment; filename*=UTF-8''{name}",
@@ -185,6 +187,16 @@ class ViewServer:
         feed = self._feeds.training(self._library.training(_word(request, "key")))
         await feed.fresh()
         return await stream(request, feed.follow(_number(request, "version")))
+
+
+def _check_shown(found: Found) -> None:
+    """A folder that is looked at may hold more than runs. Raises StoreError for a file that has none."""
+    try:
+        kind = kind_of(found.path)
+    except OSError as error:
+        raise StoreError(f"cannot read {found.path}: {error.strerror}") from None
+    if kind not in get_args(Kind):
+        raise StoreError(kind)
 
 
 def _word(request: web.Request, name: str) -> str:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ramify.build.run import train
-from ramify.errors import TrainError
+from ramify.errors import ConfigError, TrainError
 from ramify.tasks.base import Item, generated
 from ramify.tasks.simple import SimpleTask, Whole
 from ramify.train.algorithms.sft import SFT
@@ -83,6 +83,29 @@ def test_a_killed_run_ends_where_it_would_have_bit_by_bit(tmp_path: Path) -> Non
         assert {k: ours.values.get(k) for k in steady} == {k: theirs.values.get(k) for k in steady}
 
 
+def test_a_run_that_is_resumed_from_the_middle_forgets_the_way_it_went_before(tmp_path: Path) -> None:
+    """In place, from where rollouts begin: what came after is another branch, also where a kill follows."""
+    run, said = small(warmup=None, cadence=Cadence(evaluate=0, checkpoint=1, keep_last=9, rollouts=1)), []
+    last = train(run, tmp_path, say=pytest.fail).step
+    ended = weights_of(tmp_path)
+    folder = tmp_path / "checkpoints"
+    middle, aside = folder / f"step-{last - 4:06d}", folder / "abandoned"
+    with pytest.raises(Killed):
+        train(run, tmp_path, resume=middle, listener=kill_at(last - 1), say=said.append)
+    assert said == [
+        f"the run goes another way after step {last - 4}: 4 checkpoints of later steps are set aside in {aside}"
+    ]
+    assert [read_state(path).step for path in sorted(aside.iterdir())] == [last - 3, last - 2, last - 1, last]
+    assert Checkpoints(tmp_path).latest() == folder / f"step-{last - 2:06d}"
+    assert max(each.step for each in read(tmp_path)) == last - 1
+    assert len([*(tmp_path / "rollouts").iterdir()]) == 2
+    train(run, tmp_path, resume=tmp_path, say=pytest.fail)
+    assert all(torch.equal(ended[name], each) for name, each in weights_of(tmp_path).items())
+    assert len(read_rows(tmp_path, "first")) == 1
+    with pytest.raises(ConfigError, match="holds a run already"):
+        train(run, tmp_path, resume=aside / f"step-{last:06d}")
+
+
 JUDGED: list[str] = []
 """Validation items whose score was asked for."""
 
@@ -100,8 +123,8 @@ def _down_at_second(item: Item, trajectory: Trajectory) -> float:
 sometimes = SimpleTask("sometimes", generated("sometimes", _make), Whole(_down_at_second))
 
 
-def test_an_evaluation_that_could_not_be_judged_is_no_score(tmp_path: Path) -> None:
-    """Neither is that of weights which are no more."""
+def test_the_best_may_be_what_rollouts_began_with(tmp_path: Path) -> None:
+    """An evaluation that could not be judged is no score, and neither is that of weights which are no more."""
     JUDGED.clear()
     said: list[str] = []
     run = small(
@@ -120,9 +143,14 @@ def test_an_evaluation_that_could_not_be_judged_is_no_score(tmp_path: Path) -> N
         f"'sometimes', item {JUDGED[2]}: its score raised OSError: the grader is down"
     ]
     kept = Checkpoints(tmp_path)
-    assert [read_state(each).score for each in kept.all()][-4:] == [None, None, None, 0.25]
-    assert kept.best() == kept.latest()
-    assert state.score == 0.25
+    assert [read_state(each).score for each in kept.all()][-5:] == [0.5, None, None, None, 0.25]
+    first, last = kept.all()[-5], kept.all()[-1]
+    assert (kept.best(), kept.latest()) == (first, last)
+    assert state.step == read_state(first).step + 4
+    left, began, ended = (weights_of(each) for each in (tmp_path, first, last))
+    assert all(torch.equal(left[name], began[name]) for name in left)
+    assert not all(torch.equal(left[name], ended[name]) for name in left)
+    assert [row.values.keys() >= {"test/reward"} for row in read_rows(tmp_path, "best")] == [True]
 
 
 def read_rows(out: Path, stage: str) -> list[Measured]:
@@ -258,6 +286,10 @@ class Unpublished:
     version = 0
 
     async def publish(self) -> None: ...
+    async def rest(self) -> bool:
+        return False
+
+    def spare(self) -> None: ...
     def save(self, folder: Path) -> None: ...
     def load(self, folder: Path) -> None: ...
 

@@ -412,6 +412,27 @@ def test_nothing_beside_the_named_places_is_read(world: World, tmp_path: Path) -
     asked([tmp_path / "shown"], ask)
 
 
+def test_what_is_no_run_is_not_given_out(tmp_path: Path) -> None:
+    files = {
+        ".env": "OPENAI_API_KEY=sk-secret\n",
+        "config.json": '{"key": "sk-secret"}\n',
+        "notes.jsonl": '["sk-secret"]\n',
+    }
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+
+    async def ask(_: Get, server: ViewServer) -> None:
+        async with aiohttp.ClientSession() as http:
+            for key in [f"p0/{name}{line}" for name in files for line in ("", ":1")] + ["p0/"]:
+                for path in ("run", "journal", "texts", "call", "search", "evaluation", "training"):
+                    query = {"key": key, "id": "0", "q": "sk-"}
+                    async with http.get(f"http://127.0.0.1:{server.port}/api/{path}", params=query) as response:
+                        assert "sk-secret" not in await response.text()
+                        assert path != "journal" or response.status == 404
+
+    asked([tmp_path], ask)
+
+
 def test_every_answer_has_the_policy(world: World) -> None:
     async def ask(_: Get, server: ViewServer) -> None:
         async with aiohttp.ClientSession() as http:

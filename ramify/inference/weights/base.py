@@ -14,8 +14,10 @@ A carrier of one's own is named ``module:Class``; an engine takes it where it wa
 
 from __future__ import annotations
 
+import errno
 import importlib
 import math
+import os
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -37,6 +39,8 @@ CARRIERS = {
 CHUNK_BYTES = 32 << 20
 """Of a chunk, at least one tensor: two of them are what a sync needs of memory."""
 ALIGNMENT = 64
+_ALLOCATE: Callable[[int, int, int], None] | None = getattr(os, "posix_fallocate", None)
+"""The system's call; None on macOS, where it is looked whether there is room."""
 Info = Mapping[str, Any]
 
 
@@ -178,6 +182,21 @@ def pieces_of(info: Info, buffer: Tensor, *, stays: bool = False) -> Iterator[Pi
         raise ValueError(f"the tensors have {length} bytes, and {buffer.numel()} were carried")
     for (name, _, shape), kind, start, size in zip(described, kinds, starts, sizes, strict=True):
         yield Piece(name, buffer[start : start + size].view(kind).view(shape), stays=stays)
+
+
+def reserve(handle: int, length: int, allocate: Callable[[int, int, int], None] | None = _ALLOCATE) -> None:
+    """Make the file of ``handle`` at least ``length`` bytes long. Raises OSError where there is no room: now, and not by a
+    signal while it is written through a mapping."""
+    if allocate is not None:
+        allocate(handle, 0, length)
+        return
+    missing = length - os.fstat(handle).st_size
+    if missing <= 0:
+        return
+    disk = os.fstatvfs(handle)
+    if missing > disk.f_bavail * disk.f_frsize:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    os.ftruncate(handle, length)
 
 
 def fill(buffer: Tensor, sources: Sequence[Source]) -> int:

@@ -5,7 +5,8 @@
     FOLDER/current.json                           which version is whole: written aside and renamed, last of all
 
 Each file's length and a sum of its bytes stand in the pointer: a file that was torn by a full disk or a kill is refused by
-name before a tensor of it is used. The last two versions stay.
+name before a tensor of it is used. The last two versions stay; of what else is in FOLDER nothing is touched. A folder of its
+own, where none was given, goes with the carrier; that of a trainer that was killed is removed by the next (``held.py``).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import contextlib
 import json
 import mmap
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -25,10 +27,14 @@ import torch
 from torch import Tensor
 
 from ramify.errors import ConfigError, StoreError
-from ramify.inference.weights.base import Chunk, Info, Piece, Source, in_chunks
+from ramify.inference.weights.base import Chunk, Info, Piece, Source, in_chunks, reserve
+from ramify.inference.weights.held import hold_folder, sweep
 
 POINTER = "current.json"
 _FILE_BYTES = 1 << 30
+_VERSION = re.compile(r"v\d{6,}")
+_WRITTEN = re.compile(r"model-\d{5,}\.safetensors|model\.safetensors\.index\.json|(generation_)?config\.json")
+"""The files of one version."""
 _DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
@@ -53,18 +59,27 @@ class Files:
         """``folder`` is made; by default a temporary one, which ``close`` removes. ``configuration`` is a checkpoint whose
         config.json is put beside the weights, for engines that read one."""
         self._is_own = not folder
-        self._folder = Path(folder) if folder else Path(tempfile.mkdtemp(prefix="ramify-weights-"))
+        self._folder, self._lock = (Path(folder), -1) if folder else hold_folder(Path(tempfile.gettempdir()))
         self._file_bytes, self._configuration = file_bytes, configuration
         self._before = ""
         """The version that was whole before the last: an engine may be reading it."""
 
     def open(self, num_engines: int) -> list[dict[str, Any]]:
+        if self._is_own:
+            sweep(self._folder.parent)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(
                 f"weights cannot be put into {self._folder} ({error.strerror}): give another folder"
             ) from None
+        if (self._folder / POINTER).exists():
+            try:
+                read_pointer(self._folder)
+            except ValueError as error:
+                raise ConfigError(
+                    f"weights cannot be put into {self._folder}: {error}; give a folder of their own"
+                ) from None
         return [{"carrier": "file", "folder": str(self._folder.resolve())}] * num_engines
 
     def join(self) -> None:
@@ -83,10 +98,15 @@ class Files:
     def close(self) -> None:
         if self._is_own:
             shutil.rmtree(self._folder, ignore_errors=True)
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
 
     def _write(self, sources: Iterable[Source], version: int) -> None:
         final = self._folder / _named(version)
         fresh = self._folder / f".{final.name}.tmp"
+        if final.exists() and not _is_version(final):
+            raise FileExistsError(f"{final} holds other files: give the carrier a folder of its own")
         for old in (fresh, final):
             shutil.rmtree(old, ignore_errors=True)
         fresh.mkdir()
@@ -107,7 +127,7 @@ class Files:
         _replace(self._folder / POINTER, msgspec.json.encode(Pointer(version, final.name, files)))
         kept, self._before = {self._before, final.name}, final.name
         for old in self._folder.glob("v*"):  # also those of an earlier run, which may have got further
-            if old.name not in kept:
+            if old.name not in kept and _is_version(old):
                 shutil.rmtree(old, ignore_errors=True)
 
     @staticmethod
@@ -183,7 +203,7 @@ def _save(path: Path, sources: list[Source]) -> tuple[int, int]:
     header += b" " * (-len(header) % 64 + 56)  # so that tensors begin at a multiple of 64
     start = 8 + len(header)
     with path.open("w+b") as file:
-        os.posix_fallocate(file.fileno(), 0, start + at)
+        reserve(file.fileno(), start + at)
         mapped = mmap.mmap(file.fileno(), start + at)
     mapped[:start] = len(header).to_bytes(8, "little") + header
     whole = torch.frombuffer(mapped, dtype=torch.uint8)
@@ -217,6 +237,16 @@ def _replace(path: Path, data: bytes) -> None:
         with contextlib.suppress(OSError):
             os.fsync(file.fileno())
     aside.replace(path)
+
+
+def _is_version(path: Path) -> bool:
+    """Whether it is a folder that this file wrote: the user may keep folders of a like name beside it."""
+    if not _VERSION.fullmatch(path.name) or path.is_symlink() or not path.is_dir():
+        return False
+    try:
+        return all(_WRITTEN.fullmatch(entry.name) for entry in path.iterdir())
+    except OSError:  # somebody else's
+        return False
 
 
 def _named(version: int) -> str:

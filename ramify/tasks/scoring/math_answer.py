@@ -140,8 +140,9 @@ def _started() -> subprocess.Popen[str]:
 def _line(worker: subprocess.Popen[str], timeout_s: float) -> str:
     """The next line that ``worker`` says; empty where it says none in time."""
     assert worker.stdout is not None
-    ready, _, _ = select.select([worker.stdout], [], [], timeout_s)
-    return worker.stdout.readline() if ready else ""
+    poll = select.poll()  # not select: it takes no descriptor above 1023, and a host of many sessions has more
+    poll.register(worker.stdout, select.POLLIN)
+    return worker.stdout.readline() if poll.poll(timeout_s * 1000) else ""
 
 
 def _end(worker: subprocess.Popen[str]) -> None:

@@ -3,9 +3,11 @@ with their threads where they have to meet."""
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -14,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ramify.errors import ConfigError
-from ramify.inference.weights.base import CARRIERS, Carrier, Receiver, Stale, carrier_class
+from ramify.inference.weights.base import CARRIERS, Carrier, Receiver, Stale, carrier_class, reserve
 from ramify.inference.weights.layout import sources
 
 RUN_HERE: dict[str, dict[str, Any]] = {
@@ -238,3 +240,15 @@ def test_names_of_carriers() -> None:
 def test_carriers_of_gpus_say_what_they_need(name: str) -> None:
     with pytest.raises(ConfigError, match=f"the carrier '{name}' needs a"):
         carrier_class(name)().open(1)
+
+
+@pytest.mark.parametrize("options", [{}, {"allocate": None}])
+def test_room_is_had_before_it_is_written_on_systems_with_and_without_a_call_for_it(
+    options: dict[str, None], tmp_path: Path
+) -> None:
+    with (tmp_path / "buffer").open("w+b") as file:
+        for length, expected in ((100, 100), (40, 100), (5000, 5000)):
+            reserve(file.fileno(), length, **options)
+            assert os.fstat(file.fileno()).st_size == expected
+        with pytest.raises(OSError, match=r"File too large|No space left"):
+            reserve(file.fileno(), 1 << 60, **options)

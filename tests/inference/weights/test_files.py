@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ramify.errors import ConfigError
+from ramify.errors import ConfigError, StoreError
 from ramify.inference.weights.files import Files, FilesReceiver, read_pointer
 from ramify.inference.weights.layout import sources
 
@@ -97,3 +97,50 @@ def test_a_folder_of_its_own_goes_away() -> None:
     list(carrier.chunks(sources(WEIGHTS.items(), torch.float32), 1, whole=False))
     carrier.close()
     assert not folder.exists()
+
+
+def test_folders_of_a_dead_trainer_are_removed_and_those_of_a_living_one_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    living = Files()
+    held = Path(living.open(1)[0]["folder"])
+    dead = tmp_path / "ramify-weights-held-dead" / "v000001"
+    dead.mkdir(parents=True)
+    (dead / "model-00001.safetensors").write_bytes(b"0" * 64)
+    (tmp_path / "ramify-weights-held-dead-0").write_bytes(b"0" * 64)  # of shared memory, which lay here for want of any
+    (tmp_path / "another").mkdir()
+    next_one = Files()
+    fresh = Path(next_one.open(1)[0]["folder"])
+    assert {path.name for path in tmp_path.iterdir()} == {held.name, fresh.name, "another"}
+    assert held.stat().st_mode & 0o777 == 0o700
+    for each in (living, next_one):
+        each.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["another"]
+
+
+def test_folders_of_the_users_stay_whatever_they_are_called(tmp_path: Path) -> None:
+    for mine in ("venv/kept.py", "viewer/kept.js", "v2/kept", "v000007/kept", "v0000001/model-00001.safetensors.bak"):
+        (tmp_path / mine).parent.mkdir()
+        (tmp_path / mine).write_text("mine")
+    (tmp_path / "v000008").symlink_to(tmp_path / "venv")
+    (tmp_path / "videos").write_text("mine")
+    before = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")}
+    for version in (1, 2, 3):
+        written(tmp_path, version)
+    assert before <= {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")}
+
+
+def test_a_folder_in_the_place_of_a_version_is_not_written_over(tmp_path: Path) -> None:
+    (tmp_path / "v000001").mkdir()
+    (tmp_path / "v000001/kept").write_text("mine")
+    with pytest.raises(StoreError, match="v000001 holds other files: give the carrier a folder of its own"):
+        written(tmp_path)
+    assert (tmp_path / "v000001/kept").read_text() == "mine"
+
+
+def test_a_file_in_the_place_of_the_pointer_is_not_written_over(tmp_path: Path) -> None:
+    (tmp_path / "current.json").write_text('{"theme": "dark"}')
+    with pytest.raises(ConfigError, match=r"current\.json is no pointer to weights.*give a folder of their own"):
+        written(tmp_path)
+    assert (tmp_path / "current.json").read_text() == '{"theme": "dark"}'
