@@ -97,9 +97,7 @@ class Made:
         if self.run.inference is not None:
             from ramify.inference.http.client import HttpEngines
 
-            if (
-                self._is_placed and not self.run.inference.urls
-            ):  # engines on other machines answer to those alone that have it
+            if not self.run.inference.urls:  # engines that are started answer to those alone that have it
                 os.environ.setdefault(self.run.inference.key_variable, secrets.token_urlsafe(24))
             engine = self.run.inference.engine
             return HttpEngines(self.serving, self.run.inference, name=f"{engine}:{self.run.name}", say=self._say)
