@@ -3,19 +3,22 @@
     python benchmarks/scale_simulate.py             some ten minutes, nearly all of it asleep
     python benchmarks/scale_simulate.py --quick     fewer steps and settings
     python benchmarks/scale_simulate.py --json      also prints {"figures": […]} as engine.py does
-    python benchmarks/scale_simulate.py --embedded  also the engine of this process, which shares its core with everything
+    python benchmarks/scale_simulate.py --embedded  also runs whose engine shares two cores with everything else
+    python benchmarks/scale_simulate.py --blind     only such runs, of settings that were drawn before any was measured
 
 Runs of the real loop with engines, a trainer and a publication that take time by sleeping (``scale_stepped.py``), so that a
 busy machine changes little. The first is synchronous, on one engine; every other has another number of engines, of rollouts
 at once, or another staleness, and is predicted from the first alone. Figures are predicted over measured seconds of a step.
-The embedded engine's are told and not promised: its steps, the loop and the sessions take turns on the same cores, which a
-simulation of engines does not know.
+The embedded engine's steps are bound on a quiet machine alone: on a busy one they wait for others. Processor seconds (engine,
+loop and sessions of a step's rollouts) are counted without that wait, though a busy machine's caches make them more; they
+are told beside.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
 import subprocess
 import sys
 import tempfile
@@ -41,6 +44,18 @@ OTHERS = {
     "staleness 1, 2 engines, stragglers cut": Shape(staleness=1, late=0, engines=2, slots=8, straggle=2.0),
 }
 QUICK = ("staleness 1",)
+_FULL = ("rl.sample.items=8", "rl.rollout.concurrency=32")
+EMBEDDED = {
+    "the embedded engine (itself)": _FULL,
+    "the embedded engine, more and smaller groups": (
+        "rl.sample.items=12", "rl.rollout.group=4", "rl.rollout.concurrency=32",
+    ),
+    "the embedded engine, a quarter of the rollouts at once": ("rl.sample.items=8", "rl.rollout.concurrency=8"),
+    "the embedded engine, 16 slots": (*_FULL, "policy.slots=16"),
+    "the embedded engine, 4 slots": (*_FULL, "policy.slots=4"),
+}  # fmt: skip
+BLIND_SEED = 20_261_122
+"""Of settings that nothing was tuned on; the model was settled before the first of them was run."""
 _STEPS = 60
 """That are simulated."""
 
@@ -58,7 +73,7 @@ def simulate_figures(*, quick: bool = False, embedded: bool = False) -> Iterator
                 if shape.staleness:
                     yield freshness(what, found, other, folder / str(index))
         if embedded:
-            yield from _embedded(folder, 3 if quick else 6)
+            yield from _embedded(folder, EMBEDDED, 4 if quick else 6)
 
 
 def ran(out: Path, shape: Shape) -> Measured:
@@ -96,20 +111,33 @@ def at(by: Measured, other: Measured) -> Predicted:
     setting = Setting(
         engines=sizes.engines, slots=sizes.slots, ranks=sizes.ranks, staleness=sizes.staleness, items=sizes.items,
         max_items=sizes.max_items, straggle=sizes.straggle, late=sizes.late, group=sizes.group, concurrency=sizes.concurrency,
-        on_wire=sizes.on_wire,
+        on_wire=sizes.on_wire, keeps=sizes.keeps, cache_tokens=sizes.cache_tokens, embedded=sizes.embedded,
     )  # fmt: skip
     return simulate(by, setting, steps=_STEPS)
 
 
-def _embedded(folder: Path, steps: int) -> Iterator[Figure]:
-    """The packaged policy on its recursive task, in processes of their own."""
-    runs = {
-        "the embedded engine (itself)": ("rl.sample.items=8", "rl.rollout.concurrency=32"),
-        "the embedded engine, more and smaller groups": (
-            "rl.sample.items=12", "rl.rollout.group=4", "rl.rollout.concurrency=32",
-        ),
-        "the embedded engine, a quarter of the rollouts at once": ("rl.sample.items=8", "rl.rollout.concurrency=8"),
-    }  # fmt: skip
+def drawn() -> dict[str, tuple[str, ...]]:
+    """The settings of the blind test."""
+    draw = random.Random(BLIND_SEED)
+    found = {}
+    for _ in range(2):
+        at_once, slots = draw.choice([4, 6, 12, 20, 48]), draw.choice([6, 12, 24, 128])
+        items, group = draw.choice([(4, 8), (6, 8), (10, 6), (16, 4)])
+        what = f"blind: {items} groups of {group}, {at_once} rollouts at once, {slots} slots"
+        found[what] = (f"rl.sample.items={items}", f"rl.rollout.group={group}", f"rl.rollout.concurrency={at_once}",
+                       f"policy.slots={slots}")  # fmt: skip
+    return found
+
+
+def blind_figures(*, steps: int = 4) -> Iterator[Figure]:
+    """Each predicted from the first of ``EMBEDDED``, once."""
+    with tempfile.TemporaryDirectory() as name:
+        first = next(iter(EMBEDDED.items()))
+        yield from _embedded(Path(name), dict([first, *drawn().items()]), steps)
+
+
+def _embedded(folder: Path, runs: dict[str, tuple[str, ...]], steps: int) -> Iterator[Figure]:
+    """The packaged policy on its recursive task, in processes of their own, each predicted from the first."""
     first: Measured | None = None
     for index, (what, fields) in enumerate(runs.items()):
         out = folder / f"embedded-{index}"
@@ -117,6 +145,9 @@ def _embedded(folder: Path, steps: int) -> Iterator[Figure]:
         found = measured(out)
         first = first or found
         yield figure(what, first, found, floor=False)
+        computed, predicted = fmean(found.computed_s), at(first, found).computed_s
+        against: dict[str, float | str] = {"measured": f"{computed:.3g} s", "predicted": f"{predicted:.3g} s"}
+        yield Figure(f"predicted processor seconds of a step, {what}", predicted / computed, "×", against)
 
 
 def _train(out: Path, *fields: str) -> None:
@@ -133,9 +164,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="What the simulator predicts, over what was measured.")
     parser.add_argument("--quick", action="store_true", help="fewer steps and settings")
     parser.add_argument("--embedded", action="store_true", help="also the engine of this process")
+    parser.add_argument("--blind", action="store_true", help="only settings that were drawn before they were measured")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON on the last line")
     options = parser.parse_args()
-    found = list(simulate_figures(quick=options.quick, embedded=options.embedded))
+    figures = blind_figures() if options.blind else simulate_figures(quick=options.quick, embedded=options.embedded)
+    found = list(figures)
     show(found)
     if options.json:
         print(json.dumps({"figures": [each.as_json() for each in found]}))

@@ -209,6 +209,11 @@ class Publisher:
         for engine in self._client.engines:
             engine.renewed()
 
+    async def rest(self) -> bool:
+        return False
+
+    def spare(self) -> None: ...
+
     def save(self, folder: Path) -> None:
         folder.mkdir(exist_ok=True)
 

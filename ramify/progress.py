@@ -3,6 +3,8 @@
     with doing("reading", unit="bytes") as work:        any floor says it: loading, tokenising, evaluating, a stage of training
         work.at(12_000, note="server.log")
     with heard(listener): …                             a face hears it: ``cli/progress.py``
+    moved()                                             a part of it too small to be told, as a batch of a step, is done
+    with felt(pulse): …                                 for who must know that nothing stands still: ``train/watch.py``
 
 It is for the whole process, as logging is, so that no floor passes a listener on to the next. Where nobody listens it costs
 an attribute and a comparison, and whoever works need not count calls: a listener thins out what it is told. What happens in
@@ -19,6 +21,7 @@ import msgspec
 
 _ids = itertools.count()
 _listeners: tuple[Listener, ...] = ()
+_pulses: tuple[Callable[[], object], ...] = ()
 
 
 class Doing(msgspec.Struct, frozen=True):
@@ -92,3 +95,21 @@ def heard(listener: Listener) -> Iterator[None]:
         yield
     finally:
         _listeners = tuple(each for each in _listeners if each is not listener)
+
+
+def moved() -> None:
+    """Long work gets on, in any thread."""
+    for pulse in _pulses:
+        pulse()
+
+
+@contextlib.contextmanager
+def felt(pulse: Callable[[], object]) -> Iterator[None]:
+    """``pulse`` is called whenever something ``moved``, as long as the block lasts; it must be quick."""
+    global _pulses
+    _pulses = (*_pulses, pulse)
+    try:
+        yield
+    finally:
+        at = _pulses.index(pulse)
+        _pulses = _pulses[:at] + _pulses[at + 1 :]

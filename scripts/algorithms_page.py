@@ -53,7 +53,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "worst_token_mask": {"low": 0.85},
     "geometric_mask": {"low": 0.9, "high": 1.1},
     "sequence_tis": {"cap": 0.8},
-    "opsm": {"delta": -0.5},
+    "opsm": {"delta": 0.0},
     "icepop": {"low": 0.85},
 }
 """Bounds that these few tokens meet; defaults are made for thousands."""

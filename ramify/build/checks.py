@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import tempfile
 import warnings
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ramify.engine import observe
@@ -13,6 +16,7 @@ from ramify.errors import ConfigError
 from ramify.tasks.base import Item, Task, items_of
 from ramify.tasks.validate import validate
 from ramify.train.config import Run
+from ramify.train.stages import scheduled
 from ramify.types.message import Message
 
 if TYPE_CHECKING:
@@ -39,6 +43,19 @@ def check_task(run: Run, task: Task) -> None:
         )
 
 
+def check_device(run: Run) -> None:
+    """A GPU that the recipe names is there."""
+    import torch
+
+    kind, _, index = run.policy.device.partition(":")
+    num = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if kind == "cuda" and int(index or 0) >= num:
+        told = f"{num} GPUs" if num else "no GPU, or torch was built without CUDA"
+        raise ConfigError(
+            f"policy.device={run.policy.device}: this machine has {told}: set policy.device=cpu, or leave it out"
+        )
+
+
 def check_inference(run: Run) -> None:
     """Another engine does not say what top-p and top-k left, so nobody could compute the same probabilities."""
     spec, rl = run.inference, run.rl
@@ -49,6 +66,36 @@ def check_inference(run: Run) -> None:
             f"rl.rollout.top_p={rl.rollout.top_p} and top_k={rl.rollout.top_k} cannot be trained on with "
             f"inference.engine={spec.engine}, which does not say what they left to draw from: leave them out"
         )
+
+
+def check_schedules(run: Run) -> None:
+    """The stages whose steps the run says are long enough for their schedules."""
+    if run.warmup is not None:
+        scheduled("warmup", run.warmup.optim, run.warmup.steps)
+    if run.rl is None:
+        return
+    steps = run.rl.steps * run.rl.sample.minibatches
+    scheduled("rl", run.rl.optim, steps)
+    if run.rl.critic.optim is not None and run.rl.critic.model == "own":
+        scheduled("rl.critic", run.rl.critic.optim, steps)
+
+
+def check_folder(out: Path) -> None:
+    """Files can be written in the run's folder, or where it is to be made. Nothing is left there."""
+    missing: list[Path] = []
+    try:
+        missing += [each for each in (out, *out.parents) if not each.exists()]
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out) as file:
+            file.write(b"\0")
+    except OSError as error:
+        raise ConfigError(
+            f"nothing can be written in the run's folder {out} ({error.strerror}): give another with --out DIR"
+        ) from error
+    finally:
+        with contextlib.suppress(OSError):
+            for each in missing:
+                each.rmdir()
 
 
 def check_prompts(run: Run, task: Task, scaffold: Scaffold, policy: Policy) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ramify.errors import ConfigError
+from ramify.inference.base import TINY
 from ramify.progress import doing
 from ramify.train.config import Run
 from ramify.types.trajectory import Trajectory
@@ -31,7 +32,10 @@ def policy_of(run: Run, demonstrations: Sequence[Trajectory]) -> Policy:
     spec = run.policy
     device = None if spec.device == "auto" else spec.device
     if spec.path:
-        return load(spec.path, None if spec.dtype == "auto" else getattr(torch, spec.dtype), device)
+        packaged = spec.path == "tiny" and not Path("tiny").exists()
+        return load(
+            TINY if packaged else spec.path, None if spec.dtype == "auto" else getattr(torch, spec.dtype), device
+        )
     if spec.tokenizer:
         tokenizer = load_tokenizer(Path(spec.tokenizer))
     elif spec.words:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ramify.build.checks import check_inference, check_prompts, check_task, first_prompt
+from ramify.build.checks import check_device, check_inference, check_prompts, check_schedules, check_task, first_prompt
 from ramify.build.demonstrations import demonstrations_of, rows_of
 from ramify.build.model import policy_of, serving_of
 from ramify.build.published import Published
@@ -34,6 +34,7 @@ from ramify.train.placement.hosts import Hosts, PlacedEngine
 from ramify.train.placement.runner import RunnerSpec
 from ramify.train.placement.runners import Runners
 from ramify.train.placement.services import Services
+from ramify.train.placement.sharing import sleeping
 from ramify.train.processors import Meter
 from ramify.train.rollout import RolloutOptions, Rollouts
 from ramify.train.selfcheck import Seen, SelfCheck
@@ -72,6 +73,7 @@ class Made:
         """Servers that the run asks besides engines."""
         self.runners: Runners | None = None
         """Those who roll out, where that is not this process."""
+        check_device(run)
         self._kind: Any = of_name(run.compute.backend, BACKENDS, "backend")
         elsewhere = {"elsewhere": True} if self._is_placed and not self._kind.is_here else {}
         self._kind.check(run.compute, _device_of(run), **elsewhere)
@@ -81,12 +83,15 @@ class Made:
         self.scaffold = scaffold_of(run.scaffold)
         check_task(run, self.task)
         check_inference(run)
+        check_schedules(run)
+        self._engines = sleeping(run, _device_of(run))
         shown = list(demonstrations_of(run, self.task, self.scaffold))
         self.policy = policy_of(run, shown)
         self.serving = serving_of(run, self.policy, self._kind.is_here, say)
         check_prompts(run, self.task, self.scaffold, self.policy)
         weights = self.task.weights
         self.rows = rows_of(run.sft, shown, self.policy, self.scaffold, weights, say) if run.sft is not None else []
+        self._given = self._given_stages()
         self.client = self._client()
         self.seen = Seen(self.client, run.rl.sample.oldest if run.rl is not None else 0)
         self.rlm = RLM(self.seen, limits=run.limits, scaffold=self.scaffold, sandbox=run.sandbox)
@@ -94,13 +99,13 @@ class Made:
     # --- parts ---------------------------------------------------------------------------------------------------
 
     def _client(self) -> LocalClient | HttpEngines:
-        if self.run.inference is not None:
+        if self._engines is not None:
             from ramify.inference.http.client import HttpEngines
 
-            if not self.run.inference.urls:  # engines that are started answer to those alone that have it
-                os.environ.setdefault(self.run.inference.key_variable, secrets.token_urlsafe(24))
-            engine = self.run.inference.engine
-            return HttpEngines(self.serving, self.run.inference, name=f"{engine}:{self.run.name}", say=self._say)
+            if not self._engines.urls:  # engines that are started answer to those alone that have it
+                os.environ.setdefault(self._engines.key_variable, secrets.token_urlsafe(24))
+            name = f"{self._engines.engine}:{self.run.name}"
+            return HttpEngines(self.serving, self._engines, name=name, say=self._say)
         from ramify.inference.local.client import LocalClient
 
         spec = self.run.policy
@@ -226,12 +231,12 @@ class Made:
             spec = self.run.rl.critic
             if spec.model == "shared":
                 return trained.with_critic(stage.optim, None)
-            own = scheduled(spec.optim, stage.optim.num_steps) if spec.optim is not None else stage.optim
+            own = scheduled("rl.critic", spec.optim, stage.optim.num_steps) if spec.optim is not None else stage.optim
             return trained.with_critic(stage.optim, own)
 
         return backend
 
-    def _signals(self, out: Path) -> Signals | None:
+    def _signals(self, out: Path, trained: Trained, published: Published) -> Signals | None:
         """What is read off rollouts besides their reward; None for nothing."""
         from ramify.inference.local.client import LocalClient
         from ramify.train.backends.single import Single
@@ -239,17 +244,18 @@ class Made:
         rl = self.run.rl
         if rl is None or not isinstance(rl.algorithm, Hybrid):
             return None
-        published = Published(self.policy, self.serving, self.client)
         sources = needed(rl.signals)
         if "live" in sources and rl.sample.max_staleness:
             raise ConfigError(
                 "a signal scores with the policy as it is (teacher source=live, student=recomputed, choose=overlap or "
                 "support=student), which is being trained meanwhile where rl.sample.max_staleness is above 0: set it to 0"
             )
-        in_engine = self.client.run if isinstance(self.client, LocalClient) and self.serving is self.policy else None
+        in_engine = None
+        if isinstance(self.client, LocalClient) and self.serving is self.policy and trained.is_here:
+            in_engine = self.client.run
         teachers = self.teachers = Teachers(
             sources, self.policy, lambda policy: Single(policy, None, self.run.compute, dumps=out), out, published.save,
-            self._engine_of, self.run.seed, in_engine,
+            trained.weights, self._engine_of, self.run.seed, in_engine, is_copy=not trained.is_here,
         ) if sources else None  # fmt: skip
         return Signals(
             rl.signals, rl.algorithm, pool=self.rlm.pool, budget=rl.judges, policy=self.seen, teachers=teachers,
@@ -264,7 +270,8 @@ class Made:
 
         return connect(name)
 
-    def _stages(self, out: Path) -> list[Stage]:
+    def _given_stages(self) -> list[Stage]:
+        """The stages that sample nothing; made early, since only they know how many steps they have for their schedules."""
         run = self.run
         stages: list[Stage] = []
         if run.warmup is not None:
@@ -273,6 +280,11 @@ class Made:
             stages.append(WarmUp(run.warmup.steps, run.warmup.optim, ids, run.warmup.batch_tokens, run.seed))
         if run.sft is not None:
             stages.append(Imitate(self.rows, run.sft.optim, run.sft.batch_tokens, run.sft.epochs, run.seed))
+        return stages
+
+    def _stages(self, out: Path, trained: Trained, published: Published) -> list[Stage]:
+        run = self.run
+        stages = list(self._given)
         if run.rl is not None:
             rl = run.rl
             stages.append(
@@ -284,7 +296,7 @@ class Made:
                         runner=self.runners,
                     ),
                     algorithm=rl.algorithm, sample=rl.sample, temperature=rl.rollout.temperature,
-                    signals=self._signals(out),
+                    signals=self._signals(out, trained, published),
                 )
             )  # fmt: skip
         return stages
@@ -304,7 +316,7 @@ class Made:
             self.seen, lambda: fingerprint_of(published.weights()), prompt, self._tolerance()
         )  # fmt: skip
         loop = Loop(
-            out, self._stages(out), self._backend_of(trained), published, self.evaluate,
+            out, self._stages(out, trained, published), self._backend_of(trained), published, self.evaluate,
             first=run.evaluate.first, final=run.evaluate.final, cadence=run.cadence, guard=run.guard,
             config=plain(run), check=check, reference_of=lambda folder: trained.reference(folder, starts_at_base),
             listener=listener, say=self._say,

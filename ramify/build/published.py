@@ -25,6 +25,7 @@ class Published:
     ) -> None:
         """``model``: what is trained; None for ``trained`` itself."""
         self._trained, self._serving, self._client = trained, serving, client
+        self._made = model
         self._model = model if model is not None and not model.is_here else None
         self._is_loaded = False
         """Whether the engine was set to a saved policy, which the trained one no longer is."""
@@ -55,6 +56,17 @@ class Published:
             return await self._client.update(self._sources(), self._trained.version)
         given = self._serving.model if self._shares else await asyncio.to_thread(lambda: dict(self.weights()))
         return await self._client.update(given, self._trained.version)
+
+    async def rest(self) -> bool:
+        """Let engines that share the trainer's devices give their memory back until ``publish``; whether any do."""
+        from ramify.inference.local.client import LocalClient
+
+        return False if isinstance(self._client, LocalClient) else await self._client.sleep()
+
+    def spare(self) -> None:
+        """Give them the memory that the trainer keeps and does not use."""
+        if self._made is not None:
+            self._made.spare()
 
     async def welcome(self) -> bool:
         """Give what was published last to engines that came back; whether there were any."""

@@ -14,6 +14,7 @@ from ramify.train.algorithms import ALGORITHMS
 from ramify.train.checkpoint import find, read_state
 from ramify.train.config import CHOICES, Run
 from ramify.train.override import of_name, override
+from ramify.train.redacted import cut_out
 
 
 def recipe(path: str | Path, overrides: Sequence[str] = ()) -> Run:
@@ -44,6 +45,13 @@ def recipe(path: str | Path, overrides: Sequence[str] = ()) -> Run:
 def stored(path: str | Path, overrides: Sequence[str] = ()) -> Run:
     """The run that a checkpoint, or the latest of a run's folder, was made by. Raises ConfigError."""
     config = dict(read_state(find(Path(path))).config)
+    given = [assignment.partition("=")[0] for assignment in overrides]
+    unknown = next((name for name in cut_out(config) if name not in given), None)
+    if unknown is not None:
+        raise ConfigError(
+            f"{path} does not say what {unknown} was, for it may be a secret: give the recipe that it was made by, or "
+            f"{unknown}=VALUE"
+        )
     try:
         run = msgspec.convert(config, Run)
         if run.rl is not None:

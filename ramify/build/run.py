@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import inspect
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
+from functools import partial
 from pathlib import Path
 
+from ramify.build.checks import check_folder
 from ramify.build.parts import Made
 from ramify.errors import ConfigError
 from ramify.train.backends import launch
-from ramify.train.checkpoint import State, check_config, find, read_state
+from ramify.train.checkpoint import FOLDER, State, check_config, find, read_state
 from ramify.train.config import Run, plain
 from ramify.train.loop import Loop
 from ramify.train.metrics import Measured
@@ -20,6 +23,8 @@ from ramify.train.trackers.base import Trackers
 
 FREE = ("cadence.", "compute.shard.", "evaluate.", "guard.", "inference", "name", "placement", "stall_s", "tracker")
 """Fields of a run that a resumed one may have otherwise: they change no weight, but for how long it is trained."""
+_PARTS = ("teachers", "runners", "client", "trained", "services", "hosts")
+"""Of ``Made``, in the order in which they are closed: who asks before who is asked."""
 _SWITCH_S = 5e-4
 """How long one thread may keep the interpreter from another: the loop's, which speaks to sessions, waits for the engine's
 after each system call. At Python's 5 ms a step of rollouts takes a fifth longer."""
@@ -40,8 +45,10 @@ def train(
     checkpoint = find(Path(resume)) if resume is not None else None
     if checkpoint is not None:
         check_config(read_state(checkpoint), plain(run), FREE)
-    elif any(out.glob("checkpoints/step-*")):
+    is_of_out = checkpoint is not None and checkpoint.resolve().parent == (out / FOLDER).resolve()
+    if not is_of_out and any(out.glob(f"{FOLDER}/step-*")):
         raise ConfigError(f"{out} holds a run already: resume it, or give another folder")
+    check_folder(out)
 
     trackers = Trackers(run.trackers, run.tracker_options, say)
     resumed_at = read_state(checkpoint).step if checkpoint is not None else None
@@ -68,27 +75,51 @@ async def building(
     """The loop of ``run``, with all that it needs open as long as the block lasts. All checks are done here, also that it can
     go on from ``checkpoint``."""
     made = Made(run, say)
-    if checkpoint is not None:
-        made.check_fits(checkpoint)
     interval = sys.getswitchinterval()
-    sys.setswitchinterval(_SWITCH_S)
-    gc.collect()
-    gc.freeze()  # demonstrations and their rows stay: to look through them again and again would cost a tenth of a step
+    async with closing({part: partial(_close, made, part) for part in _PARTS}, say):
+        if checkpoint is not None:
+            made.check_fits(checkpoint)
+        sys.setswitchinterval(_SWITCH_S)
+        gc.collect()
+        gc.freeze()  # demonstrations and their rows stay: to look through them again and again would cost a tenth of a step
+        try:
+            await made.start(out)
+            async with made.rlm:
+                yield made.loop(out, listener, on_stall)
+        finally:
+            gc.unfreeze()
+            sys.setswitchinterval(interval)
+
+
+@contextlib.asynccontextmanager
+async def closing(parts: Mapping[str, Callable[[], object]], say: Callable[[str], None]) -> AsyncIterator[None]:
+    """Close ``parts`` when the block is over, in their order, whatever becomes of it and of each of them. What failed first
+    is raised; what fails after it is said."""
+    async with contextlib.AsyncExitStack() as stack:
+        for part, close in reversed([*parts.items()]):
+            await stack.enter_async_context(_closed(part, close, say))
+        yield
+
+
+@contextlib.asynccontextmanager
+async def _closed(part: str, close: Callable[[], object], say: Callable[[str], None]) -> AsyncIterator[None]:
     try:
-        await made.start(out)
-        async with made.rlm:
-            yield made.loop(out, listener, on_stall)
-    finally:
-        gc.unfreeze()
-        sys.setswitchinterval(interval)
-        if made.teachers is not None:
-            made.teachers.close()
-        if made.runners is not None:
-            await made.runners.close()
-        await made.client.close()
-        if made.trained is not None:
-            made.trained.close()
-        if made.services is not None:
-            await made.services.close()
-        if made.hosts is not None:
-            made.hosts.close()
+        yield
+    except BaseException:
+        try:
+            await _done(close())
+        except Exception as error:  # noqa: BLE001 (there is one already that says more)
+            say(f"{part} could not be closed: {type(error).__name__}: {error}")
+        raise
+    await _done(close())
+
+
+async def _done(result: object) -> None:
+    if inspect.isawaitable(result):
+        await result
+
+
+def _close(made: Made, part: str) -> object:
+    """Nothing is done where it was not opened."""
+    opened = getattr(made, part)
+    return opened.close() if opened is not None else None

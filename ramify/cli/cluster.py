@@ -28,6 +28,8 @@ def plan(
     run = recipe(recipe_of(words), [word for word in words if "=" in word])
     if nodes is not None and nodes < 1:
         raise UsageError(f"--nodes {nodes}: give 1 or more")
+    if mfu is not None and not 0 < mfu <= 1:
+        raise UsageError(f"--mfu {mfu:g}: give a share above 0 and at most 1")
     options = Options(
         device=device or "",
         nodes=nodes or 0,

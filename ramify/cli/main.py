@@ -109,7 +109,8 @@ def _run(arguments: list[str]) -> int:
     elif name.startswith("-"):
         raise UsageError(unknown_option(name, ("--help", "--version")))
     else:
-        close = get_close_matches(name, COMMANDS, n=1)
+        longer = [each for each in COMMANDS if each.startswith(f"{name} ")]
+        close = ["' or '".join(longer)] if longer else get_close_matches(name, COMMANDS, n=1)
         hint = f"did you mean '{close[0]}'?" if close else f"to ask a question: ramify ask {name!r} …"
         raise UsageError(f"there is no command '{name[:40]}': {hint}")
     sys.stdout.flush()

@@ -18,7 +18,7 @@ from ramify.errors import ConfigError
 if TYPE_CHECKING:
     from ramify.cluster.measured import Measured
     from ramify.cluster.rate import Rate
-    from ramify.cluster.simulate import Predicted
+    from ramify.cluster.simulate import Predicted, Setting
 
 STEPS = 20
 
@@ -45,6 +45,12 @@ def simulate(
 ) -> int:
     if devices is not None and (engines or ranks):
         raise UsageError("--devices tries all splits: leave --engines and --ranks out")
+    if engine_devices is not None and devices is None:
+        raise UsageError("--engine-devices says how --devices are split: give --devices, too")
+    if straggle is not None and not (straggle == 0 or 1 <= straggle < float("inf")):
+        raise UsageError(f"--straggle {straggle:g}: times the median, at least 1, or 0 for never")
+    if late is not None and late < 0:
+        raise UsageError(f"--late {late}: give 0 or more")
     for name, number in (("engine-devices", engine_devices), ("concurrency", concurrency), ("items", items),
                          ("group", group), ("last", last), ("steps", steps), ("devices", devices)):  # fmt: skip
         if number is not None and number < 1:
@@ -63,16 +69,16 @@ def simulate(
     pairs = [
         Split(num, many) for num in given["engines"] or [sizes.engines] for many in given["ranks"] or [sizes.ranks]
     ]
-    settings = choices(
+    settings = list(choices(
         found, splits(devices, engine_devices or 1) if devices else pairs, slots=given["slots"],
         staleness=given["staleness"], items=items or 0, group=group or 0, concurrency=concurrency or 0,
         straggle=straggle, late=late,
-    )  # fmt: skip
-    predicted = predict(found, list(settings), steps=steps or STEPS, seed=seed or 0)
+    ))  # fmt: skip
+    predicted = predict(found, settings, steps=steps or STEPS, seed=seed or 0)
     if json:
         print(_as_json(found, predicted))
     else:
-        print("\n".join([*_about(found), *_table(predicted)]))
+        print("\n".join([*_about(found), *_assumed(found, settings, bool(calibrate)), "", *_table(predicted)]))
         if len(predicted) > 1:
             print(f"most steps per hour: {_named(best(predicted))}")
     return Exit.ANSWERED
@@ -80,8 +86,10 @@ def simulate(
 
 def _numbers(name: str, text: str | None) -> list[int]:
     """``1,2,4``"""
+    if text is None:
+        return []
     try:
-        found = [int(each) for each in (text or "").split(",") if each.strip()]
+        found = sorted({int(each) for each in text.split(",")})
     except ValueError:
         raise UsageError(f"--{name} {text}: give numbers with commas between, as 1,2,4") from None
     least = 0 if name == "staleness" else 1
@@ -112,9 +120,37 @@ def _about(found: Measured) -> Iterator[str]:
     yield f"an engine samples {each} tokens/s, and reads a prompt token in {1e6 * rate.prompt_token_s:.3g} µs"
     yield (
         f"the trainer takes {found.learn_base_s:.3g} s and {1e6 * found.learn_token_s:.3g} µs per token on {sizes.ranks} "
-        f"rank{'s' * (sizes.ranks > 1)}"
+        f"rank{'s' * (sizes.ranks > 1)}, and {len(found.step_s)} steps say what passes between two"
     )
-    yield ""
+
+
+def _assumed(found: Measured, settings: Sequence[Setting], is_calibrated: bool) -> Iterator[str]:
+    """What the table below rests on besides measurements, a sentence each."""
+    sizes, host = found.sizes, found.host
+    if host is not None and any(each.embedded for each in settings):
+        yield (
+            f"assumed: engine, loop and sessions share {host.cores} cores, and wait for nothing else; a request is "
+            f"{1e3 * host.request_s:.3g} ms of the loop, a session computes {host.session_share:.0%} of the time that it took"
+        )
+    elif sizes.embedded and any(each.embedded for each in settings):
+        yield "assumed: nothing waits for a processor, though the engine is in the trainer's process (an older run)"
+    if any(not each.embedded for each in settings):
+        yield "assumed: each engine has devices of its own" + (
+            f", as fast as one of the {host.cores} cores of the run" if host is not None and not is_calibrated else ""
+        )
+    if any(each.ranks != sizes.ranks for each in settings):
+        yield f"assumed: twice the ranks are {2 * found.scaling:.3g} times as fast (--scaling)"
+    if any(each.shared for each in settings):
+        yield "assumed: handing a shared device over takes no time"
+    caches = (
+        "slots keep what the embedded engine's keep" if sizes.keeps else "as much of each prompt is cached as it was"
+    )
+    bound = f", and {sizes.cache_tokens} tokens fit" if sizes.cache_tokens else ", whose memory suffices"
+    yield f"assumed of caches: {caches}{bound}"
+    evaluations = "none between steps"
+    if sizes.evaluate:
+        evaluations = f"one in {sizes.evaluate} steps, {found.evaluate_s:.3g} s as in the run; counted in steps/h alone"
+    yield f"assumed of evaluations: {evaluations}; no failures, and no time on the network"
 
 
 _HEAD = (
@@ -134,7 +170,7 @@ def _row(each: Predicted) -> tuple[str, ...]:
     setting = each.setting
     return (
         str(setting.engines), str(setting.slots), f"{setting.ranks}{' shared' * setting.shared}", str(setting.staleness),
-        f"{each.step_s:.3g}", f"{each.step_90_s:.3g}", f"{each.steps_per_hour:.3g}", f"{each.engine_busy:.0%}",
+        f"{each.step_s:.3g}", f"{each.step_90_s:.3g}", _count(each.steps_per_hour), f"{each.engine_busy:.0%}",
         f"{each.at_once:.1f}", f"{each.trainer_busy:.0%}", f"{each.staleness:.2f}", str(each.staleness_max),
         f"{each.sampled_per_s:,.0f}", f"{each.learnt_per_s:,.0f}",
     )  # fmt: skip
@@ -145,8 +181,13 @@ def _named(each: Predicted) -> str:
     where = "on the same devices" if setting.shared else "apart"
     return (
         f"{setting.engines} engine{'s' * (setting.engines > 1)} with {setting.slots} slots and {setting.ranks} "
-        f"rank{'s' * (setting.ranks > 1)} {where}, staleness {setting.staleness}: {each.steps_per_hour:.3g}"
+        f"rank{'s' * (setting.ranks > 1)} {where}, staleness {setting.staleness}: {_count(each.steps_per_hour)}"
     )
+
+
+def _count(number: float) -> str:
+    """Three digits, or all before the point."""
+    return f"{number:,.0f}" if number >= 1000 else f"{number:.3g}"
 
 
 def _sizes(items: int, group: int) -> str:

@@ -18,6 +18,7 @@ from ramify.cli.exits import Exit
 from ramify.cli.notes import Notes, error_line, write
 from ramify.cli.parser import Command, Option, UsageError
 from ramify.cli.progress import OPTION, Screen, form_of
+from ramify.cli.telemetry import exporting
 from ramify.progress import doing
 from ramify.train.metrics import Measured, read
 
@@ -63,15 +64,19 @@ def train(
             *(part for name in track or () for part in ("--track", name)),
         ]
         return supervise(words, [*flags, *given], Path(into), resume, restarts, notes.say)
-    with Screen(notes, form_of("lines" if plain else progress, notes)) as screen:
+    form = form_of("lines" if plain else progress, notes)
+    with exporting(notes), Screen(notes, form) as screen:
         with doing("starting"):
             from ramify.build.recipe import recipe, stored  # everything heavy comes with it
             from ramify.build.run import train
+            from ramify.train.config import CHOICES
+            from ramify.train.override import override
             from ramify.train.placement.counted import by
 
-            run = recipe(recipes[0], overrides) if recipes else stored(str(resume), overrides)
+            run = recipe(recipes[0]) if recipes else stored(str(resume))
+            run = by(run, placement) if placement else run  # first: what it makes can be overridden
+            run = override(run, overrides, CHOICES)
             run = msgspec.structs.replace(run, trackers=(*run.trackers, *(track or ())))
-            run = by(run, placement) if placement else run
         folder = Path(out or _folder(resume) or f"runs/{run.name}")
         if folder.exists() and not folder.is_dir():
             raise UsageError(f"--out {folder} is a file: name a folder")

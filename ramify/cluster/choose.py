@@ -18,6 +18,9 @@ from ramify.cluster.simulate import Predicted, Setting, simulate
 from ramify.errors import ConfigError
 from ramify.progress import doing
 
+MOST_ROLLOUTS = 300_000
+"""Of all that is simulated at once; some hundred are played in a second."""
+
 
 class Split(NamedTuple):
     """Who has the devices."""
@@ -31,7 +34,9 @@ def splits(devices: int, engine_devices: int = 1) -> list[Split]:
     """All ways to share ``devices`` out, where an engine takes ``engine_devices``. Raises ConfigError where there are too
     few."""
     if devices < engine_devices or min(devices, engine_devices) < 1:
-        raise ConfigError(f"{devices} devices have no room for an engine of {engine_devices}")
+        raise ConfigError(
+            f"{devices} devices have no room for an engine of {engine_devices}: give at least as many, or an engine fewer"
+        )
     most = devices // engine_devices
     apart = [Split(num, devices - num * engine_devices) for num in range(1, most + 1)]
     return [*(each for each in apart if each.ranks), Split(most, devices, shared=True)]
@@ -49,12 +54,19 @@ def choices(
             items=items or sizes.items, group=group or sizes.group, concurrency=concurrency or sizes.concurrency,
             on_wire=sizes.on_wire, max_items=max(sizes.max_items, items) if sizes.max_items else 0,
             straggle=sizes.straggle if straggle is None else straggle, late=sizes.late if late is None else late,
-            keeps=sizes.keeps, embedded=sizes.embedded and split == Split(1, 1),
+            keeps=sizes.keeps, evaluate=sizes.evaluate, cache_tokens=sizes.cache_tokens,
+            embedded=sizes.embedded and split == Split(1, 1),
         )  # fmt: skip
 
 
 def predict(measured: Measured, settings: Sequence[Setting], *, steps: int = 20, seed: int = 0) -> list[Predicted]:
-    """What each comes to, over the same work."""
+    """What each comes to, over the same work. Raises ConfigError for more than is done in an hour or so."""
+    num = sum(each.items * each.group * (steps + 2 * each.staleness + 1) for each in settings)
+    if num > MOST_ROLLOUTS:
+        raise ConfigError(
+            f"{len(settings)} settings over {steps} steps are {num} rollouts, and {MOST_ROLLOUTS} at most are played: try "
+            "fewer settings at once (engines, slots, ranks, staleness, devices), fewer steps, or fewer items and groups"
+        )
     found = []
     with doing("simulating", len(settings), "settings") as told:
         for setting in settings:
@@ -64,7 +76,8 @@ def predict(measured: Measured, settings: Sequence[Setting], *, steps: int = 20,
 
 
 def best(found: Sequence[Predicted]) -> Predicted:
-    """The one with most steps per hour; of those within a hundredth of it the one whose tokens are freshest."""
+    """The one with most steps per hour; of those within a hundredth of it the one whose tokens are freshest, then that on
+    fewest devices."""
     most = max(each.steps_per_hour for each in found)
     near = [each for each in found if each.steps_per_hour >= 0.99 * most]
-    return min(near, key=lambda each: (each.staleness, -each.steps_per_hour))
+    return min(near, key=lambda each: (each.staleness, each.setting.engines + each.setting.ranks, -each.steps_per_hour))

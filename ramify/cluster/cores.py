@@ -33,6 +33,9 @@ class Cores:
         self._loop: deque[tuple[float, Event]] = deque()
         """Work of the loop, one after the other: seconds of a core that are left, and its end."""
         self._pace = self._loop_pace = 0.0
+        self.used_s = 0.0
+        """Seconds of all cores together that something was computed."""
+        self._wanting = 0
         if engine is not None:
             engine.told = self._changed
 
@@ -52,6 +55,11 @@ class Cores:
         self._go_on()
         return done
 
+    def settle(self) -> None:
+        """Bring what is counted up to now."""
+        self._catch_up()
+        self._go_on()
+
     def _changed(self) -> None:
         """The engine has begun or ended to want a core."""
         self._catch_up()
@@ -62,6 +70,7 @@ class Cores:
         if passed <= 0:
             return
         self._done_s += passed * self._pace
+        self.used_s += passed * self._pace * self._wanting
         if self._loop:
             left, done = self._loop[0]
             self._loop[0] = (left - passed * self._loop_pace, done)
@@ -69,7 +78,7 @@ class Cores:
     def _go_on(self) -> None:
         """Give everybody their pace, and wake up when the first of them ends."""
         engine_wants, loop_wants = self._engine is not None and self._engine.wants, bool(self._loop)
-        wanting = len(self._sessions) + (engine_wants or loop_wants)
+        wanting = self._wanting = len(self._sessions) + (engine_wants or loop_wants)
         self._pace = min(1.0, self._num / wanting) if wanting else 0.0
         self._loop_pace = self._pace / (1 + engine_wants)
         if self._engine is not None:

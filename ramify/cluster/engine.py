@@ -6,16 +6,16 @@ All sequences in an engine get a token per step, and a step takes ``rate.step_s(
 steps that have gone by, says how far each of them is; it is brought up to date where something changes, and the next to
 end is the one with the smallest number of steps at its end.
 
-What of a prompt has to be read is what it was where it was measured, or what its ``kept`` slots say. Leaves out what else
-memory allows: slots are given.
+What of a prompt has to be read is what it was where it was measured, or what its ``kept`` slots say. Sequences that the cache
+has no room for wait; the real engine lets some begin, and throws them out again when they grow.
 """
 
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections import deque
 from collections.abc import Callable
-from itertools import count
 from typing import NamedTuple
 
 from simpy import Environment, Event
@@ -54,8 +54,11 @@ class _Running:
 class Engine:
     """One engine."""
 
-    def __init__(self, env: Environment, rate: Rate, slots: int, kept: Kept | None = None) -> None:
-        """``kept``: what slots hold, where a cache is nothing but its slots."""
+    def __init__(
+        self, env: Environment, rate: Rate, slots: int, kept: Kept | None = None, cache_tokens: int = 0
+    ) -> None:
+        """``kept``: what slots hold, where a cache is nothing but its slots. ``cache_tokens``: that all slots together have
+        room for; 0: no bound."""
         self.version = 0
         self.in_flight = 0
         """Requests that wait or run."""
@@ -72,12 +75,12 @@ class Engine:
         self.wants = False
         """Whether there is something to compute."""
         self._pace = 1.0
-        self._kept = kept
+        self._kept, self._cache_tokens = kept, cache_tokens
         self._env, self._rate, self._slots = env, rate, slots
         self._steps, self._debt_s, self._at = 0.0, 0.0, env.now
         self._running: list[tuple[float, int, _Running]] = []
         self._waiting: deque[_Running] = deque()
-        self._ids, self._alarm = count(), 0
+        self._ids, self._alarm = itertools.count(), 0
         self._paused = 0
 
     @property
@@ -92,9 +95,7 @@ class Engine:
             self._pace = pace
             self._ring()
 
-    def sample(
-        self, new: int, context: int, sampled: int, owner: object = None, known: Known | None = None
-    ) -> Event:
+    def sample(self, new: int, context: int, sampled: int, owner: object = None, known: Known | None = None) -> Event:
         """Ask for ``sampled`` tokens after a prompt of ``context``, of which ``new`` are in no cache. The event's value are
         the spans. ``owner`` may ``cancel`` it."""
         done = self._env.event()
@@ -159,7 +160,7 @@ class Engine:
 
     def _go_on(self) -> None:
         """Fill free slots, and wake up when the next sequence ends."""
-        while self._waiting and len(self._running) < self._slots and not self._paused:
+        while self._waiting and len(self._running) < self._room() and not self._paused:
             each = self._waiting.popleft()
             each.begun = self._steps
             self._reads(self._to_read(each))
@@ -169,6 +170,14 @@ class Engine:
             self.wants = wants
             self.told()
         self._ring()
+
+    def _room(self) -> int:
+        """Slots that there may be: all are as long as the longest sequence inside, and the next, will need, a power of two."""
+        if not self._cache_tokens:
+            return self._slots
+        inside = itertools.chain((entry[2] for entry in self._running), [self._waiting[0]])
+        longest = max(each.context + each.sampled for each in inside)
+        return max(1, min(self._slots, self._cache_tokens // (1 << max(longest - 1, 1).bit_length())))
 
     def _ring(self) -> None:
         """Wake up when the next sequence ends."""

@@ -1,4 +1,4 @@
-"""What an engine's slots still hold of earlier requests, in simulated time: the real bookkeeping, over the ids of a measured run.
+"""What an engine's slots still hold of earlier requests, in simulated time: the real bookkeeping, over a measured run's ids.
 
     kept = Kept(slots=4, capacity=512)
     slot, read = kept.admit(prompt, "0.1")     the next turn of a call finds its own slot, a sibling copies a common beginning;

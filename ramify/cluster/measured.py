@@ -2,6 +2,7 @@
 
     OUT/rollouts/step-*.jsonl    whole trees, by groups: what a rollout asks for; requests with their seconds: the engine's rate
     OUT/metrics.jsonl            work_s, learn_s and when each step ended: learning, publishing, what comes between
+    OUT/processors.jsonl         where engine, loop and sessions share processors: what each of them computed
     OUT/checkpoints/*/state.json the run's own sizes: items, group, concurrency, slots, ranks
 
 Nothing is averaged that can be drawn again: groups are drawn whole, so that items that are long stay long in all their
@@ -34,6 +35,8 @@ from ramify.types.trajectory import Trajectory
 HOW = "train with cadence.rollouts=1, which keeps every step's rollouts in OUT/rollouts"
 DEFAULT_SLOTS = 128
 """Of the embedded engine on a CPU, where the run does not say."""
+CPU_CACHE_BYTES = 2 << 30
+"""Likewise."""
 
 
 class Sizes(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,6 +55,10 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     late: int = 4
     keeps: bool = False
     embedded: bool = False
+    evaluate: int = 0
+    """Steps between evaluations; 0: none but at the end."""
+    cache_tokens: int = 0
+    """Of one engine; 0 where that is not known."""
 
 
 class Measured(msgspec.Struct, kw_only=True):
@@ -72,10 +79,14 @@ class Measured(msgspec.Struct, kw_only=True):
     """From the last rollout's end to the beginning of learning."""
     silent: float = 0.0
     """Share of groups that dynamic sampling gave up."""
+    evaluate_s: float = 0.0
+    """That an evaluation takes, on average."""
     scaling: float = 1.0
     """How much of twice the speed twice the ranks give."""
     host: Host | None = None
     """What the trainer's machine computes besides; None where that is not known, and nothing waits for a processor."""
+    computed_s: list[float] = msgspec.field(default_factory=list)
+    """Processor seconds of each step's rollouts, where they were measured."""
     step_s: list[float] = msgspec.field(default_factory=list)
     """Of each step as it was measured, evaluations left out."""
 
@@ -118,6 +129,11 @@ def measured(run: Path, *, last: int = 0, rate: Rate | None = None, scaling: flo
         raise ConfigError(
             f"{run} has no {metric_file.FILE} with steps of reinforcement learning: give a run that got through one; {HOW}"
         )
+    if len(done) < 2:
+        raise ConfigError(
+            f"{run} has one step of reinforcement learning, which does not say what passes between two: give a run of at "
+            f"least two; {HOW}"
+        )
     kept = dict(list(_kept(run))[-last:])
     steps = [step for step in kept if step in done]
     if not steps:
@@ -142,7 +158,9 @@ def measured(run: Path, *, last: int = 0, rate: Rate | None = None, scaling: flo
         rate=rate or _rate(trees, sizes, hidden), host=host,
         sizes=sizes, learn_base_s=base_s, learn_token_s=token_s, learn_off=off, scaling=scaling,
         publish_s=_publishing(done, took), prepare_s=_preparing(done, kept, steps, sizes),
-        silent=_silent(run, max(0.0, 1 - sizes.items / tried)), step_s=[took[step] for step in sorted(took)],
+        silent=_silent(run, max(0.0, 1 - sizes.items / tried)), evaluate_s=_evaluating(lines),
+        computed_s=[each.loop_s + each.sessions_s + sum(pace.cpu_s for pace in each.engine) for each in spent],
+        step_s=[took[step] for step in sorted(took)],
     )  # fmt: skip
 
 
@@ -188,7 +206,22 @@ def _sizes(run: Path, steps: Sequence[Sequence[Sequence[Trajectory]]]) -> Sizes:
         staleness=sample.get("max_staleness", 0), max_items=sample.get("max_items", 0),
         straggle=sample.get("straggle", 0.0), late=sample.get("late", 4),
         keeps=not inference or inference.get("engine") == "ramify", embedded=bool(config) and not inference,
+        evaluate=(config.get("cadence") or {}).get("evaluate", 0),
+        cache_tokens=0 if checkpoint is None or inference else _cache_tokens(checkpoint / "policy", policy),
     )  # fmt: skip
+
+
+def _cache_tokens(folder: Path, policy: dict[str, Any]) -> int:
+    """That the cache of an embedded engine has room for; 0 where its size or the model's is not known."""
+    num_bytes = policy.get("cache_bytes") or (CPU_CACHE_BYTES if policy.get("device") == "cpu" else 0)
+    try:
+        model = msgspec.json.decode((folder / "config.json").read_bytes())
+        heads = model.get("num_key_value_heads") or model["num_attention_heads"]
+        size = model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"]
+        itemsize = 4 if "32" in str(model.get("dtype") or model.get("torch_dtype") or "32") else 2
+        return int(num_bytes // (2 * model["num_hidden_layers"] * heads * size * itemsize))
+    except (OSError, KeyError, TypeError, msgspec.DecodeError):
+        return 0
 
 
 # --- times ---------------------------------------------------------------------------------------------------------------
@@ -292,6 +325,15 @@ def _took(lines: Sequence[metric_file.Measured]) -> dict[int, float]:
             found[each.step] = each.at_s - before.at_s - between_s
         before, between_s = each, 0.0
     return found
+
+
+def _evaluating(lines: Sequence[metric_file.Measured]) -> float:
+    """Of those between steps."""
+    first = min(each.step for each in lines if "learn_s" in each.values)
+    last = max(each.step for each in lines if "learn_s" in each.values)
+    between = [each for each in lines if first <= each.step < last] or lines
+    found = [each.values["evaluate_s"] for each in between if "evaluate_s" in each.values]
+    return fmean(found) if found else 0.0
 
 
 def _publishing(done: dict[int, metric_file.Measured], took: dict[int, float]) -> list[float]:

@@ -13,7 +13,7 @@ buffers: a gigabyte or two on a GPU).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 import msgspec
@@ -31,6 +31,10 @@ _SLOTS = {True: 128, False: 256}
 _CPU_CACHE_BYTES = 2 << 30
 _SHARE_OF_VLLM = 0.9
 """Of a GPU that vLLM and SGLang take by default: what weights leave is for keys and values."""
+_SHARE_OPTIONS = ("--gpu-memory-utilization", "--mem-fraction-static")
+_ACTIVATIONS, _LOGITS = "activations, at most", "logits"
+_LEARNING = ("gradients", "gathered", _ACTIVATIONS, _LOGITS)
+"""Parts that are there while the trainer learns, and not while it waits for rollouts."""
 
 
 class Memory(msgspec.Struct, frozen=True):
@@ -44,6 +48,11 @@ class Memory(msgspec.Struct, frozen=True):
     @property
     def total(self) -> int:
         return sum(self.parts.values())
+
+    @property
+    def between(self) -> int:
+        """What a trainer keeps while it does not learn."""
+        return sum(num_bytes for name, num_bytes in self.parts.items() if name not in _LEARNING)
 
     @property
     def fits(self) -> bool:
@@ -61,8 +70,8 @@ def of_rank(run: Run, shape: Shape, device: Device, ranks: int, rank: int = 0) -
     if run.compute.backend == "fsdp" and shards > 1:
         parts["gathered"] = _gathered(run, shape, device)
     parts |= _second(run, shape, shards)
-    parts["activations, at most"] = max_tokens(run, shape, device) * _per_token(run, shape)
-    parts["logits"] = 2 * FP32 * (run.compute.max_logits or _logits(device))
+    parts[_ACTIVATIONS] = max_tokens(run, shape, device) * _per_token(run, shape)
+    parts[_LOGITS] = 2 * FP32 * (run.compute.max_logits or _logits(device))
     if rank == 0:
         parts |= _of_run(run, shape, device)
     return Memory(parts, int(device.memory_gb * 1e9))
@@ -74,7 +83,7 @@ def of_engine(run: Run, shape: Shape, device: Device) -> Memory:
     weights = shape.parameters * itemsize
     spec = run.inference
     if spec is not None and spec.engine != "ramify" and not device.is_cpu:
-        kept = max(0, int(_SHARE_OF_VLLM * device.memory_gb * 1e9) - weights)
+        kept = max(0, int(_share_of_gpu(spec.args) * device.memory_gb * 1e9) - weights)
     else:
         kept = cache_bytes(shape, device, itemsize, _slots_of(run, device), None)
     return Memory({"weights": weights, "keys and values": kept}, int(device.memory_gb * 1e9))
@@ -175,6 +184,14 @@ def _slots_of(run: Run, device: Device) -> int:
         if name in ("--slots", "--max-num-seqs", "--max-running-requests") and value.isdigit():
             return int(value)
     return _SLOTS[device.is_cpu]
+
+
+def _share_of_gpu(args: Sequence[str]) -> float:
+    """That vLLM or SGLang takes, as its options say."""
+    for name, value in pairwise(" ".join(args).replace("=", " ").split()):
+        if name in _SHARE_OPTIONS and value.replace(".", "", 1).isdigit():
+            return float(value)
+    return _SHARE_OF_VLLM
 
 
 def _per_token(run: Run, shape: Shape) -> int:

@@ -17,8 +17,10 @@ from ramify.cluster.shape import Shape, config_of, shape_of
 from ramify.cluster.steps import Seconds, Tokens
 from ramify.errors import ConfigError
 from ramify.train.config import Run
+from ramify.train.metrics import FILE
 from ramify.train.placement.counted import counted
 from ramify.train.placement.seats import Seat, seats
+from ramify.train.placement.sharing import shared, sleeping
 from ramify.train.placement.spec import PlacementSpec, Pool
 
 _ROLES = {"rank 0": "trainer", "engine": "inference"}
@@ -48,6 +50,22 @@ class Part(msgspec.Struct, frozen=True):
     """Of each, the first of them where they differ."""
 
 
+class Together(msgspec.Struct, frozen=True):
+    """Processes of trainer and engines on one device."""
+
+    roles: tuple[str, ...]
+    sleeps: bool
+    """Whether engines give their memory back while the trainer learns."""
+    bytes: dict[str, int]
+    """While what goes on -> what all of them hold."""
+    room: int
+
+    @property
+    def most(self) -> tuple[str, int]:
+        """(while what goes on, bytes) where they hold most."""
+        return max(self.bytes.items(), key=lambda each: each[1])
+
+
 class Plan(msgspec.Struct, frozen=True):
     """Who goes where, what each holds, and how long a step takes."""
 
@@ -56,6 +74,7 @@ class Plan(msgspec.Struct, frozen=True):
     pools: dict[str, Pool]
     seats: list[Seat]
     parts: list[Part]
+    together: list[Together]
     tokens: Tokens
     seconds: Seconds | None
     """None without reinforcement learning."""
@@ -72,13 +91,15 @@ def plan(run: Run, options: Options | None = None) -> Plan:
     shape = shape_of(config_of(run), run.policy.lora)
     devices = _device(spec, options, "trainer"), _device(spec, options, "inference" if num["inference"] else "trainer")
     parts = list(_parts(run, shape, num, devices))
+    together = list(_together(msgspec.structs.replace(run, placement=spec), parts, num, devices))
     from_run = _from_run(options.measured)
     tokens = options.tokens or (from_run.tokens if from_run else Tokens.assumed(run, shape.window))
     engines = max(1, num["inference"] or len(run.inference.urls if run.inference is not None else ()))
     took = steps.seconds(
         run, shape, num["trainer"], engines, devices, tokens, shares=options.shares, from_run=from_run
     ) if run.rl is not None else None  # fmt: skip
-    return Plan(run.name, shape, spec.pools, found, parts, tokens, took, list(_too_large(parts, spec)))
+    too_large = list(_too_large(parts, together))
+    return Plan(run.name, shape, spec.pools, found, parts, together, tokens, took, too_large)
 
 
 def lines(plan: Plan) -> Iterator[str]:
@@ -95,6 +116,9 @@ def lines(plan: Plan) -> Iterator[str]:
         yield f"  {part.role} x {part.count} ({part.device}): {_size(part.memory.total)}{room}"
         for name, num_bytes in part.memory.parts.items():
             yield f"    {name:<21} {_size(num_bytes):>10}"
+    for each in plan.together:
+        told = ", ".join(f"{_size(num_bytes)} while {name}" for name, num_bytes in each.bytes.items())
+        yield f"  {' and '.join(each.roles)} on one device: {told}, of {_size(each.room)}"
     if plan.seconds is not None:
         yield ""
         yield f"seconds of a step ({plan.tokens.why})"
@@ -131,20 +155,46 @@ def _parts(run: Run, shape: Shape, num: dict[str, int], devices: tuple[Device, D
         yield Part("sessions", max(1, num["rollouts"]), "cpu", memory.of_sessions(run, max(1, num["rollouts"]), room))
 
 
-def _too_large(parts: list[Part], spec: PlacementSpec) -> Iterator[str]:
+def _together(
+    run: Run, parts: list[Part], num: dict[str, int], devices: tuple[Device, Device]
+) -> Iterator[Together]:  # fmt: skip
+    """What trainer and engines that share a device hold: where engines sleep, never both at once. Raises ConfigError where
+    engines would have to sleep and to answer at the same time."""
+    kind = "cpu" if devices[0].is_cpu else "cuda"
+    engines = sleeping(run, kind)
+    colocated = any({"trainer", "inference"} <= set(group) for group in (run.placement or PlacementSpec()).colocate)
+    if engines is None or not num["inference"] or not (colocated or shared(run, kind)):
+        return
     by_role: dict[str, Part] = {}
     for part in parts:
         by_role.setdefault(_ROLES.get(part.role, part.role), part)
+    spec = run.placement or PlacementSpec()
+    over, under = (max(1.0, spec.role(role).gpus) for role in ("trainer", "inference"))  # GPUs that each lies over
+    trainer, engine = by_role["trainer"].memory, by_role["inference"].memory
+    learning, between = int(trainer.total / over), int(trainer.between / over)
+    awake = int(engine.total / under) * (1 if colocated or engines.gpus else num["inference"])
+    held = {"engines answer": between + awake, "the trainer learns": learning}
+    if not engines.level:
+        held = {"both go on": learning + awake}
+    elif engines.level == 1 and kind == "cpu":  # main memory is where they would go
+        held["the trainer learns"] += engine.parts["weights"]
+    room = min(int(trainer.room / over), int(engine.room / under))
+    yield Together(("trainer", "inference"), bool(engines.level), held, room)
+
+
+def _too_large(parts: list[Part], together: list[Together]) -> Iterator[str]:
+    for part in parts:
         if not part.memory.fits:
             yield f"{part.role} holds {_size(part.memory.total)} and a {part.device} has {_size(part.memory.room)}"
-    for group in spec.colocate:
-        together = [(by_role[role].memory, max(1.0, spec.role(role).gpus)) for role in group if role in by_role]
-        total = sum(int(each.total / gpus) for each, gpus in together)
-        room = min((int(each.room / gpus) for each, gpus in together), default=0)
-        if len(together) > 1 and room and total > room:
+    for each in together:
+        when, total = each.most
+        if each.room and total > each.room:
+            advice = (
+                "give engines less (inference.args)" if each.sleeps else "let engines sleep (inference.sleep=learn)"
+            )
             yield (
-                f"{' and '.join(group)} share a device of {_size(room)} and hold {_size(total)} together: they fit only while "
-                "one of them sleeps"
+                f"{' and '.join(each.roles)} share a device of {_size(each.room)} and hold {_size(total)} together while "
+                f"{when}: {advice}, or devices of their own"
             )
 
 
@@ -170,6 +220,8 @@ def _from_run(folder: Path | None) -> steps.Measured | None:
         return None
     from ramify.build.recipe import stored
 
+    if not (folder / FILE).is_file():
+        raise ConfigError(f"--measured {folder} is no run's folder: it has no {FILE}")
     run = stored(folder)
     num = counted(run, run.placement or PlacementSpec())
     return steps.measured(folder, num["trainer"], max(1, num["inference"]))

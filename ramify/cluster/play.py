@@ -117,9 +117,7 @@ class Stage:
         if not call.turns and call.host_s:
             yield self.session(call.host_s)
 
-    def _request(
-        self, turn: TurnShape, new: int, engine: Engine, attempt: Attempt, known: Known | None
-    ) -> Process:
+    def _request(self, turn: TurnShape, new: int, engine: Engine, attempt: Attempt, known: Known | None) -> Process:
         with self._wire.request() as place:
             yield place
             if self.cores is not None and self._host is not None:

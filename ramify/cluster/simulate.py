@@ -5,7 +5,8 @@
           └────────── version + 1 ◀── publish ◀── learn ◀── prepare ◀─────────┘
 
 Work is drawn from whole measured groups, by the group's number and the seed alone, so that every setting has the same work.
-Leaves out evaluations, checkpoints, failures, and what a cache's memory allows.
+An evaluation takes what it took; in an asynchronous run rollouts go on meanwhile. Checkpoints are in what a step took besides
+its work and its learning. Leaves out failures and the network.
 """
 
 from __future__ import annotations
@@ -52,6 +53,10 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     """Requests at once, of all rollouts together (``limits.max_concurrency``)."""
     keeps: bool = False
     """What engines computed for a call stays in its slot, and is lost where others need that."""
+    cache_tokens: int = 0
+    """That an engine's cache has room for; 0: for whatever is in its slots."""
+    evaluate: int = 0
+    """Steps between evaluations; 0: none."""
     embedded: bool = False
     """The engine is in the trainer's process, and shares its processors where it is known what each part takes of them."""
 
@@ -68,15 +73,13 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("engines", "slots", "ranks", "items", "group", "concurrency", "on_wire"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
-        if (
-            min(self.staleness, self.late) < 0
-            or 0 < self.max_items < self.items
-            or (self.straggle and self.straggle < 1)
-        ):
-            raise ConfigError(
-                f"staleness={self.staleness} and late={self.late} cannot be negative, max_items={self.max_items} must be 0 or "
-                f"at least items={self.items}, straggle={self.straggle:g} 0 or at least 1"
-            )
+        for name in ("staleness", "late", "cache_tokens", "evaluate"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least 0")
+        if 0 < self.max_items < self.items:
+            raise ConfigError(f"max_items={self.max_items} must be 0 or at least items={self.items}")
+        if not (self.straggle == 0 or 1 <= self.straggle < float("inf")):
+            raise ConfigError(f"straggle={self.straggle:g} is times the median: at least 1, or 0 for never")
 
 
 class Predicted(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,21 +109,28 @@ class Predicted(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens that the trainer computes."""
     stragglers: float
     """Rollouts that were given up, per step."""
+    computed_s: float = 0.0
+    """Processor seconds of a step's rollouts, where these are known: of the embedded engine, the loop and sessions."""
+    evaluating_s: float = 0.0
+    """Per step, which are no part of the step's seconds."""
 
     @property
     def steps_per_hour(self) -> float:
-        return 3600 / self.step_mean_s
+        """Evaluations counted."""
+        return 3600 / (self.step_mean_s + self.evaluating_s)
 
 
 class _Seen(msgspec.Struct):
     """Counts at the end of one step."""
 
     at_s: float
+    evaluating_s: float
     engine_busy_s: float
     sequence_s: float
     trainer_busy_s: float
     sampled: float
     stragglers: int
+    computed_s: float = 0.0
     learnt: int = 0
     behind: list[tuple[int, float]] = []
     """(versions, tokens) of what this step learnt from."""
@@ -142,11 +152,17 @@ class _Simulation:
         self._env = Environment()
         rate = measured.rate
         kept = [Kept(setting.slots, measured.longest) if setting.keeps else None for _ in range(setting.engines)]
-        self._engines = [Engine(self._env, rate, setting.slots, each) for each in kept]
+        self._engines = [Engine(self._env, rate, setting.slots, each, setting.cache_tokens) for each in kept]
         self._stage = Stage(
-            self._env, self._engines, rate, setting.concurrency, setting.on_wire, measured.host, embedded=setting.embedded
+            self._env,
+            self._engines,
+            rate,
+            setting.concurrency,
+            setting.on_wire,
+            measured.host,
+            embedded=setting.embedded,
         )
-        self._trainer_busy_s = 0.0
+        self._trainer_busy_s = self._evaluating_s = self._learnt_s = 0.0
         self._seen: list[_Seen] = []
 
     def run(self, steps: int) -> Predicted:
@@ -177,12 +193,16 @@ class _Simulation:
             queue.newer(step + 1)
             self._trainer_busy_s += learn_s + publish_s
             self._note(step, num_learnt, taken, queue.num_stragglers)
+            if self._setting.evaluate and (step + 1) % self._setting.evaluate == 0:
+                yield self._env.timeout(self._measured.evaluate_s)
+                self._evaluating_s += self._measured.evaluate_s
 
     def _learn(self, seconds: float) -> Generator[Event, Any, None]:
         """On the engine's devices, on the processors that all share, or on others."""
         cores = self._stage.cores
         if self._setting.embedded and cores is not None:
             yield cores.session(seconds)
+            self._learnt_s += seconds
         else:
             yield from self._held(seconds, self._setting.shared)
 
@@ -205,17 +225,29 @@ class _Simulation:
         ]
         self._seen.append(
             _Seen(
-                self._env.now, sum(each.busy_s for each in self._engines), sum(each.sequence_s for each in self._engines),
-                self._trainer_busy_s, sum(each.sampled for each in self._engines), stragglers, num_learnt,
+                self._env.now, self._evaluating_s, sum(each.busy_s for each in self._engines),
+                sum(each.sequence_s for each in self._engines),
+                self._trainer_busy_s, sum(each.sampled for each in self._engines), stragglers, self._computed(),
+                num_learnt,
                 [(step - version, tokens) for version, tokens in spans],
             )
         )  # fmt: skip
+
+    def _computed(self) -> float:
+        cores = self._stage.cores
+        if cores is None:
+            return 0.0
+        cores.settle()
+        return cores.used_s - self._learnt_s
 
     def _predicted(self, first: int, num: int) -> Predicted:
         before, seen = self._seen[first - 1], self._seen[first : first + num]
         last, engines = seen[-1], self._setting.engines
         took = last.at_s - before.at_s
-        step_s = [now.at_s - then.at_s for then, now in itertools.pairwise([before, *seen])]
+        step_s = [
+            now.at_s - then.at_s - (now.evaluating_s - then.evaluating_s)
+            for then, now in itertools.pairwise([before, *seen])
+        ]
         behind = [each for step in seen for each in step.behind]
         tokens = sum(each for _, each in behind)
         return Predicted(
@@ -227,6 +259,8 @@ class _Simulation:
             staleness_max=max((age for age, _ in behind), default=0),
             sampled_per_s=(last.sampled - before.sampled) / took, learnt_per_s=sum(each.learnt for each in seen) / took,
             stragglers=(last.stragglers - before.stragglers) / num,
+            computed_s=(last.computed_s - before.computed_s) / num,
+            evaluating_s=self._measured.evaluate_s / self._setting.evaluate if self._setting.evaluate else 0.0,
         )  # fmt: skip
 
 

@@ -98,7 +98,11 @@ def measured(folder: Path, ranks: int, engines: int) -> Measured:
         return fmean(row.get(name, 0.0) for row in rows)
 
     sampled, learnt = mean("sampled_tokens"), mean("packed_tokens")
-    why = f"measured over {len(rows)} steps of {folder}"
+    if not learnt:
+        raise ConfigError(
+            f"in no step that counts of {folder} was anything learnt (its first does not): give a longer run"
+        )
+    why = f"measured over {len(rows)} {'step' if len(rows) == 1 else 'steps'} of {folder}"
     tokens = Tokens(sampled, max(0.0, learnt - sampled), mean("sampled_tokens") / max(mean("length_mean"), 1), why)
     return Measured(
         tokens, learnt / max(mean("learn_s"), 1e-9) / ranks, sampled / max(mean("work_s"), 1e-9) / engines, why

@@ -26,6 +26,11 @@ TINY = Path(__file__).parents[1] / "policy" / "tiny"
 """The folder of the packaged policy."""
 
 
+TAGS = ("weights", "kv_cache")
+"""What of an engine's memory can sleep, as vLLM and SGLang name it, in the order in which it is woken: weights, then an update,
+and only then keys and values, so that an update has their memory, too."""
+
+
 class EngineLost(ModelError):
     """The one engine that was asked is gone; it comes back with the weights of then, or not at all."""
 

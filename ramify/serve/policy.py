@@ -1,6 +1,6 @@
 """A policy behind an OpenAI-compatible address: ``ramify serve-policy FOLDER``.
 
-    GET  /health                 {"status": "ok", "version": 0}
+    GET  /health                 {"status": "ok", "version": 0, …}, also while it sleeps
     GET  /metrics                how full the cache is, in vLLM's names
     GET  /v1/models              the one model, with its window
     POST /v1/chat/completions    also streamed; logprobs, token ids (return_token_ids), tools where the template has them
@@ -31,6 +31,7 @@ from ramify.inference.http import pressure
 from ramify.inference.local.client import LocalClient
 from ramify.serve import completions, metrics, tokens
 from ramify.serve.completions import Asked
+from ramify.serve.sleep import WAIT_S
 from ramify.serve.web import Listener, bearer, failed, refuse_open
 from ramify.serve.weights import WeightRoutes, facts
 from ramify.types.message import Message, Reply
@@ -48,19 +49,22 @@ class PolicyServer:
     def __init__(
         self, client: LocalClient, *, name: str, host: str = "127.0.0.1", port: int = 8000, key: str | None = None,
         weight_transfer: bool = False, carriers: Sequence[str] = (), weights_root: Path | None = None,
+        wait_s: float = WAIT_S,
     ) -> None:  # fmt: skip
         """``name`` is the model's; ``port`` 0 takes a free one; ``key`` is asked for as a bearer token. With
-        ``weight_transfer`` whoever may ask may also replace the weights; the last two are ``WeightRoutes``'s.
+        ``weight_transfer`` whoever may ask may also replace the weights; the last three are ``WeightRoutes``'s.
 
         Raises ConfigError for an address beyond loopback without a key."""
         refuse_open(host, bool(key))
         self.name = name
         self._client, self._key = client, key
-        self._in_flight = 0
+        self._in_flight = self._waiting = 0
         self._paths = _Paths()
         self._weights: WeightRoutes | None = None
         if weight_transfer:
-            self._weights = WeightRoutes(client, lambda: self._in_flight, carriers=carriers, root=weights_root)
+            self._weights = WeightRoutes(
+                client, lambda: self._in_flight, carriers=carriers, root=weights_root, wait_s=wait_s
+            )
         self._listener = Listener(host, port)
 
     @property
@@ -99,7 +103,9 @@ class PolicyServer:
         return response
 
     async def _health(self, _: web.Request) -> web.Response:
-        return web.json_response({"status": "ok", "version": self._client.version, "in_flight": self._in_flight})
+        asleep = self._weights.sleep.asleep if self._weights is not None else []
+        told = {"status": "ok", "version": self._client.version, "in_flight": self._in_flight}
+        return web.json_response({**told, "asleep": asleep, "held_bytes": self._client.held()})
 
     async def _metrics(self, _: web.Request) -> web.Response:
         text = pressure.write(await self._client.pressure())
@@ -135,10 +141,14 @@ class PolicyServer:
         """``answer``, or what is wrong before it or in it."""
         if http.content_type != "application/json":  # a page in a browser may post other types without asking
             return failed(415, "send the body as application/json")
-        if self._in_flight >= _MAX_IN_FLIGHT:
-            busy = failed(429, f"{self._in_flight} requests are being answered: come back")
+        if self._in_flight + self._waiting >= _MAX_IN_FLIGHT:
+            busy = failed(429, f"{self._in_flight + self._waiting} requests are being answered: come back")
             busy.headers["retry-after"] = "1"
             return busy
+        try:
+            await self._there()
+        except ModelError as error:
+            return failed(503, str(error))
         if self._weights is not None and self._weights.broken:
             return failed(503, f"{self._weights.broken}; send all of them again")
         self._in_flight += 1
@@ -150,6 +160,16 @@ class PolicyServer:
             return failed(400, str(error))
         finally:
             self._in_flight -= 1
+
+    async def _there(self) -> None:
+        """Return once nothing that an answer needs sleeps. Raises ServerFailed where that takes too long."""
+        if self._weights is None:
+            return
+        self._waiting += 1
+        try:
+            await self._weights.sleep.wait()
+        finally:
+            self._waiting -= 1
 
     async def _whole(self, asked: Asked, request: Request) -> web.Response:
         reply = await self._client.complete(request)

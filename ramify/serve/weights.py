@@ -1,11 +1,11 @@
 """New weights for a policy that is served: the routes of vLLM and those of SGLang, over one embedded engine.
 
-    vLLM     POST /pause?mode=abort|wait|keep  /resume  /reset_prefix_cache  /sleep  /wake_up
+    vLLM     POST /pause?mode=abort|wait|keep  /resume  /reset_prefix_cache
              POST /init_weight_transfer_engine  /start_weight_update  /update_weights  /finish_weight_update
-             GET  /is_paused  /is_sleeping  /weight_info  /get_world_size
+             GET  /is_paused  /weight_info  /get_world_size
     SGLang   POST /pause_generation  /continue_generation  /flush_cache  /update_weights_from_disk
-             POST /release_memory_occupation  /resume_memory_occupation
     ours     GET  /fingerprint
+    memory   of both: ``sleep.py``
 
 They are there only where the server was started with ``--weight-transfer``: who reaches them decides what the model says.
 Nothing is sampled between the beginning of an update and its end; one that broke off is said to whoever asks for a reply,
@@ -27,9 +27,9 @@ from ramify.errors import ConfigError, RamifyError
 from ramify.inference.base import PROTOCOL
 from ramify.inference.local.client import LocalClient
 from ramify.inference.weights.base import CARRIERS, Info, Piece, Receiver, Stale, carrier_class
+from ramify.serve.sleep import WAIT_S, Body, Sleep
 from ramify.serve.web import failed
 
-Body = dict[str, Any]
 _MODES = ("abort", "wait", "keep")
 _SGLANG_MODES = {"abort": "abort", "retract": "keep", "in_place": "keep"}
 _POLL_S = 0.01
@@ -46,14 +46,17 @@ class WeightRoutes:
         *,
         carriers: Sequence[str] = (),
         root: Path | None = None,
+        wait_s: float = WAIT_S,
     ) -> None:
         """``in_flight`` counts the requests that are being answered; ``carriers`` are classes of one's own that may be
-        asked for besides the built-in; with ``root`` files of weights are read below that folder alone."""
+        asked for besides the built-in; with ``root`` files of weights are read below that folder alone. ``wait_s``: how long
+        requests wait while it sleeps."""
         self._client, self._in_flight = client, in_flight
         self._carriers = {*CARRIERS, *carriers}
         self._root = root.resolve() if root is not None else None
         self._receiver: Receiver | None = None
-        self._is_paused = self._is_sleeping = self._is_updating = False
+        self._is_paused = self._is_updating = False
+        self.sleep = Sleep(client, self._stopped, self._go_on, lambda: self._is_updating, wait_s)
         self._num_taken = 0
         """Chunks of the update that is under way."""
         self.broken = ""
@@ -61,22 +64,22 @@ class WeightRoutes:
 
     def add_to(self, app: web.Application) -> None:
         for path, act in {
-            "/pause": self._pause, "/resume": self._resume, "/reset_prefix_cache": self._reset, "/sleep": self._sleep,
-            "/wake_up": self._wake, "/init_weight_transfer_engine": self._init, "/start_weight_update": self._start,
+            "/pause": self._pause, "/resume": self._resume, "/reset_prefix_cache": self._reset, "/sleep": self.sleep.sleep,
+            "/wake_up": self.sleep.wake, "/init_weight_transfer_engine": self._init, "/start_weight_update": self._start,
             "/update_weights": self._update, "/finish_weight_update": self._finish,
             "/shutdown_weight_transfer_engine": self._shut_down, "/pause_generation": self._pause_generation,
             "/continue_generation": self._resume, "/flush_cache": self._reset,
-            "/update_weights_from_disk": self._from_disk, "/release_memory_occupation": self._sleep,
-            "/resume_memory_occupation": self._wake,
+            "/update_weights_from_disk": self._from_disk, "/release_memory_occupation": self.sleep.release,
+            "/resume_memory_occupation": self.sleep.resume,
         }.items():  # fmt: skip
             app.router.add_post(path, _answered(act))
         for path, tell in {
-            "/is_paused": self._tell_paused, "/is_sleeping": self._tell_sleeping, "/weight_info": self._tell_version,
+            "/is_paused": self._tell_paused, "/is_sleeping": self.sleep.tell, "/weight_info": self._tell_version,
             "/get_world_size": self._tell_size, "/fingerprint": self._tell_fingerprint,
         }.items():  # fmt: skip
             app.router.add_get(path, _answered(tell))
 
-    # --- pause and sleep -----------------------------------------------------------------------------------------
+    # --- pause -----------------------------------------------------------------------------------------
 
     async def _pause(self, http: web.Request, _: Body) -> Body:
         return await self._stop(http.query.get("mode", "abort"))
@@ -86,13 +89,17 @@ class WeightRoutes:
         return await self._stop(_SGLANG_MODES.get(mode, mode))
 
     async def _stop(self, mode: str) -> Body:
+        await self._stopped(mode)
+        self._is_paused = True
+        return {"status": "paused"}
+
+    async def _stopped(self, mode: str) -> None:
+        """Nothing more is sampled."""
         if mode not in _MODES:
             raise ValueError(f"mode='{mode[:20]}': give {', '.join(_MODES)}")
         while mode == "wait" and self._in_flight():  # noqa: ASYNC110 (rare, and the server counts)
             await asyncio.sleep(_POLL_S)
         self._client.pause(abort=mode == "abort")
-        self._is_paused = True
-        return {"status": "paused"}
 
     async def _resume(self, _: web.Request, __: Body) -> Body:
         self._is_paused = False
@@ -103,22 +110,10 @@ class WeightRoutes:
         await self._client.forget(self._client.version)
         return {"success": True}
 
-    async def _sleep(self, _: web.Request, __: Body) -> Body:
-        self._client.pause(abort=True)
-        await self._client.rest()
-        self._is_sleeping = True
-        return {"status": "asleep"}
-
-    async def _wake(self, _: web.Request, __: Body) -> Body:
-        if self._is_sleeping:
-            await self._client.wake()
-            self._is_sleeping = False
-        self._go_on()
-        return {"status": "awake"}
-
     def _go_on(self) -> None:
-        if not (self._is_paused or self._is_updating or self._is_sleeping):
+        if not (self._is_paused or self._is_updating) and self.sleep.is_there:
             self._client.resume()
+        self.sleep.told()
 
     # --- weights -------------------------------------------------------------------------------------------------
 
@@ -146,6 +141,7 @@ class WeightRoutes:
     async def _start(self, _: web.Request, __: Body) -> Body:
         if self._receiver is None:
             raise Stale("there is no update before init_weight_transfer_engine: was this engine started anew?")
+        self._check_awake()
         self._client.pause()
         self._is_updating, self._num_taken = True, 0
         return {"message": "Weight update started"}
@@ -178,6 +174,8 @@ class WeightRoutes:
         if self._receiver is None or not self._is_updating:
             raise RuntimeError("start_weight_update comes before finish_weight_update")
         version = body.get("weight_version")
+        if self._client.missing:
+            raise Stale(self.sleep.why())
         self._receiver.finished(str(version))
         await self._end(version)
         return {"message": "Weight update finished"}
@@ -191,6 +189,7 @@ class WeightRoutes:
     async def _from_disk(self, _: web.Request, body: Body) -> Body:
         from ramify.policy.weights import check_weights, read_weights
 
+        self._check_awake()
         path = Path(str(body["model_path"]))
         self._check_folder(path)
         found = await asyncio.get_running_loop().run_in_executor(None, read_weights, path)
@@ -201,6 +200,10 @@ class WeightRoutes:
         await self._end(body.get("weight_version"))
         return {"success": True, "message": "Succeeded to update model weights."}
 
+    def _check_awake(self) -> None:
+        if "weights" in self.sleep.asleep:
+            raise RuntimeError("its weights sleep: wake them first (POST /wake_up?tags=weights)")
+
     def _check_folder(self, folder: Path) -> None:
         if self._root is not None and not folder.resolve().is_relative_to(self._root):
             raise ConfigError(f"weights are read below {self._root} alone, and {folder} is not there")
@@ -210,9 +213,6 @@ class WeightRoutes:
     async def _tell_paused(self, _: web.Request, __: Body) -> Body:
         return {"is_paused": self._is_paused}
 
-    async def _tell_sleeping(self, _: web.Request, __: Body) -> Body:
-        return {"is_sleeping": self._is_sleeping}
-
     async def _tell_version(self, _: web.Request, __: Body) -> Body:
         return {"weight_version": str(self._client.version)}
 
@@ -220,6 +220,8 @@ class WeightRoutes:
         return {"world_size": 1}
 
     async def _tell_fingerprint(self, _: web.Request, __: Body) -> Body:
+        if "weights" in self.sleep.asleep or self._client.missing:
+            raise RuntimeError(self.sleep.why())
         return {"fingerprint": await self._client.fingerprint(), "version": self._client.version}
 
 

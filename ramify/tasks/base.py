@@ -137,6 +137,8 @@ class Stream(Sequence[Item]):
     @overload
     def __getitem__(self, index: slice) -> Sequence[Item]: ...
     def __getitem__(self, index: int | slice) -> Item | Sequence[Item]:
+        if self._size == ENDLESS:
+            self._check_reachable(index)
         if isinstance(index, slice):
             return [self[each] for each in range(*index.indices(self._size))]
         if not -self._size <= index < self._size:
@@ -145,6 +147,20 @@ class Stream(Sequence[Item]):
         name = f"{self.task}/{self.split}/{index}"
         item = self._make(random.Random(f"{name}/{self.seed}"))
         return msgspec.structs.replace(item, id=name)
+
+    def _check_reachable(self, index: int | slice) -> None:
+        """Raises ConfigError for what is counted from an end that there is not."""
+        asked = (index.start, index.stop) if isinstance(index, slice) else (index,)
+        is_open = isinstance(index, slice) and (index.stop if (index.step or 1) > 0 else index.start) is None
+        if not is_open and all(each is None or each >= 0 for each in asked):
+            return
+        shown = str(index)
+        if isinstance(index, slice):
+            shown = ":".join("" if each is None else str(each) for each in asked)
+        raise ConfigError(
+            f"{self.task}/{self.split} has no end, and [{shown}] needs one: give both bounds, from 0 up, as in [0:100], or "
+            "the task a size"
+        )
 
     def __iter__(self) -> Iterator[Item]:
         return map(self.__getitem__, range(self._size))

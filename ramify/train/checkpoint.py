@@ -2,6 +2,7 @@
 
     OUT/checkpoints/step-000040/      policy/  (Hugging Face layout)   backend and random states   state.json, last of all
     OUT/checkpoints/.step-000045.tmp  being written; a kill leaves it, and the next save removes it
+    OUT/checkpoints/abandoned/        those after one that the run went back to: of another branch, for whoever wants it
 
 Decides names, atomicity (a folder is written aside, synced and renamed), which ones stay, and what must be equal for a
 resume. Leaves out what the parts hold: whoever owns one writes and reads it.
@@ -21,11 +22,14 @@ import msgspec
 
 from ramify.errors import ConfigError, StoreError
 from ramify.train.guards import Memory
+from ramify.train.redacted import is_cut
 
 Write = Callable[[Path], Callable[[], None] | None]
 """Writes one part to a path; what it returns, if anything, waits for the end of that."""
 FOLDER = "checkpoints"
+ABANDONED = "abandoned"
 _STATE = "state.json"
+_OLD = ".old.tmp"
 SCHEMA_VERSION = 1
 
 
@@ -60,7 +64,7 @@ class State(msgspec.Struct, kw_only=True):
     guard: Memory = msgspec.field(default_factory=Memory)
     """What the run's guard remembers of the stage."""
     config: dict[str, Any] = {}
-    """Of the run, as plain data."""
+    """Of the run, as plain data, without secrets."""
     schema_version: int = SCHEMA_VERSION
 
 
@@ -105,12 +109,14 @@ class Checkpoints:
         try:
             for wait in waits:
                 wait()
-            (fresh / _STATE).write_bytes(state)
+            _write_privately(fresh / _STATE, state)
             _sync(fresh)
-            if final.exists():  # the step was done before, by a run that was resumed from earlier
-                shutil.rmtree(final)
+            old = final.with_name(f".{final.name}{_OLD}")
+            if final.exists():  # a stage begins where the last one ended
+                final.rename(old)
             fresh.rename(final)
             _sync_folder(self.folder)
+            shutil.rmtree(old, ignore_errors=True)
         except OSError as error:
             raise StoreError(f"checkpoint {final} cannot be written: {error}") from error
         self._drop_old()
@@ -121,7 +127,18 @@ class Checkpoints:
         return self._whole()
 
     def _whole(self) -> list[Path]:
-        return sorted(path for path in self.folder.glob("step-*") if (path / _STATE).is_file())
+        return sorted((path for path in self.folder.glob("step-*") if (path / _STATE).is_file()), key=_step_of)
+
+    def abandon_after(self, step: int) -> list[Path]:
+        """Set those of later steps aside, into ``abandoned``, since the run goes another way from ``step`` on: none of them
+        can be its latest or best any more. Returns where they lie; what lay there under the same name is replaced."""
+        later = [path for path in self.all() if _step_of(path) > step]
+        aside = self.folder / ABANDONED
+        for path in reversed(later):  # a kill in between leaves the beginning of the branch, not holes in it
+            aside.mkdir(exist_ok=True)
+            shutil.rmtree(aside / path.name, ignore_errors=True)
+            path.rename(aside / path.name)
+        return [aside / path.name for path in later]
 
     def latest(self) -> Path | None:
         return next(reversed(self.all()), None)
@@ -134,7 +151,7 @@ class Checkpoints:
     def _ranked(self) -> list[Path]:
         scores = {path: read_state(path).score for path in self._whole()}
         scored = {path: score for path, score in scores.items() if score is not None}
-        return sorted(scored, key=lambda path: (-scored[path], path))
+        return sorted(scored, key=lambda path: -scored[path])
 
     def _drop_old(self) -> None:
         kept = {*self._whole()[-self._keep_last :], *self._ranked()[: self._keep_best]}
@@ -144,9 +161,21 @@ class Checkpoints:
                 path.rename(dying)
                 shutil.rmtree(dying)
 
+    def recover(self) -> None:
+        """Put back a checkpoint that was to be replaced, where a kill came before the new one stood."""
+        for old in self.folder.glob(f".step-*{_OLD}"):
+            whole = old.with_name(old.name.removesuffix(_OLD).removeprefix("."))
+            if not whole.exists():
+                old.rename(whole)
+
     def _sweep(self) -> None:
+        self.recover()
         for path in self.folder.glob(".step-*.tmp"):
             shutil.rmtree(path, ignore_errors=True)
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
 
 
 class Rest:
@@ -187,7 +216,9 @@ def find(path: Path) -> Path:
     """The checkpoint that a user means by ``path``: one itself, or the latest of a run's folder. Raises ConfigError."""
     if (path / _STATE).is_file():
         return path
-    latest = Checkpoints(path).latest()
+    checkpoints = Checkpoints(path)
+    checkpoints.recover()
+    latest = checkpoints.latest()
     if latest is None:
         raise ConfigError(f"nothing to resume in {path}: give a run's folder (with {FOLDER}/step-…) or a checkpoint")
     return latest
@@ -195,9 +226,9 @@ def find(path: Path) -> Path:
 
 def check_config(state: State, config: Mapping[str, Any], free: tuple[str, ...] = ()) -> None:
     """Raise ConfigError, naming the first difference, where a checkpoint is of another config. Fields that ``free``
-    begins may differ."""
+    begins may differ, and nobody knows of those that were cut out."""
     for name, was, now in differences(state.config, config):
-        if not name.startswith(free):
+        if not name.startswith(free) and not is_cut(was) and not is_cut(now):
             raise ConfigError(
                 f"the checkpoint at step {state.step} is of another config: {name} was {_short(was)} and is now "
                 f"{_short(now)}; resume with the config it was made with, or start anew in another folder"
@@ -216,6 +247,12 @@ def differences(was: Any, now: Any, name: str = "") -> Iterator[tuple[str, Any, 
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else text[:59] + "…"
+
+
+def _write_privately(path: Path, data: bytes) -> None:
+    """For the owner's eyes: it has options that somebody gave."""
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        file.write(data)
 
 
 def _sync(folder: Path) -> None:

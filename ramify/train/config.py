@@ -34,6 +34,7 @@ from ramify.train.loop import Cadence
 from ramify.train.loss import Loss
 from ramify.train.placement.spec import PlacementSpec
 from ramify.train.policy_losses import POLICY_LOSSES
+from ramify.train.redacted import redacted
 from ramify.train.rollout import RolloutOptions
 from ramify.train.signals.asking import BUDGET
 from ramify.train.signals.compose import Hybrid
@@ -60,7 +61,8 @@ class PolicySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """Which model learns."""
 
     path: str = ""
-    """A checkpoint's folder or hub name; empty: a model is made from ``shape``, with random weights."""
+    """A checkpoint's folder or hub name, ``tiny`` for the packaged one; empty: a model is made from ``shape``, with
+    random weights."""
     shape: dict[str, Any] = {}
     """Where there is no path: fields of a Hugging Face configuration, ``model_type`` among them, for a model made from
     nothing."""
@@ -256,7 +258,8 @@ CHOICES = {"rl.algorithm": ALGORITHMS, "rl.loss.policy": POLICY_LOSSES}
 
 
 def plain(run: Run) -> dict[str, Any]:
-    """``run`` as plain data, as a checkpoint keeps it. Raises ConfigError for a part that has no such form."""
+    """``run`` as plain data, as a checkpoint keeps it and trackers are sent it: without secrets (``redacted.py``). Raises
+    ConfigError for a part that has no such form."""
     try:
         data: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(run))
     except TypeError as error:
@@ -264,4 +267,4 @@ def plain(run: Run) -> dict[str, Any]:
             f"a run is kept with its checkpoints, and a part of it cannot be written down ({error}): give judges and the like "
             "as 'module:Class', or as a msgspec.Struct"
         ) from error
-    return data
+    return redacted(data)

@@ -1,6 +1,7 @@
 """Corrections for a sampler that is not the trainer: an engine of other numerics, other kernels, older weights.
 
     gap = o - m      by which trainer (at the step's start) and sampler differ about a token
+    moved = m - l    by which the policy has moved away from what sampled the token: the gap, and all steps since
 
 Each is a factor per token, without gradient, on the policy's loss (on KL and entropy it has no say); several multiply.
 A token that is masked keeps its place in what the loss is divided by, so that what others weigh does not depend on it.
@@ -10,7 +11,7 @@ A token that is masked keeps its place in what the loss is divided by, so that w
     icepop              1[low < exp(gap) < high], times exp(gap) where ``weigh`` is set
     geometric_mask      1[low < exp(mean over the sequence of gap) < high]
     worst_token_mask    1[low < exp(gap) < high at every token of the sequence]
-    opsm                0 where A < 0 and the sequence's mean of o - l is above delta
+    opsm                0 where A < 0 and the sequence's mean of moved is above delta
 
 Legend: E entries.
 """
@@ -101,15 +102,15 @@ class WorstTokenMask(Formula, frozen=True, kw_only=True, tag="worst_token_mask")
 
 class Opsm(Formula, frozen=True, kw_only=True, tag="opsm"):
     """Off-policy sequence masking (DeepSeek-V3.2, 2512.02556): tokens with A < 0 of sequences that the policy has moved
-    away from, mean of o - l > delta, are masked."""
+    away from since they were sampled, mean of m - l > delta, are masked. Not of o - l: it is 0 in a step of one minibatch,
+    and knows neither the sampler's own numerics nor how old its weights are."""
 
-    reads: ClassVar[frozenset[str]] = _OLD
     whole: ClassVar[bool] = True
     delta: float = 0.5
 
     def factor(self, tokens: Tokens) -> Tensor:
-        left = tokens.sequences.mean(tokens.old - tokens.now.detach()) > self.delta
-        return (~(left & (tokens.advantages < 0))).to(tokens.old.dtype)
+        left = tokens.sequences.mean(tokens.sampler - tokens.now.detach()) > self.delta
+        return (~(left & (tokens.advantages < 0))).to(tokens.now.dtype)
 
 
 CORRECTIONS = Registry(

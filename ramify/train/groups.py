@@ -19,6 +19,7 @@ from typing import Literal
 
 import msgspec
 
+from ramify.errors import ConfigError
 from ramify.train.checkpoint import Checkpoints, read_state
 from ramify.types.trajectory import Group
 
@@ -44,7 +45,7 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
     rollouts: list[str]
     """Ids of those that came to a reward."""
     failed: list[str] = []
-    """Ids of the others."""
+    """Ids of the others, those that were given up among them."""
 
 
 class Accounts(msgspec.Struct, frozen=True):
@@ -65,8 +66,11 @@ class Accounts(msgspec.Struct, frozen=True):
         return not self.duplicated and not self.missing
 
 
-def account(number: int, group: Group, learnt: Collection[str] | None) -> Account:
-    """``learnt``: ids of the step's rollouts that taught something; None where the group was more than was needed."""
+def account(
+    number: int, group: Group, learnt: Collection[str] | None, given_up: Sequence[str] = ()
+) -> Account:  # fmt: skip
+    """``learnt``: ids of the step's rollouts that taught something; None where the group was more than was needed.
+    ``given_up``: ids of rollouts that the group goes on without."""
     scored = [each.id for each in group.trajectories if each.rewards]
     outcome: Outcome = "spare" if learnt is None else "silent"
     if not scored:
@@ -75,7 +79,7 @@ def account(number: int, group: Group, learnt: Collection[str] | None) -> Accoun
         outcome = "learnt"
     return Account(
         number=number, item=group.task, version=_version(group), outcome=outcome, rollouts=scored,
-        failed=[each.id for each in group.trajectories if not each.rewards],
+        failed=[*(each.id for each in group.trajectories if not each.rewards), *given_up],
     )  # fmt: skip
 
 
@@ -118,9 +122,11 @@ def cut(folder: Path, step: int) -> None:
 
 def accounts(folder: Path) -> Accounts:
     """What became of all groups up to the last checkpoint of the run in ``folder``; what came after it will come again.
-    Empty where there is none yet."""
+    Empty where there is none yet. Raises ConfigError where that is no run's folder: nothing missing would be said of it."""
     checkpoint = Checkpoints(folder).latest()
     if checkpoint is None:
+        if not any((folder / name).exists() for name in (FILE, "metrics.jsonl", "checkpoints")):
+            raise ConfigError(f"{folder} holds no run: give the folder that `ramify train` was given as --out")
         return Accounts({}, [], [], [])
     state = read_state(checkpoint)
     found = [each for each in read(folder) if each.step <= state.step]

@@ -2,10 +2,10 @@
 
     source.work(step)                                  the groups that are whole first, of rollouts that go on meanwhile
         ▼
-    prepare: old, reference and values of all rows     in one thread of its own
+    rest ─ prepare: old, reference, values of rows     engines on the trainer's devices sleep; in one thread of its own
     pack ─ forward_backward ─ optim_step (each part)
         ▼
-    publish ─ self-checks ─ source.newer(step + 1)     the engine goes on with newer weights, further groups may begin
+    publish ─ self-checks ─ source.newer(step + 1)     engines wake, and go on with newer weights; further groups may begin
         ▼
     evaluate ─ checkpoint                              then the next step, unless a guard ends the stage
 
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
@@ -26,17 +27,18 @@ import msgspec
 import numpy as np
 
 from ramify.errors import StoreError, TrainError
-from ramify.progress import doing, heard
+from ramify.progress import doing, felt, heard
 from ramify.train import groups as group_file
 from ramify.train import metrics as metric_file
 from ramify.train import processors
 from ramify.train.backends.base import Backend, Reference
-from ramify.train.checkpoint import Checkpoints, State, read_state
+from ramify.train.checkpoint import FOLDER, Checkpoints, State, read_state
 from ramify.train.guards import Guard, Memory, Told, after_evaluation, after_step
 from ramify.train.metrics import Measured, Metrics
 from ramify.train.pack import attach, describe, pack
 from ramify.train.selfcheck import SelfCheck
 from ramify.train.sft import write
+from ramify.train.signals.scorer import REFERENCE
 from ramify.train.stages import Part, Source, Stage, Work
 from ramify.train.watch import OneThread, Stalled, Watch
 from ramify.types.sequence import Batch, Floats
@@ -46,6 +48,7 @@ from ramify.types.trajectory import Group
 T = TypeVar("T")
 STALL_S = 1800.0
 """How long a run may stand still."""
+_ROLLOUTS = "rollouts"
 
 
 class Cadence(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -54,7 +57,8 @@ class Cadence(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     evaluate: int = 5
     """Steps of a sampling stage between evaluations on the validation stream; 0: only at the stage's end."""
     checkpoint: int = 0
-    """Steps between checkpoints, besides those after an evaluation and at the end of each stage; 0: none besides."""
+    """Steps between checkpoints, besides those after an evaluation, the first of all among them, and at the end of each
+    stage; 0: none besides."""
     rollouts: int = 0
     """Steps between those whose rollouts are kept, whole, in OUT/rollouts, to be looked at or learnt from
     (``sft.trajectories``); 0: none."""
@@ -72,6 +76,14 @@ class Policy(Protocol):
 
     async def publish(self) -> None:
         """Let the engine answer with the weights as they are now."""
+        ...
+
+    async def rest(self) -> bool:
+        """Let engines that share the trainer's devices give their memory back until ``publish``; whether any do."""
+        ...
+
+    def spare(self) -> None:
+        """Give back to the devices what the trainer keeps of their memory and does not use."""
         ...
 
     def save(self, folder: Path) -> None:
@@ -125,7 +137,9 @@ class Loop:
         self._metrics: Metrics | None = None
         self._backend: Backend | None = None
         self._source: Source | None = None
-        self._is_published = False
+        self._is_published = self._is_resting = False
+        self._is_begun = False
+        """Whether the run goes on within a stage, whose beginning was measured and kept before."""
         self._torch = OneThread("ramify-train")
         self.watch = watch or Watch(out, STALL_S)
         self.measures: Callable[[], Mapping[str, float]] = dict
@@ -144,7 +158,7 @@ class Loop:
         self.out.mkdir(parents=True, exist_ok=True)
         is_stalled = False
         try:
-            with heard(lambda _: self.watch.moved()):
+            with heard(lambda _: self.watch.moved()), felt(self.watch.moved):
                 return await self._run(resume)
         except Stalled:
             is_stalled = True
@@ -163,9 +177,7 @@ class Loop:
             await self._in_torch(self._go_back_to, resume)
             await self._policy.publish()  # the engine may hold weights of its own
         else:
-            metric_file.cut(self.out, -1)
-            group_file.cut(self.out, -1)
-            processors.cut(self.out, -1)
+            self._cut(-1)
             self.state.first_item = self.state.next_item
         self._metrics = Metrics(self.out, self._listener)
         self._since = time.monotonic() - self.state.seconds
@@ -180,9 +192,11 @@ class Loop:
             self._backend = await self._in_torch(self._backend_of, stage)
         if "ref_logprobs" in stage.streams:
             self._reference = await self._in_torch(self._kept_reference)
-        if stage.samples and not self.state.stage_step:
+        is_new, self._is_begun = not self._is_begun, False
+        if stage.samples and is_new:
             for split in ("validation", *self._first):
                 await self.evaluate(split, "first")
+            await self._in_torch(self._save)  # what rollouts began with is the best, where they make it worse
         with doing(stage.name, stage.num_steps, "steps", first=self.state.stage_step) as told:
             async with contextlib.aclosing(self._works(stage)) as works:
                 async for work in works:
@@ -226,6 +240,7 @@ class Loop:
             values["silent"] = 1.0
         async with self._weights:
             if work.parts:
+                values |= await self._rest()
                 values |= await self._in_torch(self._prepare, stage, work)
             values |= _over_parts([await self._in_torch(self._learn, stage, part) for part in work.parts])
             values["learn_s"] = time.monotonic() - started
@@ -319,17 +334,36 @@ class Loop:
 
     def _kept_reference(self) -> Reference:
         """The policy that rollouts began with, which is kept beside the checkpoints."""
-        folder = self.out / "reference"
+        folder = self.out / REFERENCE
         if not self.state.stage_step:
             self._policy.save(folder)
+        elif not folder.is_dir():
+            raise TrainError(
+                f"{folder} is not there: it is the policy that rollouts began with, which the run has a KL to; copy it from "
+                "the run that the checkpoint is of"
+            )
         if self._reference_of is None:
             raise TrainError("the run has a KL to a reference policy, and nothing was given that makes one")
         return self._reference_of(folder)
+
+    async def _rest(self) -> dict[str, float]:
+        """Let engines that share the trainer's devices sleep until weights are published again; how long that took."""
+        started = time.monotonic()
+        resting = self.watch.bounded(
+            f"letting the engines sleep before step {self.state.step + 1}", self._policy.rest()
+        )
+        if not await resting:
+            return {}
+        self._is_resting, self._is_published = True, False
+        return {"sleep_s": time.monotonic() - started}
 
     async def _publish(self) -> None:
         """Let the engine answer with the newest weights, and check that it does."""
         if self._is_published:
             return
+        if self._is_resting:
+            await self._in_torch(self._policy.spare)
+            self._is_resting = False
         await self.watch.bounded(f"giving the engine the weights after step {self.state.step}", self._policy.publish())
         self._is_published = True
         self.state.version += 1
@@ -368,7 +402,7 @@ class Loop:
 
     async def _report(self) -> None:
         """The final splits, for the policy at the end (``last``) and for the best on the validation stream (``best``),
-        which is the one that is left in OUT/policy."""
+        which is the one that is left in OUT/policy. That may be the one that rollouts began with."""
         best, last = self.checkpoints.best(), self.checkpoints.latest()
         for name, checkpoint in (("last", last), ("best", best)):
             if checkpoint is None:
@@ -398,7 +432,7 @@ class Loop:
         values["tokens_per_s"] = tokens / seconds if seconds else 0.0
 
     def _keep(self, groups: Sequence[Group]) -> None:
-        path = self.out / "rollouts" / f"step-{self.state.step:06d}.jsonl"
+        path = self.out / _ROLLOUTS / f"step-{self.state.step:06d}.jsonl"
         path.parent.mkdir(exist_ok=True)
         path.unlink(missing_ok=True)
         write(path, (trajectory for group in groups for trajectory in group.trajectories))
@@ -407,23 +441,50 @@ class Loop:
         backend, state = self._backend, self.state
         assert backend is not None
         self._tick()
-        self.checkpoints.save(state, {"backend": backend.save, "policy": self._policy.save})
+        kept = self._stages[state.stage].kept if state.stage_step else {}
+        others = {name: each.save for name, each in kept.items()}
+        self.checkpoints.save(state, {"backend": backend.save, "policy": self._policy.save, **others})
 
     def _go_back_to(self, checkpoint: Path) -> None:
         """Stand where ``checkpoint`` was written; in the torch thread."""
         config = self.state.config
         self.state = read_state(checkpoint)
         self.state.config = config
-        metric_file.cut(self.out, self.state.step)
-        group_file.cut(self.out, self.state.step)
-        processors.cut(self.out, self.state.step)
+        later = self.checkpoints.abandon_after(self.state.step)
+        if later:
+            self._say(
+                f"the run goes another way after step {self.state.step}: {len(later)} checkpoints of later steps are set aside "
+                f"in {later[0].parent}"
+            )
+        self._cut(self.state.step)
         stage = self._stages[self.state.stage]
         backend = self._backend_of(stage)
         backend.load(checkpoint / "backend")
         if self.state.stage_step < stage.num_steps and not self.state.stopped:
-            self._backend = backend
+            self._backend, self._is_begun = backend, True
+            for name, kept in stage.kept.items() if self.state.stage_step else ():
+                kept.load(checkpoint / name)
+            self._bring_reference(checkpoint)
         else:  # the stage was over; the next begins with an optimizer of its own
             self._begin_next_stage()
+
+    def _bring_reference(self, checkpoint: Path) -> None:
+        """Take over the reference of another run, which ``checkpoint`` is of: rollouts did not begin here."""
+        ours = self.out / REFERENCE
+        if checkpoint.resolve().parent == self.checkpoints.folder.resolve():
+            return
+        shutil.rmtree(ours, ignore_errors=True)
+        theirs = next((each / REFERENCE for each in checkpoint.resolve().parents if (each / FOLDER).is_dir()), None)
+        if theirs is not None and theirs.is_dir():
+            shutil.copytree(theirs, ours)
+
+    def _cut(self, step: int) -> None:
+        """Drop what was written down of later steps: they will be done, and measured, again."""
+        for cut in (metric_file.cut, group_file.cut, processors.cut):
+            cut(self.out, step)
+        for path in (self.out / _ROLLOUTS).glob("step-[0-9]*.jsonl"):
+            if int(path.stem.removeprefix("step-")) > step:
+                path.unlink()
 
     async def _in_torch(self, work: Callable[..., T], *arguments: Any) -> T:
         name = getattr(work, "__name__", "work").strip("_")
@@ -440,10 +501,15 @@ def _attach(
 
 
 def _over_parts(measured: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Means over the optimizer steps of one step; sums of what is counted. How far trainer and sampler are apart is told
-    of the first, since after it the weights have moved."""
-    if not measured:
-        return {}
-    found = {name: sum(each[name] for each in measured) / len(measured) for name in measured[0]}
-    counted = {name: sum(each[name] for each in measured) for name in ("batches", "packed_tokens", "row_tokens")}
-    return {**found, **counted, **{name: value for name, value in measured[0].items() if name.startswith("mismatch")}}
+    """Means over those optimizer steps of one step that have a number; sums of what is counted. How far trainer and sampler
+    are apart is told of the first alone, since after it the weights have moved."""
+    found: dict[str, float] = {}
+    for name in dict.fromkeys(name for each in measured for name in each):
+        values = [each[name] for each in measured if name in each]
+        if name in ("batches", "packed_tokens", "row_tokens"):
+            found[name] = sum(values)
+        elif not name.startswith("mismatch"):
+            found[name] = sum(values) / len(values)
+        elif name in measured[0]:
+            found[name] = measured[0][name]
+    return found

@@ -240,7 +240,7 @@ class Tally:
         mismatch = (tokens.old - tokens.sampler if tokens.old is not tokens.sampler else now - tokens.sampler).abs()
         mismatch = mismatch.masked_fill(~weighs, 0.0)
         self.add("mismatch", mismatch.sum(), weighs.sum())
-        self._most["mismatch_max"] = max(self._most.get("mismatch_max", 0.0), float(mismatch.max()))
+        self._raise("mismatch_max", mismatch.max())
         r = ratio(now, tokens.old)
         self.mean("clip_fraction", clipped.to(now.dtype), weighs)
         self.mean("approx_kl", r - 1 - (now - tokens.old), weighs)
@@ -252,7 +252,18 @@ class Tally:
         for name, (total, count) in other._sums.items():
             self.add(name, total, count)
         for name, value in other._most.items():
-            self._most[name] = max(self._most.get(name, -math.inf), value)
+            self._raise(name, value)
+
+    def _raise(self, name: str, value: Tensor | float) -> None:
+        """Keep the larger; a NaN stays one, and tensors stay where they are: no batch is waited for."""
+        before = self._most.get(name)
+        if before is None:
+            self._most[name] = value
+        elif isinstance(before, float) or isinstance(value, float):
+            both = float(before), float(value)
+            self._most[name] = math.nan if any(map(math.isnan, both)) else max(both)
+        else:
+            self._most[name] = before.maximum(value)
 
     def plain(self) -> Tally:
         """The same in numbers, to be sent elsewhere."""

@@ -56,6 +56,8 @@ def _set(value: Any, path: Sequence[str], text: str, whole: str, choices: Choice
         return {**value, head: inner}
     if not isinstance(value, msgspec.Struct):
         done = whole.rsplit("." + ".".join(path), 1)[0]
+        if value is None:
+            raise ConfigError(f"override {whole}={text}: {done} is not set here: set it as a whole, as {done}='{{…}}'")
         raise ConfigError(f"override {whole}={text}: {done} is {value!r}, which has no field '{head}'")
     if head not in value.__struct_fields__:
         raise ConfigError(f"override {whole}={text}: no field '{head}': {nearest(head, value.__struct_fields__)}")

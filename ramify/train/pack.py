@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from ramify.train.batch import Piece, Writer, entries
 from ramify.train.forest import Forest, Node, forest
@@ -79,13 +80,24 @@ def pack(
 
 def attach(sequences: Many[Sequence], batches: Many[Batch], name: str, values: Many[Floats]) -> None:
     """Give ``sequences``, from which ``batches`` were packed, the stream ``name``: ``values`` has [E] for each batch. It
-    is 0 where a token carries no loss."""
+    is 0 where a token carries no loss. Of a token with two entries (``batch.py``) it is that of the entry which is drawn
+    from: what ratios, a KL and a distillation compare with, while cross-entropy reads no stream."""
     for sequence in sequences:
         sequence.streams[name] = np.zeros(len(sequence), np.float32)
     for batch, column in zip(batches, values, strict=True):
+        is_drawn = _is_drawn(batch)
         for index in batch.sequences:
-            mine = batch.owners[:, 0] == index
-            sequences[index].streams[name][batch.owners[mine, 1]] = column[mine]
+            stream, is_mine = sequences[index].streams[name], batch.owners[:, 0] == index
+            for mine in (is_mine & ~is_drawn, is_mine & is_drawn):  # of two entries of a token the second is left
+                stream[batch.owners[mine, 1]] = column[mine]
+
+
+def _is_drawn(batch: Batch) -> npt.NDArray[np.bool_]:
+    """[E] whether an entry has a weight other than that of cross-entropy."""
+    found = np.zeros(len(batch.owners), np.bool_)
+    for name in {"rl", "kd"} & batch.streams.keys():
+        found |= batch.streams[name] != 0
+    return found
 
 
 def describe(batches: Many[Batch], sequences: Many[Sequence]) -> dict[str, float]:

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ramify.progress import doing
+from ramify.progress import Work, doing
 from ramify.tasks.base import Item
 from ramify.train.admission import room, suffice, too_slow
 from ramify.train.groups import Account, account
@@ -66,7 +66,7 @@ class Open(msgspec.Struct, eq=False):
     def account(self, *, spare: bool = False) -> Account:
         """Where it is given up."""
         assert self.group is not None
-        return account(self.number, self.group, None if spare else ())
+        return account(self.number, self.group, None if spare else (), self.rolling.given_up)
 
 
 class Taken(msgspec.Struct):
@@ -77,6 +77,8 @@ class Taken(msgspec.Struct):
     metrics: dict[str, float]
     notes: list[str]
     """Which rollouts were given up, in sentences."""
+    stragglers: dict[int, list[str]]
+    """Number of a group that goes on without rollouts that were given up -> their ids."""
 
 
 class Queue:
@@ -103,7 +105,8 @@ class Queue:
         self._given_up: list[Attempt] = []
         """Rollouts that may still be about to end."""
         self._notes: list[str] = []
-        self._more: Callable[[], None] = lambda: None
+        self._work: Work | None = None
+        """That of the step which waits."""
 
     # --- for who learns --------------------------------------------------------------------------------------------
 
@@ -111,14 +114,15 @@ class Queue:
         """The groups of step ``step``, once they are there. Raises what is a bug in a rollout."""
         self._at(step)
         with doing("rollouts", self._sample.items * self._rollouts.per_item, "attempts") as work:
-            self._more = work.more
+            self._work = work
             while True:
                 self._look()
+                self._tell()
                 self._begin()
                 if suffice(self._sample, self._open, self._whole(), self._step):
                     break
                 await self._wait()
-            self._more = lambda: None
+            self._work = None
         return self._taken()
 
     def newer(self, step: int) -> None:
@@ -184,7 +188,13 @@ class Queue:
     def _over(self, attempt: Attempt) -> None:
         if attempt.took_s is not None:
             self._took_s.append(attempt.took_s)
-        self._more()
+        self._tell()
+
+    def _tell(self) -> None:
+        """How far the step is that waits: the rollouts that are over of the groups it is nearest to having."""
+        if self._work is not None:
+            over = sorted((each.rolling.num_over for each in self._open if not each.is_silent), reverse=True)
+            self._work.at(sum(over[: self._sample.items]))
 
     # --- what is waited for ----------------------------------------------------------------------------------------
 
@@ -251,7 +261,9 @@ class Queue:
             metrics["concurrency"] = float(self._rollouts.room.limit)
         self._given_up = [each for each in self._given_up if not each.is_over]
         notes, self._notes = self._notes, []
-        return Taken([(each.number, each.group) for each in taken if each.group is not None], given_up, metrics, notes)
+        groups = [(each.number, each.group) for each in taken if each.group is not None]
+        stragglers = {each.number: names for each in taken if (names := each.rolling.given_up)}
+        return Taken(groups, given_up, metrics, notes, stragglers)
 
 
 def _unfinished(each: Open) -> list[Attempt]:

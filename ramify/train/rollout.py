@@ -73,6 +73,7 @@ class Attempt:
         """By the monotonic clock; None while it waits for a place."""
         self.took_s: float | None = None
         """None while it goes on, and where it was given up."""
+        self.was_given_up = False
         self.result: asyncio.Future[Trajectory] = asyncio.get_running_loop().create_future()
         self._item, self._room, self._run_it, self._over = item, room, run, over
         self._task = asyncio.get_running_loop().create_task(self._run())
@@ -87,6 +88,7 @@ class Attempt:
         """Let its group go on without it. It may take a while to end; nobody waits for that."""
         if not self.result.done():
             gone = Trajectory(self.name, self._item.question, task=self._item.id, errors=[why], stop=Stop.CANCELLED)
+            self.was_given_up = True
             self.result.set_result(gone)
             self._over(self)
         self._task.cancel()
@@ -126,10 +128,21 @@ class Rolling:
         self._greedy = greedy
 
     async def whole(self) -> Group:
-        """Once all are over. Raises what is a bug in one of them, as soon as it comes."""
-        found = await asyncio.gather(*(each.result for each in self.attempts))
-        greedy = found.pop() if self._greedy is not None else None
-        return Group(self.item.id, list(found), greedy)
+        """Once all are over, without those that were given up, of which nothing is known. Raises what is a bug in one of
+        them, as soon as it comes."""
+        await asyncio.gather(*(each.result for each in self.attempts))
+        found = [each.result.result() for each in self.attempts if each is not self._greedy and not each.was_given_up]
+        return Group(self.item.id, found, self._greedy.result.result() if self._greedy is not None else None)
+
+    @property
+    def given_up(self) -> list[str]:
+        """Names of the rollouts that the group goes on without."""
+        return [each.name for each in self.attempts if each is not self._greedy and each.was_given_up]
+
+    @property
+    def num_over(self) -> int:
+        """Of its rollouts."""
+        return sum(each.result.done() for each in self.attempts)
 
     @property
     def began(self) -> bool:

@@ -14,6 +14,7 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from pathlib import Path
 from typing import Protocol
 
 import msgspec
@@ -81,6 +82,18 @@ class Source(Protocol):
         ...
 
 
+class Kept(Protocol):
+    """What a checkpoint within a stage holds besides weights and optimizer."""
+
+    def save(self, folder: Path) -> None:
+        """Write it, as it is now."""
+        ...
+
+    def load(self, folder: Path) -> None:
+        """Go on with what was written. Raises ConfigError where there is none."""
+        ...
+
+
 class Stage(Protocol):
     """One stage of a run."""
 
@@ -100,6 +113,11 @@ class Stage(Protocol):
     memory: dict[str, float]
     """What its algorithm remembers after the last work that was made; to be set where a run is resumed."""
 
+    @property
+    def kept(self) -> Mapping[str, Kept]:
+        """Name in a checkpoint -> what is to be kept once a step is done. What it is before, the stage makes anew."""
+        ...
+
     def finish(self, rows: Sequence[Row]) -> dict[str, float]:
         """Put onto the rows of a whole work what follows from those streams; what was measured."""
         ...
@@ -118,6 +136,10 @@ class Given(ABC):
     def __init__(self) -> None:
         self.memory: dict[str, float] = {}
         self._standing: tuple[int, list[int]] = (0, [])
+
+    @property
+    def kept(self) -> Mapping[str, Kept]:
+        return {}
 
     def finish(self, rows: Sequence[Row]) -> dict[str, float]:
         return {}
@@ -207,8 +229,8 @@ class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             raise ConfigError(f"rl.sample: straggle={self.straggle:g} is times the median: at least 1, or 0 for never")
         if self.items < 1 or self.minibatches < 1 or self.max_staleness < 0 or 0 < self.max_items < self.items:
             raise ConfigError(
-                f"rl.sample: items={self.items} and minibatches={self.minibatches} must be at least 1, max_items={self.max_items} "
-                f"0 or at least items, max_staleness={self.max_staleness} not negative"
+                f"rl.sample: items={self.items} and minibatches={self.minibatches} must be at least 1, "
+                f"max_items={self.max_items} 0 or at least items, max_staleness={self.max_staleness} not negative"
             )
 
 
@@ -230,6 +252,10 @@ class Reinforce:
         self._task, self._items, self._rollouts, self._algorithm = task, items, rollouts, algorithm
         self._sample, self._temperature, self._signals = sample, temperature, signals
 
+    @property
+    def kept(self) -> Mapping[str, Kept]:
+        return {} if self._signals is None else self._signals.kept
+
     @contextlib.asynccontextmanager
     async def source(self, next_item: int, pending: Sequence[int]) -> AsyncIterator[Source]:
         async with contextlib.AsyncExitStack() as stack:
@@ -248,7 +274,7 @@ class Reinforce:
     def made_of(self, taken: Taken, step: int, reader: Reader | None) -> Work:
         """The work of step ``step``, whose groups are ``taken``."""
         groups = [group for _, group in taken.groups]
-        _check_any_came_back(groups, step)
+        _check_any_came_back(groups, step, taken.notes)
         stamping = self._stamp(groups, reader)
         self.memory = {**self.memory, **stamping.memory}
         metrics = {**stamping.metrics, **taken.metrics, **_measured(groups)}
@@ -261,7 +287,9 @@ class Reinforce:
             reader.put_on_trees(groups)
             reader.forget(groups)
         learnt = {rollout.trajectory.id for rollout in stamping.rollouts}
-        accounts = [account(number, group, learnt) for number, group in taken.groups] + taken.given_up
+        gone = taken.stragglers
+        accounts = [account(number, group, learnt, gone.get(number, ())) for number, group in taken.groups]
+        accounts += taken.given_up
         notes = [*taken.notes, *stamping.notes]
         return Work(parts, metrics, stamping.silence, groups, notes, dict(self.memory), accounts)
 
@@ -319,12 +347,17 @@ def streams_of(loss: Loss) -> frozenset[str]:
     return frozenset(wanted | (loss.reads & {"lag"}))
 
 
-def _check_any_came_back(groups: Sequence[Group], step: int) -> None:
-    """A step whose rollouts all failed is no step: something is wrong that more steps will not mend."""
+def _check_any_came_back(groups: Sequence[Group], step: int, notes: Sequence[str]) -> None:
+    """A step whose rollouts all failed is no step: something is wrong that more steps will not mend. ``notes`` say which
+    were given up."""
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     if not any(trajectory.rewards for trajectory in trajectories):
-        errors = next((trajectory.errors for trajectory in trajectories if trajectory.errors), ["no error was said"])
-        raise TrainError(f"all {len(trajectories)} rollouts of step {step} failed, the first with: {errors[-1]}")
+        errors = [
+            *(trajectory.errors[-1] for trajectory in trajectories if trajectory.errors),
+            *notes,
+            "no error was said",
+        ]
+        raise TrainError(f"all {len(trajectories)} rollouts of step {step} failed, the first with: {errors[0]}")
 
 
 def _note_advantages(rollouts: Sequence[Stamped]) -> None:

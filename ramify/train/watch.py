@@ -1,7 +1,7 @@
 """Every wait of a training run ends: with what was waited for, or with an error that says what stood where.
 
     await watch.bounded("learning", work)      its value; TrainError where nothing moves for ``stall_s``
-    watch.moved()                              something did: a reply came, a rollout ended
+    watch.moved()                              something did: a reply came, a rollout ended, a batch of a step was computed
     watch.fail(error)                          whoever waits now, or next, gets this error instead
 
 What stands is told by a thread of its own, so that it is also told where the event loop itself stands. It writes all stacks
@@ -48,6 +48,8 @@ class _Wait:
         self.since = time.monotonic()
         self.ended: asyncio.Future[None] = self.loop.create_future()
         """Has the error that ends the wait."""
+        self.is_told = False
+        """Whether it was said to stand."""
 
 
 class Watch:
@@ -91,7 +93,7 @@ class Watch:
                 raise self._failed
             both: list[asyncio.Future[Any]] = [task, wait.ended]
             await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-            if wait.ended.done() and not _has_value(task):
+            if wait.ended.done():  # and whoever was told so counts on it, even if a value came at last
                 wait.ended.result()
             return task.result()
         finally:
@@ -119,13 +121,17 @@ class Watch:
         while not self._closing.wait(min(1.0, self._stall_s / 4)):
             now = time.monotonic()
             for wait in tuple(self._waits):
-                if now - max(wait.since, self._moved) > self._stall_s:
+                if not wait.is_told and now - max(wait.since, self._moved) > self._stall_s:
                     self._stalled(wait)
-                    return
+                    break
 
     def _stalled(self, wait: _Wait) -> None:
-        stack = _stack_of(wait)
+        moved, stack = self._moved, _stack_of(wait)
         place = self._write(wait)
+        if wait not in self._waits or self._moved != moved:  # while others were asked where they stand
+            place.unlink()
+            return
+        wait.is_told = True
         error = Stalled(
             f"{wait.what} stands still: nothing moved for {self._stall_s:g} s. It stands at {_last(stack)}. All stacks are in "
             f"{place}; `ramify train --resume {self._out}` goes on from the last checkpoint"
@@ -138,6 +144,7 @@ class Watch:
             time.sleep(0.02)
         if wait in self._waits:  # the event loop stands itself
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(wait.loop_thread), ctypes.py_object(Stalled))
+        self.moved()  # what else is waited for may have stood for this alone
 
     def _write(self, wait: _Wait) -> Path:
         path = self._out / FILE
@@ -197,10 +204,6 @@ class OneThread:
             except BaseException as error:  # noqa: BLE001 (rises where the result is asked for)
                 future.set_exception(error)
             del work, future
-
-
-def _has_value(task: asyncio.Future[Any]) -> bool:
-    return task.done() and not task.cancelled() and task.exception() is None
 
 
 def _end(wait: _Wait, error: BaseException) -> None:

@@ -76,6 +76,7 @@ def test_bad_input(shell: Shell, case: str) -> None:
     ("arguments", "pattern"),
     [
         (["sho"], r"there is no command 'sho': did you mean 'show'\?"),
+        (["cluster", "plna"], r"there is no command 'cluster': did you mean 'cluster plan' or 'cluster simulate'\?"),
         (["how many?"], r"to ask a question: ramify ask 'how many\?'"),
         (["--versio"], r"unknown option --versio: did you mean --version\?"),
         (["show"], r"give RUN \(see ramify show --help\)"),

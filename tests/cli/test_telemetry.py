@@ -56,6 +56,37 @@ def test_spans_reach_a_collector(shell: Shell) -> None:
     ]  # fmt: skip
 
 
+RECIPE = """
+import msgspec
+from ramify.train.config import EvaluateSpec
+from ramify.train.rollout import RolloutOptions
+from ramify.train.stages import Sample
+from tests.train.small import small
+
+def run():
+    rl = msgspec.structs.replace(small().rl, steps=1, sample=Sample(items=2), rollout=RolloutOptions(group=2))
+    return small(warmup=None, rl=rl, evaluate=EvaluateSpec(num=3, final=()))
+"""
+
+
+def test_each_rollout_of_a_training_run_is_a_trace(shell: Shell) -> None:
+    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+    shell.write("recipe.py", RECIPE)
+    with collector() as (url, bodies):
+        done = shell.run(
+            "train", "recipe.py", "--out", "out", "--quiet",
+            OTEL_EXPORTER_OTLP_ENDPOINT=url, OTEL_EXPORTER_OTLP_COMPRESSION="none",
+        )  # fmt: skip
+    assert done.code == 0, done.err
+    scopes = [
+        scope for body in bodies for each in ExportTraceServiceRequest.FromString(body).resource_spans
+        for scope in each.scope_spans
+    ]  # fmt: skip
+    roots = [span.trace_id for scope in scopes for span in scope.spans if span.name == "invoke_agent ramify"]
+    assert (len(roots), len(set(roots))) == (10, 10)  # four rollouts, and three of each of two evaluations
+
+
 def test_a_collector_that_is_not_there_is_a_warning(shell: Shell) -> None:
     done = shell.ask(["hi"], "hello?", OTEL_EXPORTER_OTLP_ENDPOINT="http://127.0.0.1:9", OTEL_EXPORTER_OTLP_TIMEOUT="1")
     assert (done.code, done.out) == (0, "hi\n")

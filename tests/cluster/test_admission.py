@@ -70,7 +70,7 @@ class _Attempt:
     def __init__(self) -> None:
         self.began_at: float | None = 0.0
         self.took_s = 1.0
-        self.is_over = True
+        self.is_over, self.was_given_up = True, False
         self.result: asyncio.Future[Trajectory] = asyncio.get_running_loop().create_future()
 
     async def close(self) -> None:

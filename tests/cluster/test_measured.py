@@ -113,6 +113,12 @@ def test_a_real_run_is_read(tmp_path: Path) -> None:
     assert (len(found.groups), len(found.step_s)) == (8, 3)
     assert found.learn_base_s + found.learn_token_s > 0
     assert simulate(found, Setting(items=2, group=3, concurrency=1), steps=2).step_s > 0
+    assert found.host is not None
+    assert found.host.request_s > 0
+    assert len(found.computed_s) == 4
+    same = Setting(items=2, group=3, concurrency=1, slots=16, keeps=True, embedded=True)
+    once = simulate(found, same, steps=2, in_order=True)
+    assert 0.3 < once.computed_s / (sum(found.computed_s) / 4) < 3
 
 
 @pytest.mark.parametrize(
@@ -121,6 +127,7 @@ def test_a_real_run_is_read(tmp_path: Path) -> None:
         ("all", r"nowhere is not a run's folder: give the --out of ramify train"),
         ("metrics.jsonl", r"no metrics.jsonl with steps of reinforcement learning: .*cadence\.rollouts=1"),
         ("rollouts", r"no kept rollouts of its 4 steps: train with cadence\.rollouts=1"),
+        ("a step", r"run has one step of reinforcement learning, .* give a run of at least two"),
         ("sense", r"step-000002.jsonl holds something else than trajectories"),
     ],
 )
@@ -131,6 +138,8 @@ def test_a_folder_that_says_too_little(tmp_path: Path, lacks: str, says: str) ->
     elif lacks == "rollouts":
         for path in (run / lacks).iterdir():
             path.unlink()
+    elif lacks == "a step":
+        (run / "metrics.jsonl").write_text((run / "metrics.jsonl").read_text().splitlines()[0] + "\n")
     elif lacks == "sense":
         (run / "rollouts/step-000002.jsonl").write_text("{}\n")
     with pytest.raises(ConfigError, match=says):
@@ -142,9 +151,14 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert COMMAND.call([run, "--devices", "3", "--staleness", "0,1", "--steps", "3"]) == Exit.ANSWERED
     said = capsys.readouterr().out.splitlines()
     assert said[0] == "by 24 rollouts of 12 groups; the run had 3 groups of 2 per step"
-    assert said[4].split()[:5] == ["engines", "slots", "ranks", "stale", "≤"]
-    assert len(said) == 5 + 6 + 1
-    hours = [float(line.replace(" shared", "").split()[6]) for line in said[5:11]]
+    head = next(
+        number for number, line in enumerate(said) if line.split()[:4] == ["engines", "slots", "ranks", "stale"]
+    )
+    assert [line.partition(":")[0] for line in said[3:head]] == [
+        "assumed", "assumed", "assumed", "assumed of caches", "assumed of evaluations", ""
+    ]  # fmt: skip
+    assert len(said) == head + 1 + 6 + 1
+    hours = [float(line.replace(" shared", "").split()[6]) for line in said[head + 1 : -1]]
     assert hours == sorted(hours, reverse=True)
     assert said[-1].startswith("most steps per hour: ")
     asked = [run, "--engines", "1,2", "--slots", "4", "--straggle", "0", "--steps", "3", "--seed", "5", "--json"]
@@ -157,6 +171,28 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert told["measured"]["sizes"]["slots"] == 32
 
 
+def test_more_than_can_be_played(tmp_path: Path) -> None:
+    run = str(folder(tmp_path / "run"))
+    with pytest.raises(ConfigError, match="3 devices have no room for an engine of 4: give at least as many"):
+        COMMAND.call([run, "--devices", "3", "--engine-devices", "4"])
+    with pytest.raises(
+        ConfigError, match=r"100000 settings over 20 steps are .* rollouts, and .* at most are played: try"
+    ):
+        COMMAND.call([run, "--devices", "100000"])
+
+
+def test_evaluations_count_in_hours_alone(tmp_path: Path) -> None:
+    """7 s after every second step of 4.8."""
+    found = measured(folder(tmp_path / "run"))
+    found.silent = 0.0
+    plain, evaluated = (
+        simulate(found, Setting(items=3, group=2, concurrency=64, slots=32, evaluate=every), steps=6)
+        for every in (0, 2)
+    )
+    assert evaluated.step_mean_s == pytest.approx(plain.step_mean_s)
+    assert evaluated.steps_per_hour == pytest.approx(3600 / (plain.step_mean_s + EVALUATE_S / 2))
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -165,6 +201,11 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         (["--slots", "0"], "--slots 0: each must be at least 1"),
         (["--staleness", "-1"], "--staleness -1: each must be at least 0"),
         (["--steps", "0"], "--steps 0: give 1 or more"),
+        (["--devices", "0"], "--devices 0: give 1 or more"),
+        (["--engine-devices", "2"], "--engine-devices says how --devices are split: give --devices, too"),
+        (["--engines", "1,,2"], "--engines 1,,2: give numbers with commas between, as 1,2,4"),
+        (["--straggle", "nan"], "--straggle nan: times the median, at least 1, or 0 for never"),
+        (["--late", "-1"], "--late -1: give 0 or more"),
     ],
 )
 def test_options_that_make_no_sense(tmp_path: Path, options: list[str], says: str) -> None:

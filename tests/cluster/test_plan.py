@@ -137,6 +137,15 @@ def test_seconds_from_a_run_that_was(tmp_path: Path) -> None:
     assert found.tokens.rollouts == 10
     assert f"measured over 2 steps of {tmp_path}" in "\n".join(lines(found))
     (tmp_path / "metrics.jsonl").write_text("")
+    silent = Metrics(tmp_path)
+    for step in range(3):
+        silent.write(step, "rl", 0.0, {"work_s": 4.0, "learn_s": 0.0, "sampled_tokens": 200.0})
+    silent.close()
+    with pytest.raises(ConfigError, match=r"in no step that counts of .* was anything learnt"):
+        plan(placed(), Options(measured=tmp_path))
+    with pytest.raises(ConfigError, match=r"--measured .*nowhere is no run's folder: it has no metrics\.jsonl"):
+        plan(placed(), Options(measured=tmp_path / "nowhere"))
+    (tmp_path / "metrics.jsonl").write_text("")
     with pytest.raises(ConfigError, match="has no step of reinforcement learning"):
         plan(placed(), Options(measured=tmp_path))
 
@@ -162,3 +171,5 @@ def test_the_command_prints_it(tmp_path: Path, capsys: pytest.CaptureFixture[str
         told.call([str(recipe), 'placement.pools={"main": {"gpus": 1, "cpus": 8}}'])
     with pytest.raises(UsageError, match="give one recipe"):
         told.call(["rl.steps=1"])
+    with pytest.raises(UsageError, match="--mfu 3: give a share above 0 and at most 1"):
+        told.call([str(recipe), "--mfu", "3"])

@@ -145,6 +145,8 @@ def test_splits_and_the_best_of_them() -> None:
     found = predict(measured, list(choices(measured, splits(4), staleness=[0, 1])), steps=6)
     assert len(found) == 8
     assert best(found).setting.engines >= 3
+    one = predict(world([10]), list(choices(world([10]), splits(3), staleness=[0])), steps=4)
+    assert (best(one).setting.engines, best(one).setting.ranks) == (1, 2)  # nothing is gained by more engines
     assert best(found).steps_per_hour >= 0.99 * max(each.steps_per_hour for each in found)
 
 

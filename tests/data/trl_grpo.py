@@ -35,7 +35,7 @@ CASES: dict[str, dict[str, Any]] = {
     "gspo": {"importance_sampling_level": "sequence", "epsilon_low": 0.1, "epsilon_high": 0.1},
     "cispo": {"loss_type": "cispo", "epsilon_high": 1.28},
     "sapo": {"loss_type": "sapo"},
-    "opsm": {"off_policy_mask_threshold": 0.05},
+    "opsm": {"off_policy_mask_threshold": 0.3},
     "token_tis": {"use_vllm": True},
 }
 
@@ -108,7 +108,7 @@ def measured(given: dict[str, torch.Tensor], changes: dict[str, Any]) -> dict[st
         "prompt_ids": given["ids"][:, :PROMPT], "prompt_mask": torch.ones(ROLLOUTS, PROMPT, dtype=torch.long),
         "completion_ids": given["ids"][:, PROMPT:], "completion_mask": given["completion_mask"],
         "tool_mask": given["tool_mask"], "advantages": given["advantages"], "old_per_token_logps": given["old"],
-        "ref_per_token_logps": given["ref"],
+        "ref_per_token_logps": given["ref"], "sampling_per_token_logps": given["sampler"],
         "importance_sampling_ratio": (given["old"] - given["sampler"]).exp().clamp(max=2.0),
         "num_items_in_batch": (given["completion_mask"] * given["tool_mask"]).sum(),
     }  # fmt: skip

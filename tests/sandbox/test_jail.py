@@ -289,6 +289,29 @@ def test_without_the_package_it_is_not_there() -> None:
 # ------------------------------------------------------------------------------------------------ limits
 
 
+def test_a_cell_that_aborts_is_told_as_one_and_aborts_nobody_else() -> None:
+    """No session may send a signal; that of its own abort() the host sends, whoever it was meant for."""
+
+    async def test(sandbox: JailSandbox) -> None:
+        other = await sandbox.open()
+        pid = await value(other, "import os\nos.getpid()")
+        for code in ("import os\nos.abort()", f"import ctypes\nctypes.CDLL(None).tgkill({pid}, {pid}, 6)"):
+            session = await sandbox.open()
+            with pytest.raises(SessionDied, match=r"killed by signal 6 \(SIGABRT\)"):
+                await session.run(code, answer=answer)
+        session = await sandbox.open()
+        assert await value(session, f"import ctypes\nctypes.CDLL(None).tgkill({pid}, {pid}, 9)") == "-1"
+        assert (
+            await error(session, "import os\nos.kill(os.getpid(), 6)")
+            == "PermissionError: [Errno 1] Operation not permitted"
+        )
+        assert await value(other, "1 + 1") == "2"
+        for each in (session, other):
+            await each.close()
+
+    with_jail(test)
+
+
 def test_processor_time_ends_a_session() -> None:
     async def test(jail: JailSandbox) -> None:
         session = await jail.open()

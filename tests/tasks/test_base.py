@@ -43,6 +43,24 @@ def test_items_can_be_made_again_and_are_of_their_split_alone() -> None:
     assert generated("other", make)["train"][17].context != train[17].context
 
 
+@pytest.mark.parametrize(
+    ("index", "shown"),
+    [
+        (slice(5, None), "5:"), (slice(None), ":"), (slice(-3, None), "-3:"), (slice(0, -1), "0:-1"), (-1, "-1"),
+        (slice(None, 3, -1), ":3"),
+    ],
+)  # fmt: skip
+def test_a_split_without_end_is_not_counted_from_it(index: Any, shown: str) -> None:
+    train = TEAL.splits["train"]
+    with pytest.raises(ConfigError) as caught:
+        train[index]
+    assert str(caught.value) == (
+        f"teal/train has no end, and [{shown}] needs one: give both bounds, from 0 up, as in [0:100], or the task a size"
+    )
+    assert train[4:0:-2] == [train[4], train[2]]
+    assert train[1::-1] == [train[1], train[0]]
+
+
 def test_the_end_of_a_split() -> None:
     stream = Stream("teal", "test", make, size=3)
     assert len(stream) == 3

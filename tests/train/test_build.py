@@ -13,18 +13,32 @@ import pytest
 
 from ramify.build.parts import Made
 from ramify.build.recipe import recipe, stored
-from ramify.build.run import train
-from ramify.errors import ConfigError
+from ramify.build.run import closing, train
+from ramify.errors import ConfigError, TrainError
 from ramify.inference.http.spec import InferenceSpec
 from ramify.train.algorithms.grpo import GRPO
 from ramify.train.algorithms.sft import SFT
-from ramify.train.checkpoint import Checkpoints, State
-from ramify.train.config import EvaluateSpec, LoraSpec, PolicySpec, RlSpec, Run, SftSpec, TaskSpec, WarmUpSpec, plain
+from ramify.train.backends.base import Optim, Shard
+from ramify.train.checkpoint import Checkpoints, State, check_config, read_state
+from ramify.train.config import (
+    CriticSpec,
+    EvaluateSpec,
+    LoraSpec,
+    PolicySpec,
+    RlSpec,
+    Run,
+    SftSpec,
+    TaskSpec,
+    WarmUpSpec,
+    plain,
+)
 from ramify.train.loss import Loss
 from ramify.train.rollout import RolloutOptions
 from tests.train.small import SHAPE, small
 
 RECIPES = Path(__file__).parents[2] / "recipes"
+LATE = Optim(schedule="linear", warmup_steps=30)
+"""Whose rate rises for longer than any stage of the small run."""
 
 
 def changed(part: str, **fields: Any) -> Run:
@@ -46,6 +60,12 @@ def close(made: Made) -> None:
         (changed("policy", tokenizer="nowhere"), "nowhere has no tokenizer.json"),
         (changed("sft", demos="ledgr"), "unknown demos 'ledgr': did you mean 'ledger'?"),
         (changed("sft", algorithm=msgspec.structs.replace(small().sft.algorithm, min_reward=9.0)), "none of 30 trajectories"),
+        (changed("policy", device="cuda:99"), "policy.device=cuda:99: this machine has"),
+        (changed("compute", shard=Shard(ranks=2)), "ranks=2, and compute.backend=single trains in one process"),
+        (changed("warmup", optim=LATE), "warmup.optim.schedule=linear over 2 steps needs more than the 30 of warm-up"),
+        (changed("sft", optim=LATE), "sft.optim.schedule=linear over"),
+        (changed("rl", optim=LATE), "lower rl.optim.warmup_steps"),
+        (changed("rl", critic=CriticSpec(model="own", optim=LATE)), "rl.critic.optim.schedule=linear over 8 steps"),
         (msgspec.structs.replace(small(), sft=None), "a model made from nothing needs a tokenizer, or demonstrations"),
     ],
 )  # fmt: skip
@@ -54,6 +74,20 @@ def test_what_is_wrong_is_said_before_anything_is_trained(run: Run, message: str
         train(run, tmp_path / "out")
     assert message in str(caught.value)
     assert not (tmp_path / "out").exists()
+
+
+def test_one_process_of_torchruns_does_not_leave_the_others_waiting(tmp_path: Path, monkeypatch: Any) -> None:
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "1")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=r"torchrun started 2 processes, .*: set compute\.backend=fsdp"):
+        train(small(), tmp_path / "out")
+
+
+@pytest.mark.parametrize("place", ["file", "file/below", "/proc/none"])
+def test_a_folder_that_cannot_be_written_is_said_first(place: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"nothing can be written in the run's folder .*: give another with --out"):
+        train(small(), tmp_path / place)
 
 
 def test_a_checkpoint_of_another_architecture_is_said_before_an_engine_is_started(tmp_path: Path) -> None:
@@ -79,6 +113,16 @@ def test_a_policy_without_its_templates_tokens_is_refused(tmp_path: Path) -> Non
         path.write_text(path.read_text().replace("<|a|>", "<|b|>"))
     with pytest.raises(ConfigError, match=r"<\|a\|>"):
         Made(changed("policy", path=str(tmp_path), shape={}), print)
+
+
+def test_the_packaged_policy_has_a_name() -> None:
+    from ramify.inference.base import TINY
+    from ramify.policy.fingerprint import fingerprint
+    from ramify.policy.load import load
+
+    made = Made(changed("policy", path="tiny", shape={}), print)
+    close(made)
+    assert fingerprint(made.policy.model) == fingerprint(load(TINY, device="cpu").model)
 
 
 def test_demonstrations_longer_than_the_window_are_left_out_aloud() -> None:
@@ -157,8 +201,6 @@ def test_a_folder_that_holds_a_run_is_not_written_over(tmp_path: Path) -> None:
 
 
 def test_stored_runs_come_back_as_they_were(tmp_path: Path) -> None:
-    from ramify.train.checkpoint import Checkpoints, State
-
     for algorithm in (GRPO(credit="root"), SFT(min_reward=1.0)):
         run = changed("rl", algorithm=algorithm)
         Checkpoints(tmp_path).save(State(step=1, config=plain(run)), {})
@@ -166,3 +208,64 @@ def test_stored_runs_come_back_as_they_were(tmp_path: Path) -> None:
     Checkpoints(tmp_path).save(State(step=2, config={**plain(run), "colour": 1}), {})
     with pytest.raises(ConfigError, match="give the recipe that it was made by"):
         stored(tmp_path)
+
+
+def test_what_is_kept_of_a_run_has_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor may others read it; to go on from it takes the recipe, whose secrets may be others meanwhile."""
+    monkeypatch.setenv("SOME_TOKEN", "tok-0123456789abc")
+
+    def run(key: str) -> Run:
+        options = {"api_key": key, "url": f"https://me:{key}@host/v1?rows=3&key={key}", "rows": 3}
+        args = ("--api-key", key, f"--token={key}", "--max-tokens", "5")
+        return small(
+            task=TaskSpec(options=options), inference=InferenceSpec(args=args),
+            tracker_options={"wandb": {"token": key, "project": "mine", "note": "tok-0123456789abc"}},
+        )  # fmt: skip
+
+    path = Checkpoints(tmp_path).save(State(step=1, config=plain(run("sk-first"))), {})
+    state, text = read_state(path), (path / "state.json").read_text()
+    assert "sk-first" not in text
+    assert "tok-0123456789abc" not in text
+    assert (path / "state.json").stat().st_mode & 0o077 == 0
+    assert state.config["task"]["options"] == {
+        "api_key": "«redacted»", "url": "https://«redacted»@host/v1?rows=3&key=«redacted»", "rows": 3,
+    }  # fmt: skip
+    assert state.config["inference"]["args"] == ["--api-key", "«redacted»", "--token=«redacted»", "--max-tokens", "5"]
+    assert state.config["tracker_options"] == {
+        "wandb": {"token": "«redacted»", "project": "mine", "note": "«redacted SOME_TOKEN»"}
+    }
+    check_config(state, plain(run("sk-second")))
+    with pytest.raises(ConfigError, match=r"does not say what task\.options\.api_key was, for it may be a secret"):
+        stored(tmp_path)
+
+
+def test_each_part_is_closed_whatever_becomes_of_the_others() -> None:
+    """What failed first is what is raised, and the rest is said."""
+    closed: list[str] = []
+    said: list[str] = []
+
+    async def engine() -> None:
+        closed.append("engine")
+        raise OSError("the line is down")
+
+    def ranks() -> None:
+        closed.append("ranks")
+        raise TrainError("rank 1 is lost")
+
+    parts = {"engine": engine, "ranks": ranks, "hosts": lambda: closed.append("hosts")}
+
+    async def block(error: BaseException | None) -> None:
+        async with closing(parts, said.append):
+            if error is not None:
+                raise error
+
+    with pytest.raises(OSError, match="the line is down"):
+        asyncio.run(block(None))
+    assert said == ["ranks could not be closed: TrainError: rank 1 is lost"]
+    said.clear()
+    with pytest.raises(ZeroDivisionError, match="first"):
+        asyncio.run(block(ZeroDivisionError("first")))
+    assert said == [
+        "engine could not be closed: OSError: the line is down", "ranks could not be closed: TrainError: rank 1 is lost",
+    ]  # fmt: skip
+    assert closed == ["engine", "ranks", "hosts"] * 2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -81,6 +83,63 @@ def test_a_step_that_is_done_again_replaces_its_checkpoint(tmp_path: Path) -> No
     save(checkpoints, 1, 0.1)
     save(checkpoints, 1, 0.3)
     assert [read_state(path).score for path in checkpoints.all()] == [0.3]
+
+
+KILLED = """
+import os, pathlib, sys
+from ramify.train.checkpoint import Checkpoints
+from tests.train.test_checkpoint import save
+folder = pathlib.Path(sys.argv[1])
+save(Checkpoints(folder), 1, 0.1)
+at, left = sys.argv[2], [int(sys.argv[3])]
+
+def end(event, arguments):
+    if event == at and str(arguments[0]).startswith(("step-", str(folder), "weights", "state")):
+        left[0] -= 1
+        if left[0] == 0:
+            os._exit(9)
+
+sys.addaudithook(end)
+save(Checkpoints(folder), 1, 0.3)
+"""
+
+
+@pytest.mark.parametrize(("event", "nth"), [("os.rename", 2), ("os.remove", 1), ("os.remove", 2)])
+def test_a_kill_while_a_checkpoint_is_replaced_leaves_a_whole_one(tmp_path: Path, event: str, nth: int) -> None:
+    """Between the two renames, and in the middle of removing the old one."""
+    process = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), event, str(nth)], check=False)
+    assert process.returncode == 9
+    found = find(tmp_path)
+    assert found.name == "step-000001"
+    assert (found / "weights").read_text() == "of 1"
+    assert read_state(found).score == (0.1 if event == "os.rename" else 0.3)
+    checkpoints = Checkpoints(tmp_path)
+    save(checkpoints, 2)
+    assert sorted(path.name for path in checkpoints.folder.iterdir()) == ["step-000001", "step-000002"]
+
+
+def test_a_run_that_goes_back_leaves_its_other_branch(tmp_path: Path) -> None:
+    """Neither the latest, the best, nor those that stay are of it."""
+    for step, score in ((10, 0.4), (15, 0.9), (20, None)):
+        save(Checkpoints(tmp_path, keep_last=3), step, score)
+    checkpoints = Checkpoints(tmp_path, keep_last=2, keep_best=1)
+    aside = checkpoints.abandon_after(10)
+    assert aside == [tmp_path / "checkpoints/abandoned" / name for name in ("step-000015", "step-000020")]
+    assert [read_state(path).score for path in aside] == [0.9, None]
+    assert (checkpoints.latest(), checkpoints.best()) == (tmp_path / "checkpoints/step-000010",) * 2
+    for step in (16, 17):
+        save(checkpoints, step, 0.1)
+    assert names(checkpoints) == ["step-000010", "step-000016", "step-000017"]
+    assert checkpoints.abandon_after(17) == []
+    (again,) = checkpoints.abandon_after(16)
+    assert again.parent == aside[0].parent
+
+
+def test_checkpoints_are_in_order_of_their_steps(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep_last=2)
+    for step in (999_999, 1_000_000):
+        save(checkpoints, step)
+    assert names(checkpoints) == ["step-999999", "step-1000000"]
 
 
 def test_what_is_to_be_resumed_is_found(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 token       0      1      2    |   3      4        of two sequences
 o - m     log 4  log 2  log 1/4 | log 1.01 0        sums log 2, log 1.01; means log 2^(1/3), log 1.01^(1/2)
 o - l       1      0     -0.4   |  0.1    0.3       means 0.2, 0.2
+m - l     -0.386 -0.693  0.986  |  0.090  0.3       means -0.031, 0.195
 A           1     -1      1     |  -1     1
 """
 
@@ -54,7 +55,8 @@ def tokens(weighs: Any = (1, 1, 1, 1, 1)) -> Tokens:
         (GeometricMask(low=0.9, high=1.3), [1, 1, 1, 1, 1]),
         (WorstTokenMask(), [1, 1, 1, 1, 1]),
         (WorstTokenMask(low=0.3, high=100.0), [0, 0, 0, 1, 1]),
-        (Opsm(delta=0.15), [1, 0, 1, 0, 1]),
+        (Opsm(delta=0.15), [1, 1, 1, 0, 1]),
+        (Opsm(delta=-0.05), [1, 0, 1, 0, 1]),
         (Opsm(), [1, 1, 1, 1, 1]),
     ],
     ids=lambda each: getattr(type(each), "__name__", ""),
@@ -64,11 +66,11 @@ def test_factors(correction: Any, factors: list[float]) -> None:
 
 
 def test_tokens_without_weight_are_no_part_of_their_sequence() -> None:
-    """Without its third token the first sequence's gap is log 8, of two tokens; the mean of o - l is 0.5."""
+    """Without its third token the first sequence's gap is log 8, of two tokens; the mean of m - l is -0.54."""
     weighs = (1, 1, 0, 1, 1)
     assert SequenceTis(cap=9.0).factor(tokens(weighs))[0].item() == pytest.approx(8)
     assert WorstTokenMask(low=0.3).factor(tokens(weighs))[:2].tolist() == [1, 1]
-    assert Opsm(delta=0.4).factor(tokens(weighs))[1].item() == 0
+    assert Opsm(delta=-0.5).factor(tokens(weighs))[1].item() == 1
 
 
 def entries(**streams: Any) -> Entries:
@@ -107,10 +109,19 @@ def test_the_old_ones_must_be_the_trainers() -> None:
         (Loss(policy=ImportanceSampling()), 2, "sampler"),
         (Loss(policy=ImportanceSampling(), corrections=(IcePop(),)), 1, "now"),
         (Loss(policy=ImportanceSampling(), corrections=(IcePop(),)), 4, "pass"),
+        (Loss(policy=ImportanceSampling(), corrections=(Opsm(),)), 4, "sampler"),
     ],
 )
 def test_a_pass_is_made_where_it_is_needed(loss: Loss, minibatches: int, old: str) -> None:
     assert loss.for_minibatches(minibatches).old == old
+
+
+@pytest.mark.parametrize("old", ["now", "sampler", "pass"])
+def test_what_the_policy_has_moved_away_from_is_masked_wherever_the_old_ones_are_from(old: Any) -> None:
+    """Only the fourth token is of a sequence that has moved by more than 0.15, and has A < 0."""
+    loss = Loss(policy=ImportanceSampling(), corrections=(Opsm(delta=0.15),), old=old)
+    _, tally = compute(loss, entries(**({"old_logprobs": OLD} if old == "pass" else {})))
+    assert tally.metrics()["corrected_away"] == pytest.approx(0.2)
 
 
 @pytest.mark.parametrize("name", CORRECTIONS)

@@ -19,7 +19,8 @@ import pytest
 
 from ramify.build.run import train
 from ramify.inference.http.spec import InferenceSpec
-from ramify.inference.weights.shared import Shared, sweep
+from ramify.inference.weights.held import sweep
+from ramify.inference.weights.shared import Shared
 from ramify.sandbox.base import SandboxSpec
 from ramify.tasks.base import Item, generated
 from ramify.tasks.simple import SimpleTask, Whole
@@ -120,6 +121,26 @@ def test_a_killed_engine_changes_nothing(calm: Path, tmp_path: Path) -> None:
     assert "an engine is back, with version" in said[1]
     last = [each.values for each in read(tmp_path) if "rl_loss" in each.values][-1]
     assert (last["engines"], last["engines_lost"], last["engines_back"]) == (1, 1, 1)
+
+
+@LINUX
+def test_engines_that_sleep_while_the_trainer_learns_change_nothing_not_even_one_killed_asleep(
+    calm: Path, tmp_path: Path
+) -> None:
+    said: list[str] = []
+
+    def listen(measured: Measured) -> None:
+        if measured.stage == "sft" and measured.step == 2:
+            kill(os.getpid(), f"serve-policy {tmp_path}")
+
+    train(short(inference=InferenceSpec(probe_s=60.0, sleep="learn")), tmp_path, listener=listen, say=said.append)
+    same(tmp_path, calm)
+    slept = ["sleep_s" in each.values for each in read(tmp_path) if "learn_s" in each.values]
+    assert len(slept) > 4
+    assert all(slept)
+    assert len(said) == 1
+    assert f"it was asked POST http://127.0.0.1:{said[0].split(':')[2].split(' ')[0]}/wake_up?tags=weights" in said[0]
+    assert said[0].endswith("no engine is left; it is started again")
 
 
 @LINUX

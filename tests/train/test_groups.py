@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from ramify.build.run import train
+from ramify.errors import ConfigError
 from ramify.train import groups
 from ramify.train.checkpoint import Checkpoints, State, read_state
 from ramify.train.groups import Account
@@ -28,6 +29,9 @@ def stand(out: Path, **state: int | list[int]) -> None:
 
 
 def test_groups_that_stand_twice_or_nowhere(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"holds no run: give the folder .* --out"):
+        groups.accounts(tmp_path)
+    (tmp_path / "checkpoints").mkdir()
     assert groups.accounts(tmp_path).balanced
     groups.write(tmp_path, [one(4), one(6, "silent")], 1)
     groups.write(tmp_path, [], 2)

@@ -12,20 +12,24 @@ import pytest
 import torch
 
 from ramify.build.run import train
-from ramify.errors import TrainError
+from ramify.errors import ConfigError, TrainError
 from ramify.tasks.base import Item, generated
 from ramify.tasks.simple import SimpleTask, Whole
 from ramify.train.algorithms.sft import SFT
-from ramify.train.backends.base import Optim
+from ramify.train.backends.base import Compute, Optim
+from ramify.train.backends.single import Single
 from ramify.train.checkpoint import Checkpoints, read_state
 from ramify.train.config import PolicySpec, SftSpec, TaskSpec
 from ramify.train.guards import Guard
 from ramify.train.loop import Cadence, Loop
 from ramify.train.loss import Loss
 from ramify.train.metrics import Measured, read
+from ramify.train.pack import pack
 from ramify.train.sft import read as read_trajectories
-from ramify.train.stages import Given, Work
+from ramify.train.stages import Given, Part, Work
+from ramify.types.sequence import Sequence as Row
 from ramify.types.trajectory import Trajectory
+from tests.train.backends.small import policy, tree
 from tests.train.small import _even, _make, small, weights_of
 
 
@@ -79,6 +83,29 @@ def test_a_killed_run_ends_where_it_would_have_bit_by_bit(tmp_path: Path) -> Non
         assert {k: ours.values.get(k) for k in steady} == {k: theirs.values.get(k) for k in steady}
 
 
+def test_a_run_that_is_resumed_from_the_middle_forgets_the_way_it_went_before(tmp_path: Path) -> None:
+    """In place, from where rollouts begin: what came after is another branch, also where a kill follows."""
+    run, said = small(warmup=None, cadence=Cadence(evaluate=0, checkpoint=1, keep_last=9, rollouts=1)), []
+    last = train(run, tmp_path, say=pytest.fail).step
+    ended = weights_of(tmp_path)
+    folder = tmp_path / "checkpoints"
+    middle, aside = folder / f"step-{last - 4:06d}", folder / "abandoned"
+    with pytest.raises(Killed):
+        train(run, tmp_path, resume=middle, listener=kill_at(last - 1), say=said.append)
+    assert said == [
+        f"the run goes another way after step {last - 4}: 4 checkpoints of later steps are set aside in {aside}"
+    ]
+    assert [read_state(path).step for path in sorted(aside.iterdir())] == [last - 3, last - 2, last - 1, last]
+    assert Checkpoints(tmp_path).latest() == folder / f"step-{last - 2:06d}"
+    assert max(each.step for each in read(tmp_path)) == last - 1
+    assert len([*(tmp_path / "rollouts").iterdir()]) == 2
+    train(run, tmp_path, resume=tmp_path, say=pytest.fail)
+    assert all(torch.equal(ended[name], each) for name, each in weights_of(tmp_path).items())
+    assert len(read_rows(tmp_path, "first")) == 1
+    with pytest.raises(ConfigError, match="holds a run already"):
+        train(run, tmp_path, resume=aside / f"step-{last:06d}")
+
+
 JUDGED: list[str] = []
 """Validation items whose score was asked for."""
 
@@ -96,8 +123,8 @@ def _down_at_second(item: Item, trajectory: Trajectory) -> float:
 sometimes = SimpleTask("sometimes", generated("sometimes", _make), Whole(_down_at_second))
 
 
-def test_an_evaluation_that_could_not_be_judged_is_no_score(tmp_path: Path) -> None:
-    """Neither is that of weights which are no more."""
+def test_the_best_may_be_what_rollouts_began_with(tmp_path: Path) -> None:
+    """An evaluation that could not be judged is no score, and neither is that of weights which are no more."""
     JUDGED.clear()
     said: list[str] = []
     run = small(
@@ -116,9 +143,14 @@ def test_an_evaluation_that_could_not_be_judged_is_no_score(tmp_path: Path) -> N
         f"'sometimes', item {JUDGED[2]}: its score raised OSError: the grader is down"
     ]
     kept = Checkpoints(tmp_path)
-    assert [read_state(each).score for each in kept.all()][-4:] == [None, None, None, 0.25]
-    assert kept.best() == kept.latest()
-    assert state.score == 0.25
+    assert [read_state(each).score for each in kept.all()][-5:] == [0.5, None, None, None, 0.25]
+    first, last = kept.all()[-5], kept.all()[-1]
+    assert (kept.best(), kept.latest()) == (first, last)
+    assert state.step == read_state(first).step + 4
+    left, began, ended = (weights_of(each) for each in (tmp_path, first, last))
+    assert all(torch.equal(left[name], began[name]) for name in left)
+    assert not all(torch.equal(left[name], ended[name]) for name in left)
+    assert [row.values.keys() >= {"test/reward"} for row in read_rows(tmp_path, "best")] == [True]
 
 
 def read_rows(out: Path, stage: str) -> list[Measured]:
@@ -248,18 +280,69 @@ class Noted(Given):
         self.notes.append(f"newer {step}")
 
 
+class Unpublished:
+    """A policy that no engine has."""
+
+    version = 0
+
+    async def publish(self) -> None: ...
+    async def rest(self) -> bool:
+        return False
+
+    def spare(self) -> None: ...
+    def save(self, folder: Path) -> None: ...
+    def load(self, folder: Path) -> None: ...
+
+
+async def not_evaluated(split: str) -> Mapping[str, float]:
+    return {}
+
+
+class InParts(Given):
+    """One step of several optimizer steps."""
+
+    name, optim, num_steps = "in parts", Optim(), 1
+
+    def __init__(self, parts: list[list[Row]]) -> None:
+        super().__init__()
+        self.parts = [Part(rows, None) for rows in parts]
+
+    async def work(self, step: int) -> Work:
+        return Work(self.parts, {})
+
+    def newer(self, step: int) -> None:
+        """It has its work."""
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_what_one_part_of_a_step_has_and_another_has_not_is_measured_over_those_that_have_it(
+    order: tuple[int, int], tmp_path: Path
+) -> None:
+    """One is reinforced, the other distilled and imitated besides."""
+    plain, distilled = tree(0)[:3], tree(1)[:3]
+    for row in (*plain, *distilled):
+        row.ce = None
+    for row in distilled:
+        row.ce, row.kd = row.rl / 2, row.rl.copy()
+        row.streams["teacher_logprobs"] = row.sampler_logprobs + 0.1 * row.mask
+    parts = [(plain, distilled)[index] for index in order]
+    backend, apart = Single(policy(), compute=Compute(precision="fp32")), []
+    for rows in parts:
+        apart.append(backend.forward_backward(pack(rows, backend.packing), Loss()) | backend.optim_step())
+    trained = Single(policy(), compute=Compute(precision="fp32"))
+    loop = Loop(tmp_path, [InParts(parts)], lambda _: trained, Unpublished(), not_evaluated)
+    asyncio.run(loop.run())
+    values = next(row.values for row in read(tmp_path) if "learn_s" in row.values)
+    assert {"kd_loss", "ce_loss", "teacher_gap"} <= apart[order.index(1)].keys() - apart[order.index(0)].keys()
+    for name in apart[0].keys() | apart[1].keys():
+        found = [each[name] for each in apart if name in each]
+        wanted = apart[0][name] if name.startswith("mismatch") else sum(found) / len(found)
+        assert values[name] == pytest.approx(wanted, rel=1e-6), name
+    assert values["batches"] == 2
+
+
 def test_work_is_asked_for_when_the_step_before_is_over(tmp_path: Path) -> None:
     stage = Noted(5)
-
-    class Published:
-        version = 0
-
-        async def publish(self) -> None: ...
-        def save(self, folder: Path) -> None: ...
-        def load(self, folder: Path) -> None: ...
-
-    async def evaluate(split: str) -> Mapping[str, float]:
-        return {}
 
     def backend_of(stage: Any) -> Any:
         return None
@@ -268,8 +351,8 @@ def test_work_is_asked_for_when_the_step_before_is_over(tmp_path: Path) -> None:
         tmp_path,
         [stage],
         backend_of,
-        Published(),
-        evaluate,
+        Unpublished(),
+        not_evaluated,
         listener=lambda row: stage.notes.append(f"step {row.step}"),
     )
     with pytest.raises(TrainError, match="no fourth step"):

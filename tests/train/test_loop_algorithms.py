@@ -52,7 +52,7 @@ def resumed_is_the_same(run: Run, out: Path) -> None:
 
     train(run, out, say=pytest.fail)
     weights, values = end()
-    train(run, out, resume=Checkpoints(out).all()[0])
+    train(run, out, resume=Checkpoints(out).all()[1])
     again, same_values = end()
     assert same_values == values
     assert all(torch.equal(again[name], weights[name]) for name in weights)
@@ -75,7 +75,7 @@ def test_ppo_learns_with_a_critic(base: str, model: Any, tmp_path: Path) -> None
 
 def test_what_an_algorithm_remembers_goes_into_the_checkpoint(base: str, tmp_path: Path) -> None:
     resumed_is_the_same(run(base, algorithm=RAE(decay=0.5), steps=2), tmp_path)
-    memories = [read_state(path).memory["rlm@0"] for path in Checkpoints(tmp_path).all()[:2]]
+    memories = [read_state(path).memory["rlm@0"] for path in Checkpoints(tmp_path).all()[1:3]]
     rewards = [row.values["reward"] for row in read_rows(tmp_path, "rl") if "reward" in row.values]
     assert memories == pytest.approx([0.5 * rewards[0], 0.25 * rewards[0] + 0.5 * rewards[1]], abs=1e-6)
 

@@ -278,6 +278,41 @@ def test_what_is_measured():
     assert Tally().metrics() == {"loss": 0.0}
 
 
+@pytest.mark.parametrize("plain", [False, True])
+def test_numbers_that_are_none_are_told_as_such(plain: bool):
+    """The sampler's log-probability of one token that weighs is NaN: the loss against the old ones is finite, and both
+    figures of how far sampler and trainer are apart are NaN, whichever batch comes first; those of a token without weight
+    say nothing."""
+
+    def tally(bad: int | None) -> Tally:
+        given = entries()
+        sampler = given.streams["sampler_logprobs"].clone()
+        if bad is not None:
+            sampler[bad] = torch.nan
+        loss, found = compute(
+            Loss(policy=PpoClip()), given._replace(streams={**given.streams, "sampler_logprobs": sampler})
+        )
+        assert torch.isfinite(loss)
+        return found.plain() if plain else found
+
+    for first, second in ((1, None), (None, 1)):
+        whole = tally(first)
+        whole.merge(tally(second))
+        measured = whole.metrics()
+        assert math.isnan(measured["mismatch"])
+        assert math.isnan(measured["mismatch_max"])
+    assert tally(3).metrics() == tally(None).metrics()
+
+
+def test_measuring_waits_for_no_batch():
+    """Tensors without values: whoever reads one fails."""
+    found = Tally()
+    for _ in range(2):
+        now, old, sampler, advantages = torch.zeros(4, 5, device="meta").unbind()
+        clipped = torch.zeros(5, dtype=torch.bool, device="meta")
+        found.policy(Tokens(now, old, sampler, advantages), clipped, ~clipped)
+
+
 def test_without_an_old_pass_the_sampler_is_the_anchor():
     given = entries()
     streams = {name: each for name, each in given.streams.items() if name != "old_logprobs"}

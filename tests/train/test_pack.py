@@ -167,6 +167,20 @@ def test_cross_entropy_of_a_tempered_token_has_an_entry_of_its_own():
     assert (batch.kept.offsets.tolist(), batch.kept.ids.tolist()) == ([0, 2, 3, 3, 3], [7, 9, 5])
 
 
+@pytest.mark.parametrize("share", [True, False])
+def test_a_token_with_two_entries_gets_the_stream_of_the_one_that_was_drawn(share: bool):
+    """Tokens 1 and 2 of each are reinforced or distilled, 2 and 3 imitated besides; their plain entries say 9, the others 7."""
+    rows = [
+        sequence("a", [1, 2, 3, 4], {1: 1.0, 2: 1.0}, ce=np.float32([0, 0, 1, 1]), temperature=0.7),
+        sequence("b", [1, 2, 3, 5], {}, ce=np.float32([0, 0, 1, 1]), kd=np.float32([0, 1, 1, 0]), temperature=0.7),
+    ]
+    batches = pack(rows, Packing(share=share, cost=FREE))
+    assert sum(len(batch.owners) for batch in batches) == 8
+    said = [np.where(batch.streams["temperature"] == 1, 9, 7).astype(np.float32) for batch in batches]
+    attach(rows, batches, "old_logprobs", said)
+    assert [row.streams["old_logprobs"].tolist() for row in rows] == [[0, 7, 7, 9]] * 2
+
+
 def test_named_streams_travel_there_and_back():
     teacher = np.arange(8, dtype=np.float32).reshape(4, 2)
     rows = [

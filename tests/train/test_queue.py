@@ -12,6 +12,7 @@ import pytest
 from ramify import RLM, Limits, ScriptedClient
 from ramify.clients.byte_ids import ByteIds
 from ramify.errors import ConfigError
+from ramify.progress import Doing, heard
 from ramify.tasks.base import Item
 from ramify.tasks.simple import SimpleTask, Whole
 from ramify.train.groups import account
@@ -217,15 +218,37 @@ def test_a_rollout_that_alone_holds_the_step_up_is_given_up_and_its_group_goes_o
     async def test(queue: Queue) -> None:
         taken = [await queue.take(step) for step in range(2 if max_staleness else 1)]
         (group,) = [group for each in taken for number, group in each.groups if number == 1]
-        rewards = sorted(len(each.rewards) for each in group.trajectories)
-        assert rewards == [0, 1, 1]
-        (lost,) = [each for each in group.trajectories if not each.rewards]
-        assert [note for each in taken for note in each.notes] == lost.errors
-        assert lost.id in lost.errors[0]
-        assert "times the median, and the step waited for nothing else" in lost.errors[0]
+        assert [(len(each.rewards), each.errors) for each in group.trajectories] == [(1, []), (1, [])]
+        ((lost,),) = [each.stragglers[1] for each in taken if each.stragglers]
+        (note,) = [note for each in taken for note in each.notes]
+        assert note.startswith(f"{lost} was given up: ")
+        assert "times the median, and the step waited for nothing else" in note
+        known = [each.id for each in group.trajectories]
+        assert lost not in known
+        assert account(1, group, known, [lost]).failed == [lost]
         assert sum(each.metrics["stragglers"] for each in taken) == 1
 
     ran(gates, test, 2, items=2, group=3, max_staleness=max_staleness, late=0, straggle=25.0)
+
+
+def test_a_step_is_never_further_than_it_has_to_go() -> None:
+    """Of four groups that go on, two of three rollouts are over in each: the step needs two groups, and has four of six."""
+    gates = Gates(*range(4))
+    last = [asyncio.Event() for _ in range(4)]
+    gates.held = {(number, 3): last[number] for number in range(4)}
+    seen: list[Doing] = []
+
+    async def test(queue: Queue) -> None:
+        with heard(seen.append):
+            taking = asyncio.create_task(queue.take(0))
+            await soon(lambda: [each.rolling.num_over for each in queue._open] == [2, 2, 2, 2])
+            assert max((each.done, each.total) for each in seen if each.what == "rollouts") == (4, 6)
+            last[0].set()
+            last[1].set()
+            assert numbers(await taking) == [0, 1]
+        assert max((each.done, each.total) for each in seen if each.what == "rollouts") == (6, 6)
+
+    ran(gates, test, 2, items=2, group=3, max_staleness=1, late=0)
 
 
 def test_a_slow_rollout_that_the_step_need_not_wait_for_is_left_alone() -> None:

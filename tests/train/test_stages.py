@@ -115,7 +115,9 @@ def test_a_step_whose_rollouts_all_failed() -> None:
 def test_schedules_take_the_length_of_their_stage() -> None:
     warm = WarmUp(9, Optim(schedule="linear"), range(4, 20), 100, seed=0)
     assert warm.optim.num_steps == 9
-    with pytest.raises(ConfigError, match=r"^warmup\.optim\.schedule=linear over 9 .* lower warmup\.optim\.warmup_steps"):
+    with pytest.raises(
+        ConfigError, match=r"^warmup\.optim\.schedule=linear over 9 .* lower warmup\.optim\.warmup_steps"
+    ):
         WarmUp(9, Optim(schedule="linear", warmup_steps=30), range(4, 20), 100, seed=0)
     with pytest.raises(ConfigError, match="nothing to learn from"):
         Imitate([], Optim(), 100, 1, 0)
@@ -128,5 +130,5 @@ def test_schedules_take_the_length_of_their_stage() -> None:
     "options", [{"items": 0}, {"minibatches": 0}, {"max_staleness": -1}, {"items": 4, "max_items": 3}]
 )
 def test_sizes_that_allow_nothing(options: dict[str, int]) -> None:
-    with pytest.raises(ConfigError, match="rl.sample: items="):
+    with pytest.raises(ConfigError, match=r"rl\.sample: items="):
         Sample(**options)

@@ -162,7 +162,8 @@ def test_secrets_are_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     }  # fmt: skip
     assert flat(config) == {
         "a.api_key": "«redacted»", "a.key": "", "a.tokenizer": "t", "a.max_tokens": 5,
-        "note": "uses «redacted MY_TOKEN»", "url": "https://host/x", "list": '["«redacted MY_TOKEN»"]', "empty": "{}",
+        "note": "uses «redacted MY_TOKEN»", "url": "https://«redacted»@host/x", "list": '["«redacted MY_TOKEN»"]',
+        "empty": "{}",
     }  # fmt: skip
 
 

@@ -37,7 +37,7 @@ CASES: dict[str, tuple[Loss, Reduction]] = {
     "gspo": (Loss(policy=Gspo(clip_low=0.1, clip_high=0.1)), "rollout"),
     "cispo": (Loss(policy=Cispo(clip_low=1.0)), "token"),
     "sapo": (Loss(policy=Sapo()), "rollout"),
-    "opsm": (Loss(policy=PpoClip(), corrections=(Opsm(delta=0.05),)), "rollout"),
+    "opsm": (Loss(policy=PpoClip(), corrections=(Opsm(delta=0.3),)), "rollout"),
     "token_tis": (Loss(policy=PpoClip(), corrections=(TokenTis(cap=2.0),)), "rollout"),
 }
 
@@ -86,3 +86,18 @@ def test_the_batch_tells_formulas_apart() -> None:
     assert losses.pop("bnpo") == losses["dapo"]
     assert len(set(losses.values())) == len(losses)
     assert GOLDEN["trl"] == "1.16.0"
+
+
+def test_sequences_are_masked_by_the_sampler_and_not_by_the_old_policy() -> None:
+    """What makes the case of ``opsm`` tell: at its bound the sampler's log-probabilities mask the last sequence, and the old
+    ones none."""
+    logprobs, ids = torch.tensor(GIVEN["logits"]).log_softmax(-1), torch.tensor(GIVEN["ids"])[:, PROMPT:]
+    now = logprobs[:, PROMPT - 1 : -1].gather(-1, ids[..., None])[..., 0].numpy()
+    mask = GIVEN["completion_mask"] * GIVEN["tool_mask"]
+
+    def masked(then: Any) -> list[bool]:
+        moved = (mask * (then - now)).sum(1) / mask.sum(1)
+        return [bool(each) for each in (moved > 0.3) & (GIVEN["advantages"] < 0)]
+
+    assert masked(GIVEN["sampler"]) == [False, False, False, True]
+    assert masked(GIVEN["old"]) == [False] * 4

@@ -11,6 +11,7 @@ from typing import Any, cast
 import pytest
 
 from ramify.errors import ConfigError, TrainError
+from ramify.progress import moved
 from ramify.train.backends.base import Optim
 from ramify.train.loop import Loop
 from ramify.train.stages import Given, Work
@@ -82,6 +83,69 @@ def test_an_event_loop_that_stands_still(tmp_path: Path) -> None:
         asyncio.run(test())
 
 
+def test_a_watch_goes_on_after_a_wait_that_stood(tmp_path: Path) -> None:
+    async def test() -> None:
+        watch = Watch(tmp_path, 0.3)
+        for what in ("one", "another"):
+            with pytest.raises(Stalled, match=f"{what} stands still"):
+                await asyncio.wait_for(watch.bounded(what, asyncio.Event().wait()), 120)
+        watch.close()
+
+    asyncio.run(test())
+
+
+def test_what_gets_on_while_it_is_asked_where_it_stands_goes_on(tmp_path: Path) -> None:
+    """Nobody is told that it stood, neither who ends the process nor who reads OUT/stalled.txt."""
+    told: list[str] = []
+    may_end = threading.Event()
+
+    async def test() -> None:
+        def others() -> str:
+            watch.moved()
+            may_end.set()
+            return ""
+
+        watch, thread = Watch(tmp_path, 0.3, others=others, on_stall=told.append), OneThread("work")
+        assert await watch.bounded("learning", thread.run(may_end.wait))
+        thread.close()
+        watch.close()
+
+    asyncio.run(test())
+    assert told == []
+    assert not (tmp_path / FILE).exists()
+
+
+class Batches(Given):
+    """A stage whose steps compute ``num`` batches each, of which nobody is told but by ``progress.moved``."""
+
+    name, num_steps, optim, num = "sft", 1, Optim(), 3
+
+    async def work(self, step: int) -> Work:
+        for _ in range(self.num):
+            moved()
+        raise TrainError("that was all")
+
+
+def test_each_batch_of_a_step_is_a_sign_of_life(tmp_path: Path) -> None:
+    """However long the whole step may take."""
+
+    class Counting(Watch):
+        num = 0
+
+        def moved(self) -> None:
+            self.num += 1
+            super().moved()
+
+    counts = []
+    for num in (3, 8):
+        stage, watch = Batches(), Counting(tmp_path, 60.0)
+        stage.num = num
+        with pytest.raises(TrainError, match="that was all"):
+            asyncio.run(Loop(tmp_path, [stage], lambda _: cast(Any, None), Published(), nothing, watch=watch).run())
+        counts.append(watch.num)
+    assert counts[1] - counts[0] == 5
+
+
 def test_what_fails_elsewhere_ends_every_wait(tmp_path: Path) -> None:
     async def test() -> None:
         watch = Watch(tmp_path, 60.0)
@@ -110,6 +174,10 @@ class Published:
     version = 0
 
     async def publish(self) -> None: ...
+    async def rest(self) -> bool:
+        return False
+
+    def spare(self) -> None: ...
     def save(self, folder: Path) -> None: ...
     def load(self, folder: Path) -> None: ...
 

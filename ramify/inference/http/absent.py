@@ -44,6 +44,11 @@ class Absent:
     def is_any_expected(self) -> bool:
         return bool(self._coming or self.ready)
 
+    @property
+    def is_any_coming(self) -> bool:
+        """Whether one is being brought back."""
+        return bool(self._coming)
+
     def left(self, url: str, why: str) -> bool:
         """An engine is gone; whether it is expected back."""
         self.num_lost += 1

@@ -10,6 +10,11 @@ from ramify.inference.http.process import Engine, status_of
 from ramify.inference.http.server import Facts, Server
 
 _POLL_S = 0.1
+_FLAGS = {
+    ("vllm", 1): "--enable-sleep-mode", ("vllm", 2): "--enable-sleep-mode", ("sglang", 2): "--enable-memory-saver",
+    ("sglang", 1): "--enable-memory-saver and --enable-weights-cpu-backup",
+}  # fmt: skip
+"""Software and level of sleep -> what it has to be started with."""
 
 
 async def until_up(server: Server, process: Engine | None, wait_s: float, restarts: int) -> None:
@@ -39,11 +44,12 @@ async def until_up(server: Server, process: Engine | None, wait_s: float, restar
         await asyncio.sleep(_POLL_S)
 
 
-async def check(server: Server, software: str, *, vocabulary: int, dtype: str, window: int) -> None:
+async def check(server: Server, software: str, *, vocabulary: int, dtype: str, window: int, level: int = 0) -> None:
     """Compare what ``server`` says of itself with the policy's vocabulary (ids), dtype (as ``float32``) and window
-    (tokens)."""
+    (tokens); above 0 it must be able to sleep at ``level``."""
     try:
         facts = await server.facts()
+        _check_level(server.url, software, level, facts)
         fits = facts.vocabulary == vocabulary
         if facts.vocabulary is None:
             fits = await server.takes_id(vocabulary - 1) and not await server.takes_id(vocabulary)
@@ -55,6 +61,14 @@ async def check(server: Server, software: str, *, vocabulary: int, dtype: str, w
             f"({vocabulary}): serve the policy's own checkpoint"
         )
     _check_numbers(server.url, facts, dtype, window)
+
+
+def _check_level(url: str, software: str, level: int, facts: Facts) -> None:
+    if level and level not in facts.levels:
+        raise ConfigError(
+            f"the engine at {url} cannot sleep at level {level} while the trainer learns (inference.sleep=learn): start it "
+            f"with {_FLAGS[software, level]}, or set inference.sleep=never"
+        )
 
 
 def _check_numbers(url: str, facts: Facts, dtype: str, window: int) -> None:

@@ -81,7 +81,7 @@ class HttpEngines:
         that is not what the policy needs. ``gone``: for who only asks, while another gives the weights, which is told the
         address of an engine that does not answer and then says by ``listed`` which ones do."""
         try:
-            await self._fleet.start(out, save, launch)
+            await self._fleet.start(out, save, launch, leads=gone is None)
             if gone is None:
                 await self._sync.open()
             else:
@@ -219,12 +219,10 @@ class HttpEngines:
 
         return together(await asyncio.gather(*map(of, self._fleet.alive)))
 
-    async def sleep(self) -> None:
-        """Let the engines give their memory back, for a trainer on the same device."""
-        await self._fleet.all(lambda server: server.sleep())
-
-    async def wake(self) -> None:
-        await self._fleet.all(lambda server: server.wake())
+    async def sleep(self) -> bool:
+        """Let the engines give their memory back until the next ``update``, for a trainer on the same devices, where the spec
+        has it so; whether it does. Who asks meanwhile waits. Raises ServerFailed where no engine is left."""
+        return await self._sync.sleep()
 
     def metrics(self) -> dict[str, float]:
         """How many engines answer, how often one went away and came back; nothing where none ever went."""

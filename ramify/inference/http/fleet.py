@@ -13,12 +13,14 @@ Leaves out what is asked (``client.py``) and how weights reach them (``sync.py``
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Hashable, Sequence
 from pathlib import Path
 
 from ramify.errors import ModelError, ReplyLost, ServerFailed, Unreachable
+from ramify.inference.base import TAGS
 from ramify.inference.http.absent import Absent
 from ramify.inference.http.checks import check, until_up
 from ramify.inference.http.listed import Listed
@@ -62,13 +64,20 @@ class Fleet:
         self.trees: OrderedDict[Hashable, Server] = OrderedDict()
         """Tree -> the server that it began at."""
         self.absent = Absent(spec.restarts, self._bring, say)
+        self._asleep: dict[str, list[str]] = {}
+        """URL -> what of ``TAGS`` sleeps there."""
+        self._leads = False
         self.listed: Listed | None = None
         """Who says which engines may be asked, where that is another."""
 
     # --- from start to end ---------------------------------------------------------------------------------------
 
-    async def start(self, out: Path, save: Callable[[Path], None], launch: Launch | None) -> None:
-        """Start the servers, or attach to them, and check each. Raises ConfigError."""
+    async def start(
+        self, out: Path, save: Callable[[Path], None], launch: Launch | None, *, leads: bool = True
+    ) -> None:
+        """Start the servers, or attach to them, and check each. Raises ConfigError. ``leads``: False where another decides when
+        they sleep."""
+        self._leads = leads
         self._urls = list(self.spec.urls) or self._launched(out, save, launch)
         self.alive = [self._server(url) for url in self._urls]
         self.in_flight = dict.fromkeys(self._urls, 0)
@@ -76,8 +85,10 @@ class Fleet:
         await asyncio.gather(*map(self._check, self.alive))
 
     async def close(self) -> None:
-        """End what was started here. Idempotent."""
+        """End what was started here; what goes on without this run answers again. Idempotent."""
         await self.absent.close()
+        if self.spec.urls:
+            await asyncio.gather(*(self._leave(each) for each in self.alive if each.url in self._asleep))
         servers, self.alive = self.alive, []
         for server in servers:
             await server.close()
@@ -106,8 +117,47 @@ class Fleet:
         await until_up(server, process, wait_s, self.spec.restarts)
 
     async def _check(self, server: Server) -> None:
+        if self._leads and self.spec.urls and await server.is_asleep():  # a run that was killed left it so
+            self._asleep[server.url] = list(TAGS)
+            await self._leave(server)
         policy = {"vocabulary": self._vocabulary, "window": self._window}
-        await check(server, self.spec.engine, dtype=self._dtype, **policy)
+        await check(server, self.spec.engine, dtype=self._dtype, level=self.spec.level if self._leads else 0, **policy)
+
+    # --- who sleeps ----------------------------------------------------------------------------------------------
+
+    @property
+    def is_any_asleep(self) -> bool:
+        return bool(self._asleep)
+
+    async def sleep(self) -> None:
+        """All that do not sleep give their memory back. Raises what one refuses; Lost where some went."""
+
+        async def act(server: Server) -> None:
+            if server.url not in self._asleep:
+                await server.sleep(self.spec.level)
+                self._asleep[server.url] = list(TAGS)
+
+        await self.all(act)
+
+    async def wake(self, tag: str) -> None:
+        """All where it sleeps take ``tag`` back. Raises as ``sleep``."""
+        await self.all(lambda server: self._wake(server, tag))
+
+    async def _wake(self, server: Server, tag: str) -> None:
+        asleep = self._asleep.get(server.url, [])
+        if tag in asleep:
+            await server.wake(tag)
+            asleep.remove(tag)
+            if not asleep:
+                del self._asleep[server.url]
+
+    async def _leave(self, server: Server) -> None:
+        """Have it answer, as far as it does."""
+        with contextlib.suppress(ModelError):
+            for tag in TAGS:
+                await self._wake(server, tag)
+            await server.resume()
+        self._asleep.pop(server.url, None)
 
     # --- who is asked --------------------------------------------------------------------------------------------
 
@@ -217,6 +267,7 @@ class Fleet:
 
     async def _drop(self, server: Server, why: str) -> None:
         self.alive.remove(server)
+        self._asleep.pop(server.url, None)
         process = self._processes.get(server.url)
         if self.listed is not None:
             self.listed.went(server.url)

@@ -172,9 +172,12 @@ def engine_command(
             *at, "--max-model-len", str(window), "--logprobs-mode", "processed_logprobs",
             "--worker-extension-cls", "ramify_in_vllm.Carried", "--weight-transfer-config", '{"backend": "ramify"}',
         ]  # fmt: skip
+        own += ["--enable-sleep-mode"] if spec.level else []
         return [*begin, folder, *own, *spec.args]
     begin = list(spec.command) or [sys.executable, "-m", "sglang.launch_server"]
-    return [*begin, "--model-path", folder, *at, "--context-length", str(window), *spec.args]
+    own = ["--enable-memory-saver"] if spec.level else []
+    own += ["--enable-weights-cpu-backup"] if spec.level == 1 else []
+    return [*begin, "--model-path", folder, *at, "--context-length", str(window), *own, *spec.args]
 
 
 def engine_environment(spec: InferenceSpec, index: int) -> dict[str, str]:

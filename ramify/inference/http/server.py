@@ -21,6 +21,8 @@ class Facts(NamedTuple):
     vocabulary: int | None
     logprobs_mode: str
     """``processed_logprobs``: of the distribution that was drawn from. Empty where it does not say."""
+    levels: tuple[int, ...] = (1, 2)
+    """At which it can sleep, as far as it says."""
 
 
 class Sampled(NamedTuple):
@@ -85,10 +87,17 @@ class Server(Protocol):
         remembered. Raises Conflict where the engine lacks what it builds on."""
         ...
 
-    async def sleep(self) -> None:
-        """Give memory back for whoever shares the device."""
+    async def sleep(self, level: int) -> None:
+        """Give memory back for whoever shares the device: keys and values are forgotten, and weights are kept in main memory
+        (1) or dropped (2). Nobody is answered until all of ``TAGS`` are awake. It may not sleep already."""
         ...
 
-    async def wake(self) -> None: ...
+    async def wake(self, tag: str) -> None:
+        """Take back what ``tag`` names, which sleeps."""
+        ...
+
+    async def is_asleep(self) -> bool:
+        """Whether it was left asleep; False where it does not say."""
+        ...
 
     async def close(self) -> None: ...

@@ -2,7 +2,8 @@
 
     ids       POST /generate with input_ids, return_logprob; logprob_start_len 0 to score
     weights   POST /pause_generation ─ /update_weights_from_disk ─ /flush_cache ─ /continue_generation
-    memory    POST /release_memory_occupation ─ /resume_memory_occupation
+    memory    POST /pause_generation ─ /release_memory_occupation ─ /resume_memory_occupation for weights, then for kv_cache;
+              it needs --enable-memory-saver, and to keep weights meanwhile --enable-weights-cpu-backup
 
 Its log-probabilities are those at the temperature that was asked for, before top-p and top-k cut. Files carry the weights:
 its other routes (tensor, distributed) take pickles or need a GPU.
@@ -16,7 +17,7 @@ from typing import Any
 
 from ramify.clients.base import Sampling
 from ramify.errors import BadReply, ConfigError, Refused
-from ramify.inference.base import PROTOCOL, Pressure
+from ramify.inference.base import PROTOCOL, TAGS, Pressure
 from ramify.inference.http import pressure
 from ramify.inference.http.api import Api
 from ramify.inference.http.server import Facts, Sampled
@@ -42,7 +43,8 @@ class Sglang:
             raise ConfigError(f"{self.url} speaks protocol {about['ramify_protocol']}, and this is protocol {PROTOCOL}")
         window = about.get("max_model_len") or about.get("context_length") or about.get("max_req_input_len")
         dtype = str(about.get("dtype", "")).removeprefix("torch.")
-        return Facts(version, window, "" if dtype == "auto" else dtype, about.get("vocab_size"), "processed_logprobs")
+        dtype = "" if dtype == "auto" else dtype
+        return Facts(version, window, dtype, about.get("vocab_size"), "processed_logprobs", _levels(about))
 
     async def healthy(self) -> None:
         await self._api.get("/health", self._spec.probe_s)
@@ -108,11 +110,17 @@ class Sglang:
             raise BadReply(f"POST {self.url}/update_weights_from_disk: {answer.get('message')}")
         await self._post("/flush_cache", {})
 
-    async def sleep(self) -> None:
-        await self._post("/release_memory_occupation", {})
+    async def sleep(self, level: int) -> None:
+        """Whether weights are kept is decided when it is started. It must be idle, or it ends."""
+        await self.pause()
+        await self._post("/release_memory_occupation", {"tags": list(TAGS)})
 
-    async def wake(self) -> None:
-        await self._post("/resume_memory_occupation", {})
+    async def wake(self, tag: str) -> None:
+        """It ends where ``tag`` does not sleep."""
+        await self._post("/resume_memory_occupation", {"tags": [tag]})
+
+    async def is_asleep(self) -> bool:
+        return False
 
     async def close(self) -> None:
         await self._api.close()
@@ -125,3 +133,10 @@ class Sglang:
 
     def _bad(self, error: Exception) -> BadReply:
         return BadReply(f"POST {self.url}/generate: no ids and log-probabilities in the answer: {error!r}")
+
+
+def _levels(about: dict[str, Any]) -> tuple[int, ...]:
+    """At which it can sleep, by the options that it was started with, where it says them."""
+    if not about.get("enable_memory_saver", True):
+        return ()
+    return (1, 2) if about.get("enable_weights_cpu_backup", True) else (2,)

@@ -65,6 +65,12 @@ class InferenceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     return_s: float = 120.0
     """How long an engine that runs already (``urls``) is waited for when it went away; one that is started again has
     ``start_s``."""
+    sleep: Literal["auto", "learn", "never"] = "auto"
+    """learn: engines give their device's memory back while the trainer learns, and take it again for the weights that it made.
+    auto: where they share a GPU with it."""
+    sleep_level: Literal[0, 1, 2] = 0
+    """1: weights go to main memory meanwhile. 2: they are dropped, and each update brings all of them. 0: 2 for engines that
+    end with the run; 1 for those that outlive it (``urls``), and where differences alone are carried (``delta``)."""
     tolerance: float = 0.0
     """Most that two log-probabilities of engine and trainer may differ by in the canary, whose mean difference may be a tenth
     of it; 0: 1e-4 for `ramify`, 1e-3 for others in fp32, 0.3 in lower precision."""
@@ -96,6 +102,13 @@ class InferenceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             raise ConfigError(
                 "inference: vLLM takes whole tensors: set carrier_options.places=false for the carrier 'delta'"
             )
+
+    @property
+    def level(self) -> int:
+        """At which they sleep while the trainer learns; 0 where they do not, or nobody has decided it yet (``auto``)."""
+        if self.sleep != "learn":
+            return 0
+        return self.sleep_level or (1 if self.urls or self.carrier == "delta" else 2)
 
     @property
     def carried_by(self) -> str:

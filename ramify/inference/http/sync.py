@@ -1,6 +1,7 @@
 """New weights to all engines, and again to those that went and came back.
 
     update ── pause all ─ chunks of weights to all ─ resume all ──▶ version
+    sleep  ── nobody is asked … update: wake weights ─ (as above, whole) ─ wake keys and values ──▶ version
 
 One that goes on the way is dropped, and the others get everything again; one that lacks what a difference builds on, too.
 Leaves out what carries the bytes (``inference/weights``), and whether what arrived is right (``train/selfcheck.py``).
@@ -28,9 +29,11 @@ class Sync:
         self.version = version
         """Of the weights that all engines answer with."""
         self.is_open = asyncio.Event()
-        """Not set while weights change."""
+        """Not set while weights change, or engines sleep."""
         self.is_open.set()
         self._updating = asyncio.Lock()
+        self._lacks = False
+        """Whether some engine has nothing that a difference could build on."""
 
     async def open(self) -> None:
         """Make the way for weights. Raises ConfigError."""
@@ -65,6 +68,42 @@ class Sync:
         self._say(f"an engine is back, with version {version} of the weights; now there are {names}")
         return True
 
+    async def sleep(self) -> bool:
+        """Let all engines give their devices' memory back until the next update, and those that are on their way before they
+        are given weights; nobody is asked meanwhile. Whether they are to sleep at all. Raises ServerFailed where none is
+        left."""
+        if not self._fleet.spec.level:
+            return False
+        async with self._updating:
+            self.is_open.clear()
+            self._lacks |= self._fleet.spec.level > 1
+            try:
+                while not await self._slept():
+                    pass
+            except BaseException:
+                self.is_open.set()
+                raise
+        return True
+
+    async def _slept(self) -> bool:
+        """One try; False where engines went or came meanwhile. One that starts takes its device's memory, so it is waited
+        for."""
+        fleet = self._fleet
+        if fleet.absent.is_any_coming:
+            await fleet.absent.news(fleet.spec.start_s)
+            return False
+        if fleet.absent.ready:
+            fleet.take_back()
+            self._lacks = await self._reopened()
+        if not fleet.alive:
+            raise fleet.none_left()
+        try:
+            await fleet.sleep()
+        except Lost:
+            self._lacks = await self._reopened()
+            return False
+        return True
+
     async def _give(self, sources: list[Source], version: int) -> None:
         try:
             await self._sent(sources, version)
@@ -79,12 +118,12 @@ class Sync:
             self._fleet.absent.tell()
 
     async def _sent(self, sources: list[Source], version: int) -> None:
-        fleet, whole = self._fleet, False
+        fleet, whole, is_new = self._fleet, self._lacks, False
         while True:  # at most as often as servers may go
             if fleet.absent.ready:
                 self.is_open.clear()
                 fleet.take_back()
-                whole = await self._reopened()
+                whole = is_new = await self._reopened()
             elif not fleet.alive and fleet.absent.is_any_expected:
                 await fleet.one_is_back()
             elif not fleet.alive:
@@ -94,19 +133,22 @@ class Sync:
                 )
             else:
                 try:
-                    return await self._send(sources, version, whole)
+                    await self._send(sources, version, whole)
+                    self._lacks = False
+                    return
                 except Lost:
-                    whole = await self._reopened()
+                    whole = is_new = await self._reopened()
                 except Conflict as error:
-                    if whole:
+                    if is_new:
                         raise
                     self._say(f"{error}: all weights are sent")
-                    whole = await self._reopened()
+                    whole = is_new = await self._reopened()
 
     async def _send(self, sources: list[Source], version: int, whole: bool) -> None:
         chunks = iter(self._carrier.chunks(sources, version, whole=whole))
         chunk = await asyncio.to_thread(next, chunks, None)  # engines go on meanwhile: finding differences takes time
         self.is_open.clear()
+        await self._fleet.wake("weights")
         await self._fleet.all(lambda server: server.pause())
         first = True
         while chunk is not None:
@@ -118,6 +160,7 @@ class Sync:
                 chunk = await asyncio.to_thread(next, chunks, None)  # written while the engines read the one before
             finally:
                 await told
+        await self._fleet.wake("kv_cache")
         await self._fleet.all(lambda server: server.resume())
 
     async def _broadcast(self, send: Callable[[], None], told: asyncio.Future[None]) -> None:

@@ -2,10 +2,11 @@
 
     ids       POST /v1/completions with ids as the prompt, return_token_ids, logprobs 0, prompt_logprobs to score
     weights   POST /pause ─ /start_weight_update ─ /update_weights … ─ /finish_weight_update ─ /reset_prefix_cache ─ /resume
-    memory    POST /sleep ─ /wake_up
+    memory    POST /sleep?level=… ─ /wake_up?tags=weights ─ (weights) ─ /wake_up?tags=kv_cache; GET /is_sleeping
 
-vLLM needs VLLM_SERVER_DEV_MODE=1, ``--logprobs-mode processed_logprobs``, and for the carriers of this package the one file
-that is loaded inside it (``inside/ramify_in_vllm.py``). What starts it gives all of them (``process.py``).
+vLLM needs VLLM_SERVER_DEV_MODE=1, ``--logprobs-mode processed_logprobs``, to sleep ``--enable-sleep-mode``, and for the
+carriers of this package the one file that is loaded inside it (``inside/ramify_in_vllm.py``). What starts it gives all of them
+(``process.py``).
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ class Vllm:
             await self._check_routes()
         models = (await self._api.get("/v1/models", wait_s)).get("data") or [{}]
         self._model = str(models[0].get("id", ""))
-        return Facts(version, models[0].get("max_model_len"), *await self._about_model(about))
+        dtype, vocabulary, mode, levels = await self._about_model(about)
+        return Facts(version, models[0].get("max_model_len"), dtype, vocabulary, mode, levels)
 
     async def healthy(self) -> None:
         await self._api.get("/health", self._spec.probe_s)
@@ -101,11 +103,17 @@ class Vllm:
             await self._post("/finish_weight_update", {"weight_version": str(version)})
             await self._post("/reset_prefix_cache")
 
-    async def sleep(self) -> None:
-        await self._post("/sleep?level=1")
+    async def sleep(self, level: int) -> None:
+        await self._post(f"/sleep?level={level}&mode=abort")
 
-    async def wake(self) -> None:
-        await self._post("/wake_up")
+    async def wake(self, tag: str) -> None:
+        await self._post(f"/wake_up?tags={tag}")
+
+    async def is_asleep(self) -> bool:
+        try:
+            return bool((await self._api.get("/is_sleeping", self._spec.probe_s)).get("is_sleeping"))
+        except Refused:  # it has no such route, and so does not sleep
+            return False
 
     async def close(self) -> None:
         await self._api.close()
@@ -138,13 +146,14 @@ class Vllm:
                 '--weight-transfer-config \'{"backend": "ramify"}\''
             )
 
-    async def _about_model(self, about: dict[str, Any]) -> tuple[str, int | None, str]:
-        """(dtype, vocabulary, mode of log-probabilities)"""
+    async def _about_model(self, about: dict[str, Any]) -> tuple[str, int | None, str, tuple[int, ...]]:
+        """(dtype, vocabulary, mode of log-probabilities, levels of sleep)"""
         if "ramify_protocol" in about:
-            return about["dtype"], about["vocab_size"], about["logprobs_mode"]
+            return about["dtype"], about["vocab_size"], about["logprobs_mode"], (1, 2)
         told = await self._api.get("/server_info?config_format=json", 4 * self._spec.probe_s)
         model = (told.get("vllm_config") or {}).get("model_config") or {}
-        return str(model.get("dtype", "")).removeprefix("torch."), None, str(model.get("logprobs_mode", ""))
+        levels = (1, 2) if model.get("enable_sleep_mode", True) else ()
+        return str(model.get("dtype", "")).removeprefix("torch."), None, str(model.get("logprobs_mode", "")), levels
 
     async def pressure(self) -> Pressure | None:
         return pressure.read(str((await self._api.get("/metrics", self._spec.probe_s)).get("text", "")))

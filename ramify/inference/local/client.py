@@ -16,7 +16,7 @@ import contextlib
 import math
 import os
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import TypeVar, cast
@@ -27,14 +27,15 @@ from torch import Tensor, nn
 
 from ramify.clients.base import Price, Request, Sampling
 from ramify.errors import ConfigError, Refused, ServerFailed
-from ramify.inference.base import Pressure
+from ramify.inference.base import TAGS, Pressure
 from ramify.inference.local.choose import runner_of
 from ramify.inference.local.engine import Engine, Room
 from ramify.inference.local.generation import Generation
+from ramify.inference.local.resting import Resting
 from ramify.inference.local.sampling import Draw
 from ramify.inference.local.thread import EngineThread
 from ramify.inference.prompts import prompt_ids, spoken, too_long
-from ramify.inference.weights.base import Piece
+from ramify.inference.weights.base import Piece, Stale
 from ramify.policy.fingerprint import fingerprint
 from ramify.policy.load import Policy
 from ramify.policy.weights import load_weights
@@ -74,6 +75,7 @@ class LocalClient:
         )
         self.engine = Engine(runner_of(policy.model), room, policy.version)
         self._thread = EngineThread(self.engine)
+        self._resting = Resting(policy.model)
 
     @property
     def version(self) -> int:
@@ -140,16 +142,27 @@ class LocalClient:
     def resume(self) -> None:
         self._thread.resume()
 
-    async def rest(self) -> None:
-        """Give the memory of keys and values back until ``wake``. Nothing may run."""
-        await self.run(self.engine.rest)
+    async def rest(self, tags: Collection[str] = ("kv_cache",), *, keep: bool = True) -> None:
+        """Give memory back until ``wake``: that of keys and values (``kv_cache``), of ``weights``, which with ``keep`` stay in
+        main memory, or of both. Who is asked meanwhile must be paused."""
+        await self.run(partial(self._rest, tags, keep))
 
-    async def wake(self) -> None:
-        await self.run(self.engine.wake)
+    async def wake(self, tags: Collection[str] = TAGS) -> None:
+        """Take it again. Weights that were not kept are ``missing`` until ``take`` has brought all of them."""
+        await self.run(partial(self._wake, tags))
+
+    @property
+    def missing(self) -> list[str]:
+        """Weights that were given back, and that nobody has brought since."""
+        return self._resting.missing
+
+    def held(self) -> dict[str, int]:
+        """Bytes of ``weights`` and ``kv_cache`` that it takes now, where it computes."""
+        return {"weights": self._resting.num_bytes, "kv_cache": self.engine.runner.cache_bytes}
 
     async def take(self, pieces: Callable[[], Iterator[Piece]]) -> None:
         """Copy what a carrier brings into the weights, between two steps; ``forget`` comes when all of it is there. Raises
-        ValueError that names the first tensor that is not this model's."""
+        ValueError that names the first tensor that is not this model's, Stale for a part of one that is ``missing``."""
         await self.run(partial(self._take_pieces, pieces))
 
     async def forget(self, version: int) -> None:
@@ -249,6 +262,10 @@ class LocalClient:
         self.engine.forget(version)
 
     def _take_pieces(self, pieces: Callable[[], Iterator[Piece]]) -> None:
+        if self._resting.is_away:
+            raise RuntimeError(
+                "the memory of the weights was given back: wake it up first (POST /wake_up?tags=weights)"
+            )
         held = self.policy.model.state_dict(keep_vars=True)
         for name, tensor, places, stays in pieces():
             ours = held.get(name)
@@ -262,14 +279,36 @@ class LocalClient:
             if stays and tensor.device == ours.device:
                 ours.data = tensor
                 self._lent.add(name)
+                self._resting.arrived(ours)
                 continue
             if name in self._lent:  # other engines compute with it, too
                 self._lent.remove(name)
                 ours.data = ours.data.clone()
             if places is None:
                 ours.data.copy_(tensor)
+                self._resting.arrived(ours)
+            elif self._resting.lacks(ours):
+                raise Stale(
+                    f"tensor '{name}' was given back while this engine slept, and comes in part: send all of it"
+                )
             else:
                 ours.data.view(-1).index_copy_(0, places.to(ours.device), tensor.to(ours.device))
+
+    def _rest(self, tags: Collection[str], keep: bool) -> None:
+        if "kv_cache" in tags:
+            self.engine.rest()
+        if "weights" in tags:
+            self._resting.give_back(keep=keep)
+            if self._resting.is_away:
+                self._lent.clear()
+        if self.policy.device.type == "cuda":  # else PyTorch keeps what was freed, for itself
+            torch.cuda.empty_cache()
+
+    def _wake(self, tags: Collection[str]) -> None:
+        if "weights" in tags:
+            self._resting.take_again()
+        if "kv_cache" in tags:
+            self.engine.wake()
 
     def _logprobs(self, ids: Sequence[int]) -> list[float]:
         logits_TV = self.engine.runner.all_logits(ids)

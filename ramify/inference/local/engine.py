@@ -121,9 +121,13 @@ class Engine:
         return finished
 
     def rest(self) -> None:
-        """Give the memory of keys and values back; the next sequence takes it again."""
-        assert self.is_idle
+        """Give the memory of keys and values back; the next sequence takes it again. What runs waits, and is computed again."""
+        for slot in reversed(self._slots.running()):
+            self._waiting.appendleft(self._owner(slot))
+            self._slots.release(slot)
+            self.num_preempted += 1
         self._slots.forget()
+        self.runner.forget()
         self._resize(1, min(_LEAST_CAPACITY, self.room.window))
 
     def wake(self) -> None:

@@ -71,7 +71,9 @@ class Generation:
 
     @property
     def versions(self) -> tuple[VersionSpan, ...]:
-        """Which version sampled which tokens."""
+        """Which version sampled which tokens; empty where none was."""
+        if not self._versions:
+            return ()
         ends = [start for start, _ in self._versions[1:]] + [len(self.logprobs)]
         return tuple(
             VersionSpan(start, end, version) for (start, version), end in zip(self._versions, ends, strict=True)

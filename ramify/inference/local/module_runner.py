@@ -25,7 +25,7 @@ from ramify.inference.local.step import Span, Step
 class ModuleRunner:
     """Runs a transformers module."""
 
-    bytes_per_token = 0
+    bytes_per_token = cache_bytes = 0
 
     def __init__(self, module: nn.Module) -> None:
         self._module: Any = module

@@ -24,6 +24,11 @@ class Runner(Protocol):
     bytes_per_token: int
     """Of the cache; 0 where it is not laid out in advance."""
 
+    @property
+    def cache_bytes(self) -> int:
+        """That the cache takes now; 0 where that is not known."""
+        ...
+
     def forward(self, step: Step, wanted: Sequence[bool]) -> Tensor:
         """Compute ``step`` into the cache; fp32 logits [n, V] after each token that decodes, and after those spans that are
         ``wanted``, in order."""
@@ -65,6 +70,10 @@ class FlatRunner:
         self._decoder, self._layout = decoder, layout
         self.bytes_per_token = layout.bytes_per_token
         self._cache = Cache(layout, 1, 1)
+
+    @property
+    def cache_bytes(self) -> int:
+        return self._cache.kv.untyped_storage().nbytes()
 
     def forward(self, step: Step, wanted: Sequence[bool]) -> Tensor:
         rows_N = None

@@ -5,7 +5,8 @@
     FOLDER/current.json                           which version is whole: written aside and renamed, last of all
 
 Each file's length and a sum of its bytes stand in the pointer: a file that was torn by a full disk or a kill is refused by
-name before a tensor of it is used. The last two versions stay; of what else is in FOLDER nothing is touched.
+name before a tensor of it is used. The last two versions stay; of what else is in FOLDER nothing is touched. A folder of its
+own, where none was given, goes with the carrier; that of a trainer that was killed is removed by the next (``held.py``).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from torch import Tensor
 
 from ramify.errors import ConfigError, StoreError
 from ramify.inference.weights.base import Chunk, Info, Piece, Source, in_chunks, reserve
+from ramify.inference.weights.held import hold_folder, sweep
 
 POINTER = "current.json"
 _FILE_BYTES = 1 << 30
@@ -57,12 +59,14 @@ class Files:
         """``folder`` is made; by default a temporary one, which ``close`` removes. ``configuration`` is a checkpoint whose
         config.json is put beside the weights, for engines that read one."""
         self._is_own = not folder
-        self._folder = Path(folder) if folder else Path(tempfile.mkdtemp(prefix="ramify-weights-"))
+        self._folder, self._lock = (Path(folder), -1) if folder else hold_folder(Path(tempfile.gettempdir()))
         self._file_bytes, self._configuration = file_bytes, configuration
         self._before = ""
         """The version that was whole before the last: an engine may be reading it."""
 
     def open(self, num_engines: int) -> list[dict[str, Any]]:
+        if self._is_own:
+            sweep(self._folder.parent)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -94,6 +98,9 @@ class Files:
     def close(self) -> None:
         if self._is_own:
             shutil.rmtree(self._folder, ignore_errors=True)
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
 
     def _write(self, sources: Iterable[Source], version: int) -> None:
         final = self._folder / _named(version)

@@ -7,17 +7,13 @@
 The buffers are files in memory (``/dev/shm``; elsewhere a temporary folder), mapped by both sides, readable by this user
 alone. Where trainer and engine are one process no carrier is needed: the engine holds the trainer's own weights.
 
-Whoever made a buffer holds a lock on it as long as it lives. One that nobody locks is of a trainer that was killed: the next
-that opens this carrier in the same folder removes it.
+Those of a trainer that was killed are removed by the next that opens this carrier in the same folder (``held.py``).
 """
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import mmap
 import os
-import secrets
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
@@ -41,11 +37,9 @@ from ramify.inference.weights.base import (
     pieces_of,
     reserve,
 )
+from ramify.inference.weights.held import PREFIX, hold_file, new_name, sweep
 
 _MEMORY = Path("/dev/shm")
-_PREFIX = "ramify-weights-"
-_HELD = "held-"
-"""In the names of those whose makers hold a lock."""
 
 
 class Shared:
@@ -58,7 +52,7 @@ class Shared:
         self._next = 0
         """The buffer that no engine computes with."""
         self._folder = Path(folder) if folder else _MEMORY if _MEMORY.is_dir() else Path(tempfile.gettempdir())
-        self._name = f"{_PREFIX}{_HELD}{secrets.token_hex(8)}"
+        self._name = new_name()
         self._locks: dict[int, int] = {}
         """Buffer -> a descriptor that holds its lock."""
         self._buffers: list[_Mapped | None] = [None, None]
@@ -116,7 +110,7 @@ class Shared:
             return mapped
         try:
             if which not in self._locks:
-                self._locks[which] = _made(self._path(which))
+                self._locks[which] = hold_file(self._path(which))
             reserve(self._locks[which], length)
         except OSError as error:
             raise ConfigError(
@@ -131,34 +125,12 @@ class Shared:
         return SharedReceiver(info)
 
 
-def sweep(folder: Path) -> None:
-    """Remove buffers whose makers are no more."""
-    for path in folder.glob(f"{_PREFIX}{_HELD}*"):
-        with contextlib.suppress(OSError):  # another user's, or gone meanwhile
-            handle = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                path.unlink()
-            finally:
-                os.close(handle)
-
-
-def _made(path: Path) -> int:
-    """A descriptor of a new file that holds its lock."""
-    while True:
-        handle = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600)
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        if os.fstat(handle).st_nlink:
-            return handle
-        os.close(handle)  # swept before it was locked
-
-
 class SharedReceiver:
     """Implements ``Receiver``: views of the buffers, which the engine copies from."""
 
     def __init__(self, info: Info) -> None:
         folder, name = Path(str(info["folder"])), str(info["name"])
-        if not name.startswith(_PREFIX) or "/" in name:
+        if not name.startswith(PREFIX) or "/" in name:
             raise ValueError(f"'{name[:80]}' is no name of a buffer of weights")
         self._paths = [folder / f"{name}-{which}" for which in (0, 1)]
         self._buffers: list[_Mapped | None] = [None, None]

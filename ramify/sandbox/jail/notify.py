@@ -1,4 +1,5 @@
-"""The host's answers when a session asks to create a process: no, except once when the host itself has asked for it.
+"""The host's answers when a session asks to create a process: no, except once when the host itself has asked for it. And
+when it aborts: it may send no signal, not even to itself, so the host sends SIGABRT to whoever asks, and to nobody else.
 
 Decides that a grant is used up by one request, of the right process while it has one thread. Leaves out who asks for a
 grant (``branch.py``). A filter of system calls cannot do this alone: it knows no "once".
@@ -10,12 +11,15 @@ import asyncio
 import contextlib
 import fcntl
 import os
+import signal
 import struct
 
 _RECEIVE, _SEND = 0xC0502100, 0xC0182101
 _REQUEST_BYTES = 80
 _CONTINUE = 1
 _EPERM = 1
+_TGKILL = (234, 131)
+"""On x86-64 and aarch64; neither is a number by which processes are created."""
 _PATIENCE = 32
 """Refusals at once; from there on each takes a little longer, so that a session cannot keep the host busy."""
 _SLOWEST_S = 0.05
@@ -63,17 +67,22 @@ class Listener:
             if not _is_alive(self._fd):
                 self._stop_reading()
             return
-        id, pid = struct.unpack_from("<QI", request)
+        id, pid, _, number = struct.unpack_from("<QIIi", request)
         if self._grant is not None and self._grant == pid and _has_one_thread(pid):
             self._grant = None
             self._answer(id, 0, _CONTINUE)
             return
+        answer = -_EPERM
+        if number in _TGKILL and pid:  # it waits for the answer, so the number is still its own
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGABRT)
+                answer = 0
         self._refused += 1
         if self._refused <= _PATIENCE:
-            self._answer(id, -_EPERM, 0)
+            self._answer(id, answer, 0)
         else:
             wait_s = min((self._refused - _PATIENCE) * 0.001, _SLOWEST_S)
-            self._loop.call_later(wait_s, self._answer, id, -_EPERM, 0)
+            self._loop.call_later(wait_s, self._answer, id, answer, 0)
 
     def _answer(self, id: int, error: int, flags: int) -> None:
         if self._fd >= 0:

@@ -52,7 +52,7 @@ _WITH_CHANGES = """
 _OPENING = "open=2/- openat=257/56"
 _FILTERED = """
     clone=56/220 clone3=435/435 fcntl=72/25 fork=57/- ioctl=16/29 mmap=9/222 prctl=157/167 prlimit64=302/261
-    socketpair=53/199
+    socketpair=53/199 tgkill=234/131
 """
 
 _COLUMN = {"x86_64": 0, "aarch64": 1}
@@ -76,6 +76,7 @@ _FCNTL_COMMANDS = (0, 1, 2, 3, 5, 6, 7, 36, 37, 38, 1030, 1032, 1034)
 """Not those that send signals or leases to others (F_SETOWN, F_SETSIG, F_SETLEASE, F_NOTIFY), nor F_ADD_SEALS."""
 _F_SETFL, _O_ASYNC = 4, 0o20000
 _STREAM, _SEQPACKET = 1, 5
+_SIGABRT = 6
 _O_TRUNC, _O_ACCMODE = 0o1000, 3
 _IOCTL_REQUESTS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
 """Is it a terminal, its size, bytes to read, blocking or not, close on exec. Never TIOCSTI."""
@@ -158,6 +159,7 @@ _STEPS: dict[str, int | list[Step]] = {
         1, _FCNTL_COMMANDS,
         [(_EQUAL, 1, 0, _F_SETFL), _end(EPERM), _argument(2), (_ANY_BIT, 0, 1, _O_ASYNC), _end(EPERM), _end(ALLOW)],
     ),
+    "tgkill": [_argument(2), (_EQUAL, 0, 1, _SIGABRT), _end(NOTIFY), _end(EPERM)],  # what abort() ends itself by
     "prctl": _one_of(0, _PRCTL_OPTIONS, [_end(EPERM)]),
     "socketpair": [  # not datagrams: those of a pair can be sent to any other socket of the machine
         _argument(0), (_EQUAL, 1, 0, 1), _end(EAFNOSUPPORT),

@@ -188,6 +188,10 @@ class Trained(Protocol):
         """As ``weights``, with nothing computed or gathered yet, as ``lora.unmerged`` does."""
         ...
 
+    def spare(self) -> None:
+        """Give back to the devices what is kept of their memory and holds nothing, for others who share them."""
+        ...
+
     def close(self) -> None:
         """Free what was started for it."""
         ...

@@ -138,6 +138,9 @@ class OnRanks:
         """Where the other ranks are, as text."""
         return self._ranks.team.stacks()
 
+    def spare(self) -> None:
+        self._ranks.team.call("spare")
+
     def close(self) -> None:
         self._ranks.close()
 

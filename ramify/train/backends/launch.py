@@ -19,13 +19,14 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
-from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge
+from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from ramify.errors import ConfigError, TrainError
 from ramify.train.backends.base import Shard
 from ramify.train.backends.team import Process
+from ramify.train.meeting import proved
 from ramify.train.placement.hosts import Hosts
 from ramify.train.placement.seats import Member
 
@@ -287,20 +288,19 @@ def _links(world: World, size: int, link: Any) -> list[Any]:
     key = secrets.token_bytes(32)
     host = "127.0.0.1" if world.address == "127.0.0.1" else socket.gethostbyname(world.address)
     with socket.create_server((host, 0), backlog=2 * size) as server:
-        server.settimeout(_START_S)
         dist.broadcast_object_list([server.getsockname(), key], 0)
         found: dict[tuple[int, str], Connection] = {}
         places: dict[int, str] = {}
-        for _ in range(2 * (size - 1)):
+        until = time.monotonic() + _START_S
+        while len(found) < 2 * (size - 1):
+            server.settimeout(max(0.0, until - time.monotonic()))
             try:
                 peer, _ = server.accept()
-            except TimeoutError:
+            except (TimeoutError, BlockingIOError):
                 raise TrainError(f"a rank did not come back to rank 0 within {_START_S:g} s") from None
-            connection = Connection(peer.detach())
-            deliver_challenge(connection, key)
-            answer_challenge(connection, key)
-            rank, kind, place = connection.recv()
-            found[rank, kind], places[rank] = connection, place
+            if joined := proved(peer, key):
+                connection, (rank, kind, place) = joined
+                found[rank, kind], places[rank] = connection, place
     return [link(rank, found[rank, "talk"], found[rank, "watch"], places[rank]) for rank in range(1, size)]
 
 

@@ -126,6 +126,11 @@ class Rank:
         found = [self._models[key].sharded.gather(name, gradients) for name in names]
         return found if self.index == 0 else None
 
+    def spare(self) -> None:
+        """As ``Trained.spare``, on this rank."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def drop(self, key: str) -> None:
         self._models.pop(key, None)
 

@@ -31,6 +31,7 @@ from ramify.errors import ConfigError, TrainError
 from ramify.policy.load import Policy
 from ramify.policy.trunk import trunk_of
 from ramify.policy.weights import load_weights
+from ramify.progress import moved
 from ramify.train import loss as losses
 from ramify.train import whole_step
 from ramify.train.backends.base import Compute, Optim
@@ -116,6 +117,7 @@ class Single:
             if not self._spread.agree(is_finite):
                 self._fail(batch, entries, loss, is_finite)
             value.backward()  # type: ignore[no-untyped-call]
+        moved()
         return measured
 
     def optim_step(self) -> dict[str, float]:
@@ -147,6 +149,7 @@ class Single:
         with torch.no_grad(), self._trunk.scope():
             for batch in batches:
                 if top:
+                    moved()
                     columns = self._top(batch, top)
                 else:
                     entries = self._entries(batch, "no")
@@ -218,6 +221,7 @@ class Single:
 
     def _entries(self, batch: Batch, entropy: Wanted) -> Entries:
         check_window(batch, self._policy.window)
+        moved()
         streams = {name: self._tensor(column) for name, column in batch.streams.items()}
         logprobs, entropies, values = self._spread.run(lambda: self._computed(batch, streams, entropy))
         _, sequences = np.unique(batch.owners[:, 0], return_inverse=True)

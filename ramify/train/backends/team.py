@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 from ramify.errors import RamifyError, TrainError
+from ramify.progress import moved
 
 _GRACE_S = 5.0
 """How long others are waited for once something is wrong."""
@@ -243,6 +244,8 @@ class _Watch:
                 self._give_up(f"rank {rank}{self._place(rank)} is lost: {why}")
                 return
             self._counts[0] = self._pulse.count
+            if self._counts != last:
+                moved()
             if self._counts != last or not self._pulse.verb:
                 last, since = list(self._counts), time.monotonic()
             elif time.monotonic() - since > self._timeout_s:

@@ -7,10 +7,13 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
+from ramify.errors import ConfigError
 from ramify.policy.load import Policy, load
 from ramify.train.backends.base import Compute, Optim
+from ramify.train.backends.launch import World
 from ramify.train.backends.own_critic import OwnCritic
 from ramify.train.backends.single import Single
 from ramify.train.lora import merged, unmerged
@@ -26,7 +29,18 @@ class Here:
 
     @staticmethod
     def check(compute: Compute, device: str) -> None:
-        """Everything fits."""
+        """Raises ConfigError where several ranks are told of, or were started: all but one would wait for nothing."""
+        started = World.of_environment()
+        if started is not None and started.size > 1:
+            raise ConfigError(
+                f"torchrun started {started.size} processes, and compute.backend=single trains in one: set "
+                "compute.backend=fsdp"
+            )
+        if compute.shard.ranks > 1:
+            raise ConfigError(
+                f"compute.shard.ranks={compute.shard.ranks}, and compute.backend=single trains in one process: set "
+                "compute.backend=fsdp, or leave ranks out"
+            )
 
     def backend(self, optim: Optim) -> Single:
         return Single(self._policy, optim, self._compute, dumps=self._dumps)
@@ -47,6 +61,10 @@ class Here:
 
     def unmerged(self) -> Iterator[tuple[str, Tensor, Callable[[], Tensor] | None]]:
         return unmerged(self._policy.model)
+
+    def spare(self) -> None:
+        if self._policy.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def close(self) -> None:
         """Nothing was started."""

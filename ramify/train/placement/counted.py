@@ -62,9 +62,14 @@ def settled(run: Run) -> tuple[Run, list[Seat]]:
 
 
 def attached(spec: InferenceSpec, urls: tuple[str, ...]) -> InferenceSpec:
-    """For who asks the engines that run at ``urls``."""
+    """For who asks the engines that run at ``urls``, and decides nothing about them."""
     return InferenceSpec(
-        engine=spec.engine, urls=urls, key_variable=spec.key_variable, request_s=spec.request_s, probe_s=spec.probe_s
+        engine=spec.engine,
+        urls=urls,
+        key_variable=spec.key_variable,
+        request_s=spec.request_s,
+        probe_s=spec.probe_s,
+        sleep="never",
     )
 
 

@@ -181,7 +181,8 @@ class RayHosts:
                 "_temp_dir": self._folder, "_node_ip_address": "127.0.0.1", "object_store_memory": 80 << 20,
                 "_system_config": {"prestart_worker_first_driver": False},
             }  # fmt: skip
-        until = time.monotonic() + self._spec.start_s
+        self._began = time.monotonic()
+        until = self._began + self._spec.start_s
         with _own_handlers():
             while True:
                 try:
@@ -199,6 +200,11 @@ class RayHosts:
             return (
                 f"{where} runs other versions than this process ({told}): install the same versions of Ray and Python on all "
                 f"nodes; here are ray {self._ray.__version__} and Python {sys.version.split()[0]}"
+            )
+        if "timed out during startup" in said:
+            tried_s = time.monotonic() - self._began
+            told += (
+                f"; it was tried for {tried_s:.0f} s: give it longer (placement.start_s), or this machine less to do"
             )
         return f"{where} cannot be {'joined' if self._address else 'started'}: {told}"
 

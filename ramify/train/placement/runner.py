@@ -4,8 +4,8 @@
         <── trajectory (as it is stored), and what engines were given ──
 
 Started by the run (``runners.py``), to which it connects with the key that it was given. Decides nothing: what a rollout
-samples follows from what it is asked, wherever it runs. What is asked is pickled, by the run that started it; what comes
-back is decoded by the codec.
+samples follows from what it is asked, wherever it runs. What is asked is pickled, by the run that started it. What comes back
+is not, since code of models may have run here: it is decoded as what it has to be.
 """
 
 from __future__ import annotations
@@ -83,6 +83,15 @@ class Told(NamedTuple):
     """Hashes of the ids that went through engines since it was last said."""
 
 
+def heard(connection: Connection) -> Told:
+    """What a runner says next. Raises EOFError where it has ended, MsgspecError for anything else."""
+    return msgspec.msgpack.decode(connection.recv_bytes(), type=Told)
+
+
+def _say(connection: Connection, told: Told) -> None:
+    connection.send_bytes(msgspec.msgpack.encode(told))
+
+
 def main() -> None:
     """Be a runner until the run ends."""
     host, _, port = os.environ[AT].rpartition(":")
@@ -92,7 +101,7 @@ def main() -> None:
     try:
         asyncio.run(_Runner(connection, spec).serve())
     except RamifyError as error:
-        connection.send(Told("failed", data=str(error).encode()))
+        _say(connection, Told("failed", data=str(error).encode()))
     except EOFError:
         pass
     sys.stdout.flush()
@@ -179,7 +188,7 @@ class _Runner:
 
     def _tell(self, told: Told) -> None:
         with self._sending, contextlib.suppress(OSError):
-            self._connection.send(told)
+            _say(self._connection, told)
 
 
 if __name__ == "__main__":

@@ -16,13 +16,14 @@ import asyncio
 import contextlib
 import itertools
 import os
+import queue
 import secrets
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -31,8 +32,9 @@ import msgspec
 from ramify.clients.base import Sampling
 from ramify.errors import ConfigError, RamifyError, TrainError
 from ramify.tasks.base import Item
+from ramify.train.meeting import proved
 from ramify.train.placement.hosts import Hosts, Started
-from ramify.train.placement.runner import AT, KEY, NUMBER, Answering, Ask, RunnerSpec, Told
+from ramify.train.placement.runner import AT, KEY, NUMBER, Answering, Ask, RunnerSpec, Told, heard
 from ramify.train.placement.seats import Member
 from ramify.types.trajectory import Trajectory
 
@@ -80,6 +82,20 @@ class _One:
         """What it is at."""
         self.told: tuple[str, ...] = ()
         """Which engines it asks."""
+        self._words: queue.SimpleQueue[object] = queue.SimpleQueue()
+        threading.Thread(target=self._write, daemon=True, name="ramify to a runner").start()
+
+    def send(self, word: RunnerSpec | Ask | Answering | int | None) -> None:
+        """Say it, in order, without waiting: a runner that stands still takes nothing. None is the last."""
+        self._words.put(word)
+
+    def _write(self) -> None:
+        with contextlib.suppress(OSError):  # its reader finds out
+            while True:
+                word = self._words.get()
+                self.connection.send(word)
+                if word is None:
+                    return
 
 
 class Runners:
@@ -113,10 +129,10 @@ class Runners:
             async with asyncio.TaskGroup() as group:
                 for number in range(self._num):
                     group.create_task(self._bring(number))
-        except* ConfigError as errors:
+        except BaseExceptionGroup as errors:
             await self.close()
             raise errors.exceptions[0] from None
-        except* BaseException:
+        except BaseException:
             await self.close()
             raise
         self._keep(self._watch())
@@ -134,7 +150,7 @@ class Runners:
             if future.cancelled():
                 for one in self._alive:
                     if one.asks.pop(ask.id, None) is not None:
-                        self._send(one, ask.id)
+                        one.send(ask.id)
 
     async def close(self) -> None:
         """End them all. Idempotent."""
@@ -146,7 +162,7 @@ class Runners:
             await asyncio.wait(tasks)
         runners, self._alive = self._alive, []
         for one in runners:
-            self._send(one, None)
+            one.send(None)
         processes, self._processes = list(self._processes.values()), {}
         await asyncio.gather(*(asyncio.to_thread(_ended, process) for process in processes))
         for one in runners:
@@ -168,13 +184,14 @@ class Runners:
             one = _One(number, process, await self._joined(server, number, process))
         urls = one.told = self._engines.answering
         inference = msgspec.structs.replace(self._spec.inference, urls=urls)
-        one.connection.send(msgspec.structs.replace(self._spec, inference=inference))
+        one.send(msgspec.structs.replace(self._spec, inference=inference))
         ready = self._loop.create_future()
         threading.Thread(target=self._read, args=(one, ready), daemon=True, name="ramify runners").start()
         try:
             async with asyncio.timeout(self._start_s):
                 await ready
         except TimeoutError:
+            one.send(None)
             raise ConfigError(f"runner {number} ({process.where}) did not begin within {self._start_s:g} s") from None
         one.told = ()  # the next look tells it which engines there are now
         self._alive.append(one)
@@ -215,15 +232,8 @@ class Runners:
                         f"runner {number} did not come back to the run within {self._start_s:g} s"
                     ) from None
                 continue
-            return await asyncio.to_thread(self._proved, peer)
-
-    def _proved(self, peer: socket.socket) -> Connection:
-        peer.setblocking(True)
-        connection = Connection(peer.detach())
-        deliver_challenge(connection, self._key)
-        answer_challenge(connection, self._key)
-        connection.recv()
-        return connection
+            if joined := await asyncio.to_thread(proved, peer, self._key):
+                return joined[0]
 
     async def _replace(self, number: int) -> None:
         """Bring runner ``number`` up again, or give it up, aloud."""
@@ -262,7 +272,7 @@ class Runners:
             for one in list(self._alive):
                 if urls and one.told != urls:
                     one.told = urls
-                    self._send(one, Answering(urls))
+                    one.send(Answering(urls))
                 if await asyncio.to_thread(one.process.poll) is not None:
                     self._lost(one, await asyncio.to_thread(_why, one))
             await asyncio.sleep(_LOOK_S)
@@ -275,9 +285,9 @@ class Runners:
 
     def _read(self, one: _One, ready: asyncio.Future[None]) -> None:
         """In a thread of its own, as long as it speaks."""
-        with contextlib.suppress(EOFError, OSError, RuntimeError):
+        with contextlib.suppress(EOFError, OSError, RuntimeError, msgspec.MsgspecError):
             while True:
-                told: Told = one.connection.recv()
+                told = heard(one.connection)
                 self._loop.call_soon_threadsafe(self._told, one, told, ready)
         why = _why(one)  # another machine may take its time to say so
         with contextlib.suppress(RuntimeError):
@@ -311,6 +321,7 @@ class Runners:
         if self._is_closing or one not in self._alive:
             return
         self._alive.remove(one)
+        one.send(None)
         one.connection.close()
         self._why.append(why)
         back = "it is started again" if self._may_try(one.number) else "it is given up"
@@ -333,7 +344,7 @@ class Runners:
             return
         one = min(self._alive, key=lambda each: (len(each.asks), each.number))
         one.asks[ask.id] = ask
-        self._send(one, ask)
+        one.send(ask)
 
     def _give_up(self) -> None:
         """There is nobody for what waits."""
@@ -342,10 +353,6 @@ class Runners:
             wanted = self._wanted.get(ask.id)
             if wanted is not None and not wanted.done():
                 wanted.set_exception(TrainError(f"no runner of rollouts is left: {'; '.join(self._why[-_TOLD:])}"))
-
-    def _send(self, one: _One, word: Ask | Answering | int | None) -> None:
-        with contextlib.suppress(OSError):  # its reader finds out
-            one.connection.send(word)
 
 
 def _why(one: _One) -> str:

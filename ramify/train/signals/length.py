@@ -41,10 +41,12 @@ def soft_overlong(num_tokens: int, max_tokens: int, buffer: int) -> float:
 
 
 def length_penalty(rewards: Sequence[float], lengths: Sequence[Length], most: Most, weight: float) -> list[float]:
-    """R'_i = R_i - mean(R) · (w·out_i/max_out + 0.1·in_i/max_in + 0.1·turns_i/max_turns), for the rollouts of a group.
+    """R'_i = R_i - max(0, mean(R)) · (w·out_i/max_out + 0.1·in_i/max_in + 0.1·turns_i/max_turns), for the rollouts of a
+    group.
 
-    The better a group does, the more brevity counts; a group that never succeeds is left alone."""
-    centre = sum(rewards) / len(rewards) if rewards else 0.0
+    The better a group does, the more brevity counts; a group whose mean is not above 0 is left alone: a mean below 0 would
+    pay for length."""
+    centre = max(0.0, sum(rewards) / len(rewards)) if rewards else 0.0
     return [
         reward - centre * (weight * n.output / most.output + 0.1 * n.input / most.input + 0.1 * n.turns / most.turns)
         for reward, n in zip(rewards, lengths, strict=True)

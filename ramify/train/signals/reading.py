@@ -17,6 +17,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
@@ -41,6 +42,15 @@ class Scoring(Protocol):
 
     def measured(self) -> dict[str, float]: ...
 
+    @property
+    def is_kept(self) -> bool:
+        """Whether a checkpoint must hold something of them, by ``save`` and ``load``."""
+        ...
+
+    def save(self, folder: Path) -> None: ...
+
+    def load(self, folder: Path) -> None: ...
+
 
 class Signals:
     """The signals of one run."""
@@ -61,6 +71,11 @@ class Signals:
         self._weights, self._temperature, self._say = dict(weights or {}), temperature, say
         self._wants_reference = wants_reference
         self._judges: Judges | None = None
+
+    @property
+    def kept(self) -> Mapping[str, Scoring]:
+        """As ``Stage.kept``."""
+        return {"teachers": self._teachers} if self._teachers is not None and self._teachers.is_kept else {}
 
     @contextlib.asynccontextmanager
     async def opened(self) -> AsyncIterator[Reader]:

@@ -4,8 +4,8 @@
 
 Rows of a group share the prompt up to where a hint was put in, and are packed as training packs them. One thread computes,
 so that passes do not crowd each other out; rows that come meanwhile go together into the next pass. Temperatures are those
-that the tokens were sampled at. Decides where teachers' weights come from (``Teachers``) and that a teacher with another
-vocabulary is refused before anything is spent.
+that the tokens were sampled at. Decides where teachers' weights come from (``Teachers``), which of them a checkpoint holds,
+and that a teacher with another vocabulary is refused before anything is spent.
 
 Legend: E entries of a batch, N scored tokens of a row, k candidates.
 """
@@ -16,7 +16,7 @@ import asyncio
 import math
 import shutil
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,11 +29,15 @@ from ramify.train.signals.base import Row, Scorer, Scores
 from ramify.types.sequence import Sequence as Tokens
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from ramify.policy.load import Policy
     from ramify.train.backends.single import Single
 
 Run = Callable[[Callable[[], Any]], Awaitable[Any]]
 """A function -> its result, computed in some thread."""
+REFERENCE = "reference"
+"""Folder of a run with the policy that its rollouts began with."""
 CHUNK = 64
 """Rows of one pass at most, so that a large group does not hold up others."""
 
@@ -201,16 +205,18 @@ class Teachers:
 
     def __init__(
         self, sources: Mapping[str, float], policy: Policy, backend_of: Callable[[Policy], Single], out: Path,
-        save: Callable[[Path], None], client_of: Callable[[str], Any] | None = None, seed: int = 0,
-        in_engine: Run | None = None,
+        save: Callable[[Path], None], weights: Callable[[], Iterator[tuple[str, Tensor]]],
+        client_of: Callable[[str], Any] | None = None, seed: int = 0, in_engine: Run | None = None, is_copy: bool = False,
     ) -> None:  # fmt: skip
-        """``sources``: name -> decay of the average, for ``ema``. ``policy`` is the one that learns; ``save`` writes it as it
-        is into a folder; ``client_of`` connects an engine by name. ``in_engine`` computes between two steps of the engine,
-        where that samples from the very module that learns.
+        """``sources``: name -> decay of the average, for ``ema``. ``policy`` is the one that learns; ``weights`` are those
+        that it has now, and ``save`` writes them into a folder. ``is_copy``: what learns lies elsewhere, as over ranks, and
+        ``policy`` is what answers. ``client_of`` connects an engine by name. ``in_engine`` computes between two steps of the
+        engine, where that samples from the very module that learns.
 
         Raises ConfigError for a checkpoint that is not there, or has another vocabulary."""
         self._sources, self._policy, self._backend_of, self._out = dict(sources), policy, backend_of, out
         self._save, self._client_of, self._seed, self._in_engine = save, client_of, seed, in_engine
+        self._weights, self._is_copy = weights, is_copy
         self._executor = ThreadPoolExecutor(1, "ramify-teacher")
         self._models: dict[str, Any] = {}
         self._scorers: dict[str, Any] = {}
@@ -237,13 +243,39 @@ class Teachers:
     def close(self) -> None:
         self._executor.shutdown(wait=True, cancel_futures=True)
 
+    @property
+    def is_kept(self) -> bool:
+        """Whether a checkpoint must hold something of them."""
+        return "ema" in self._sources
+
+    def save(self, folder: Path) -> None:
+        """Write what cannot be made again: the average, as the last step left it."""
+        from ramify.policy.load import save
+
+        save(self._models["ema"], folder)
+
+    def load(self, folder: Path) -> None:
+        """Go on with what ``save`` wrote. Raises ConfigError where there is none."""
+        from ramify.policy.load import load
+
+        if not folder.is_dir():
+            raise ConfigError(
+                f"{folder} is not there: the checkpoint does not hold the average that the teacher 'ema' is, so this run "
+                "cannot go on from it; start anew, or resume from a checkpoint that does"
+            )
+        self._models["ema"] = load(folder, None, self._policy.device)
+
     def _prepare(self, step: int) -> None:
         """In the teachers' thread."""
+        from ramify.policy.weights import load_weights
+
         for name, decay in self._sources.items():
+            if name == "ema" and name in self._models:
+                self._average(decay)
             if name not in self._scorers:
                 self._scorers[name] = self._made(name, step)
-            elif name == "ema":
-                self._average(decay, step)
+            if name == "live" and self._is_copy:
+                load_weights(self._models[name].model, dict(self._weights()), "the policy that is trained")
 
     def _made(self, name: str, step: int) -> Any:
         if name.startswith("client:"):
@@ -264,13 +296,24 @@ class Teachers:
         from ramify.policy.load import from_config, load
 
         policy = self._policy
-        if name == "live":
+        if name == "live" and not self._is_copy:
             return policy
         if name == "random":
             return from_config(policy.config, policy.tokenizer, self._seed + 1, device=policy.device)
-        folder = self._out / ("teacher-ema" if name == "ema" else "reference")
-        if not step or not folder.is_dir():
+        if name != REFERENCE:
+            folder = self._out / f"teacher-{name}.tmp"
             self._save(folder)
+            copy = load(folder, policy.dtype, policy.device)
+            shutil.rmtree(folder)
+            return copy
+        folder = self._out / REFERENCE
+        if not step:
+            self._save(folder)
+        elif not folder.is_dir():
+            raise ConfigError(
+                f"{folder} is not there: it is the policy that rollouts began with, which the teacher 'reference' is; copy it "
+                "from the run that the checkpoint is of"
+            )
         return load(folder, policy.dtype, policy.device)
 
     def _other(self, name: str) -> Policy:
@@ -280,19 +323,11 @@ class Teachers:
         check_vocabulary(self._policy, teacher, name)
         return teacher
 
-    def _average(self, decay: float, step: int) -> None:
-        """w ← (1 − decay) w + decay · policy, and kept for a resumption."""
+    def _average(self, decay: float) -> None:
+        """w ← (1 − decay) w + decay · policy"""
         import torch
-
-        from ramify.policy.load import save
-        from ramify.train.lora import merged
 
         theirs = dict(self._models["ema"].model.named_parameters())
         with torch.no_grad():
-            for name, weight in merged(self._policy.model):
-                theirs[name].lerp_(weight.to(theirs[name].dtype), decay)
-        folder, fresh = self._out / "teacher-ema", self._out / "teacher-ema.tmp"
-        shutil.rmtree(fresh, ignore_errors=True)
-        save(self._models["ema"], fresh)
-        shutil.rmtree(folder, ignore_errors=True)
-        fresh.rename(folder)
+            for name, weight in self._weights():
+                theirs[name].lerp_(weight.to(theirs[name].device, theirs[name].dtype), decay)

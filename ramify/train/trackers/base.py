@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import queue
-import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
@@ -22,9 +21,9 @@ from typing import Any, ClassVar, Protocol
 import msgspec
 
 from ramify.errors import ConfigError, nearest
-from ramify.store.secrets import Secrets
 from ramify.train.metrics import Measured
 from ramify.train.override import of_name
+from ramify.train.redacted import redacted
 
 TRACKERS = {
     "tensorboard": "ramify.train.trackers.tensorboard:TensorBoard",
@@ -37,8 +36,6 @@ FILE = "trackers.json"
 """Of a run's folder: name of a tracker -> id of the run over there."""
 CLOSE_S = 60.0
 """For what is still to be sent when a run is over."""
-_SECRET = re.compile(r"(^|[._-])(api_?key|key|token|secret|password)$", re.IGNORECASE)
-_CREDENTIALS = re.compile(r"//[^/@\s]+@")
 
 
 class About(msgspec.Struct, frozen=True, kw_only=True):
@@ -160,23 +157,18 @@ class Trackers:
                 self._say(f"tracker '{name}' failed at the end: {_short(error)}")
 
 
-def flat(config: Mapping[str, Any], name: str = "") -> dict[str, Any]:
-    """``{"rl": {"steps": 3}}`` -> ``{"rl.steps": 3}``; what may be a secret is left out of it, and options of trackers are."""
-    secrets = Secrets()
-    found: dict[str, Any] = {}
+def flat(config: Mapping[str, Any]) -> dict[str, Any]:
+    """``{"rl": {"steps": 3}}`` -> ``{"rl.steps": 3}``, without secrets; options of trackers are left out."""
+    return dict(_leaves(redacted({key: value for key, value in config.items() if key != "tracker_options"})))
+
+
+def _leaves(config: Mapping[str, Any], name: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in config.items():
         dotted = f"{name}.{key}" if name else str(key)
-        if dotted == "tracker_options":
-            continue
         if isinstance(value, Mapping) and value:
-            found |= flat(value, dotted)
-        elif _SECRET.search(dotted) and isinstance(value, str) and value:
-            found[dotted] = "«redacted»"
+            yield from _leaves(value, dotted)
         else:
-            text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
-            clean = _CREDENTIALS.sub("//", secrets.redact(text))
-            found[dotted] = value if clean == text and isinstance(value, str | int | float | bool) else clean
-    return found
+            yield dotted, value if isinstance(value, str | int | float | bool) else msgspec.json.encode(value).decode()
 
 
 def _class_of(name: str, options: Mapping[str, Any]) -> Any:

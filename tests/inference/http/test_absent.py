@@ -8,10 +8,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 
 from ramify.errors import ServerFailed, TrainError
+from ramify.inference.http.client import HttpEngines
+from ramify.inference.http.spec import InferenceSpec
 from ramify.inference.local.client import LocalClient
 from ramify.policy.fingerprint import fingerprint
 from ramify.serve.policy import PolicyServer
@@ -98,6 +101,77 @@ def test_one_that_was_started_anew_unnoticed_is_not_sampled_from() -> None:
                 assert (await made.engines.complete(request(3, 40))).token_ids == expected.token_ids
                 assert "answers with version 0 of the weights, and was given version 1" in made.said[0]
                 await made.engines.close()
+
+    run(test)
+
+
+class InHere:
+    """An engine that this test starts, as if it were a process: restarted, it is at another address, like one whose machine is
+    gone."""
+
+    def __init__(self, log: Path) -> None:
+        self.log, self.url, self.ended = log, "", None
+        self.servers: list[PolicyServer] = []
+        self.may_come = asyncio.Event()
+
+    async def open(self) -> None:
+        local = LocalClient(policy(), slots=8)
+        server = PolicyServer(local, name="mine", port=0, weight_transfer=True)
+        await server.__aenter__()
+        self.servers.append(server)
+        self.url = server.url.removesuffix("/v1")
+
+    async def restart(self) -> None:
+        await self.may_come.wait()
+        await self.open()
+
+    def said(self) -> str:
+        return ""
+
+    def close(self) -> None: ...
+
+
+def test_who_only_asks_is_told_where_a_moved_engine_is_once_it_has_the_newest_weights(tmp_path: Path) -> None:
+    """It is the one who finds the engine gone; whoever gives the weights brings it back elsewhere."""
+
+    async def test() -> None:
+        process = InHere(tmp_path)
+        await process.open()
+        trained, said, asked = policy(), [], []
+        ours = HttpEngines(trained, InferenceSpec(probe_s=2.0), name="ours", say=said.append)
+        world = World(trained, [], [], said)
+        world.engines = ours
+        await ours.start(tmp_path, lambda _: None, lambda *_: process)
+        ours.absent.came = lambda: _welcome(world, 1)
+        await world.train(1)
+
+        async def tell(url: str) -> None:
+            await ours.look_after(url, "them")
+            process.may_come.set()
+            while not ours.answering:
+                await asyncio.sleep(0.01)
+            theirs.listed(ours.answering)
+
+        theirs = HttpEngines(
+            policy(), InferenceSpec(urls=ours.answering, probe_s=2.0), name="theirs", say=lambda _: None
+        )
+        await theirs.start(tmp_path, lambda _: None, gone=lambda url: asked.append(asyncio.ensure_future(tell(url))))
+        theirs.follow(1)
+        expected = await theirs.complete(request(3, 20))
+        first = process.url
+        await process.servers[0].__aexit__(None, None, None)
+        again = await theirs.complete(request(3, 20))
+        assert (again.token_ids, again.versions) == (expected.token_ids, expected.versions)
+        assert theirs.answering == ours.answering == (process.url,) != (first,)
+        assert len(asked) == 1
+        assert said[0].startswith(f"{first} does not answer any more; it was asked by them")
+        assert said[1:3] == [
+            f"the engine of {first} is started again at {process.url}",
+            f"an engine is back, with version 1 of the weights; now there are {process.url}",
+        ]
+        await theirs.close()
+        await ours.close()
+        await process.servers[1].__aexit__(None, None, None)
 
     run(test)
 

@@ -118,8 +118,6 @@ def test_the_protocols_of_others_over_our_own_server(engine: str) -> None:
             await made.train(1)
             assert {fingerprint(each.policy.model) for each in made.locals} == {fingerprint(made.trained.model)}
             assert [each.version for each in made.locals] == [1, 1]
-            await made.engines.sleep()
-            await made.engines.wake()
             assert (await made.engines.complete(request())).versions == (VersionSpan(0, 12, 1),)
             await local.close()
 

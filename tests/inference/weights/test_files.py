@@ -99,6 +99,26 @@ def test_a_folder_of_its_own_goes_away() -> None:
     assert not folder.exists()
 
 
+def test_folders_of_a_dead_trainer_are_removed_and_those_of_a_living_one_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    living = Files()
+    held = Path(living.open(1)[0]["folder"])
+    dead = tmp_path / "ramify-weights-held-dead" / "v000001"
+    dead.mkdir(parents=True)
+    (dead / "model-00001.safetensors").write_bytes(b"0" * 64)
+    (tmp_path / "ramify-weights-held-dead-0").write_bytes(b"0" * 64)  # of shared memory, which lay here for want of any
+    (tmp_path / "another").mkdir()
+    next_one = Files()
+    fresh = Path(next_one.open(1)[0]["folder"])
+    assert {path.name for path in tmp_path.iterdir()} == {held.name, fresh.name, "another"}
+    assert held.stat().st_mode & 0o777 == 0o700
+    for each in (living, next_one):
+        each.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["another"]
+
+
 def test_folders_of_the_users_stay_whatever_they_are_called(tmp_path: Path) -> None:
     for mine in ("venv/kept.py", "viewer/kept.js", "v2/kept", "v000007/kept", "v0000001/model-00001.safetensors.bak"):
         (tmp_path / mine).parent.mkdir()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +15,21 @@ import pytest
 import torch
 
 from ramify.build.run import train
-from ramify.errors import ConfigError
+from ramify.cli.supervise import supervise
+from ramify.errors import ConfigError, TrainError
 from ramify.inference.base import TINY
 from ramify.policy.weights import read_weights
+from ramify.train import groups
 from ramify.train.algorithms.ppo import PPO
 from ramify.train.backends.base import Compute, Optim, Shard
 from ramify.train.checkpoint import Checkpoints
-from ramify.train.config import CriticSpec, LoraSpec, PolicySpec, Run
+from ramify.train.config import CriticSpec, LoraSpec, PolicySpec, Run, TaskSpec
 from ramify.train.loop import Cadence
 from ramify.train.loss import Loss
 from ramify.train.metrics import read
+from ramify.train.policy_losses import ImportanceSampling, Tokens
 from tests.train.small import small, weights_of
+from tests.train.test_faults import GATE, LINUX, kill
 
 STEADY = ("loss", "reward", "grad_norm", "lr", "validation/reward", "test/reward", "ref_kl")
 RANKS = Compute(precision="fp32", backend="fsdp", shard=Shard(ranks=2, timeout_s=200))
@@ -66,16 +72,64 @@ def check_close(ours: Path, theirs: Path) -> None:
         torch.testing.assert_close(mine[name], wanted[name], rtol=1e-4, atol=1e-5)
 
 
+def gated(**changes: Any) -> Run:
+    """``tuned``, over two ranks, with a task that a file holds still (``test_faults.py``)."""
+    return tuned(**({"compute": RANKS, "task": TaskSpec(name="tests.train.test_faults:gated")} | changes))
+
+
+@LINUX
 @pytest.mark.slow
-def test_a_run_is_that_of_one_process_and_resumes_to_the_bit(tmp_path: Path) -> None:
-    one, two, resumed = (tmp_path / name for name in ("one", "two", "resumed"))
-    train(tuned(), one)
-    train(tuned(compute=RANKS), two)
+def test_a_run_is_that_of_one_process_and_after_a_lost_rank_the_same_to_the_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 is killed in the middle of the second step; the trainer says so, ends, and is started again (--restarts)."""
+    one, two, killed, gate, recipe = (tmp_path / name for name in ("one", "two", "killed", "gate", "recipe.py"))
+    train(gated(compute=tuned().compute), one)
+    train(gated(), two)
     check_close(two, one)
-    train(tuned(compute=RANKS), resumed, resume=two / "checkpoints/step-000001")
-    assert steady(resumed)[:2] == [row for row in steady(two) if row[0] == 2][:2]
-    ours, theirs = (weights_of(out / "checkpoints/step-000002") for out in (resumed, two))
+
+    recipe.write_text("from tests.train.backends.test_ranks import gated as run\n")
+    gate.mkdir()
+    (gate / "hold-1").touch()
+    monkeypatch.setenv(GATE, str(gate))
+    said: list[str] = []
+
+    def kill_rank() -> None:
+        while not (gate / "at-1").exists():
+            time.sleep(0.02)
+        kill(os.getpid(), "ramify.train.backends.launch")
+        (gate / "hold-1").unlink()
+
+    threading.Thread(target=kill_rank, daemon=True).start()
+    assert supervise([str(recipe)], ["--plain"], killed, None, 1, said.append) == 0
+    checkpoint = killed / "checkpoints/step-000001"
+    assert said == [f"the trainer ended with status 1 after step 1; it goes on from {checkpoint}"]
+    assert steady(killed) == steady(two)
+    ours, theirs = (weights_of(out / "checkpoints/step-000002") for out in (killed, two))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs | ours)
+    assert groups.accounts(killed).balanced
+
+
+class Sleepy(ImportanceSampling, frozen=True, kw_only=True, tag="sleepy"):
+    """A loss that does not come back on rank 1."""
+
+    def per_token(self, tokens: Tokens) -> Any:
+        if torch.distributed.get_rank() == 1:
+            time.sleep(600)
+        return super().per_token(tokens)
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_is_named_and_the_stacks_of_all_are_kept(tmp_path: Path) -> None:
+    rl = msgspec.structs.replace(tuned().rl, loss=Loss(policy=f"{__name__}:Sleepy"))
+    shard = msgspec.structs.replace(RANKS.shard, timeout_s=20)
+    with pytest.raises(
+        TrainError, match=r"no rank got on for 20 s in .*\. rank 1 \(process \d+ on .*\) stands at .*in per_token"
+    ):
+        train(tuned(rl=rl, compute=msgspec.structs.replace(RANKS, shard=shard)), tmp_path, say=lambda _: None)
+    rank_0, _, rank_1 = (tmp_path / "stalled-ranks.txt").read_text().partition("rank 1, ")
+    assert "time.sleep(600)" in rank_1
+    assert "torch" in rank_0
 
 
 @pytest.mark.slow

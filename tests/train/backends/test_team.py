@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from ramify.errors import ConfigError, TrainError
+from ramify.progress import felt
 from ramify.train.backends.team import Elsewhere, Link, Pulse, Team
 
 START = """
@@ -148,7 +149,11 @@ def test_rank_0_itself_is_brought_back(team: Make):
 
 
 def test_work_that_gets_on_may_take_its_time(team: Make):
-    team(others=1, timeout_s=3.0).call("work", 5.0)
+    """Ticks of the ranks are signs of life for whoever looks after the run, too."""
+    signs: list[None] = []
+    with felt(lambda: signs.append(None)):
+        team(others=1, timeout_s=3.0).call("work", 5.0)
+    assert len(signs) > 1
 
 
 def test_others_end_where_rank_0_is_gone(team: Make):

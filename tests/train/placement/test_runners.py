@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import threading
 from pathlib import Path
@@ -26,7 +27,7 @@ from ramify.train.sft import read as trajectories
 from ramify.types.trajectory import Trajectory
 from tests.train.backends.test_ranks import tuned
 
-RUNNERS = PlacementSpec(rollouts=Role(count=2))
+RUNNERS = PlacementSpec(rollouts=Role(count=1))
 
 
 def short(**changes: Any) -> Run:
@@ -49,7 +50,7 @@ def _what(tree: Trajectory) -> tuple[Any, ...]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_groups_are_those_of_one_process(tmp_path: Path) -> None:
+def test_groups_are_those_of_one_process_also_where_the_only_runner_is_lost(tmp_path: Path) -> None:
     train(short(), tmp_path / "one")
     killed: list[str] = []
 
@@ -74,7 +75,9 @@ def test_groups_are_those_of_one_process(tmp_path: Path) -> None:
         assert logprobs == pytest.approx(expected, abs=1e-6)
     losses = [[row.values["loss"] for row in read(tmp_path / name) if "loss" in row.values] for name in ("one", "two")]
     assert losses[0] == pytest.approx(losses[1], abs=1e-6)
-    assert any(text.startswith(killed[0]) for text in said), said
+    lost = next(number for number, text in enumerate(said) if text.startswith(killed[0]))
+    assert said[lost].endswith("0 others are there; it is started again")
+    assert re.match(r"runner 0 is back \(process \d+ on ", said[lost + 1])
     assert not list(_pids("RAMIFY_RUNNER_NUMBER=", str(tmp_path)))
 
 
@@ -88,6 +91,15 @@ def _pids(*texts: str) -> Any:
             yield int(path.parent.name)
 
 
+class NoEngines:
+    """Nobody listens there."""
+
+    version = 0
+    answering = ("http://127.0.0.1:9",)
+
+    async def look_after(self, url: str, who: str) -> None: ...
+
+
 def test_a_runner_that_cannot_begin_says_why(tmp_path: Path) -> None:
     run = short()
     spec = RunnerSpec(
@@ -97,9 +109,7 @@ def test_a_runner_that_cannot_begin_says_why(tmp_path: Path) -> None:
     )  # fmt: skip
 
     async def begin() -> None:
-        await Runners(
-            HereHosts(), 1, spec, tmp_path, version=lambda: 0, seen=lambda paths: None, say=print
-        ).start()  # fmt: skip
+        await Runners(HereHosts(), 1, spec, tmp_path, NoEngines(), seen=lambda paths: None, say=print).start()
 
     with pytest.raises(ConfigError, match="runner 0 cannot begin: unknown task 'nonesuch'"):
         asyncio.run(begin())

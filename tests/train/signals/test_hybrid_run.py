@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
+import copy
+import dataclasses
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+import torch
 
 from ramify.build.parts import Made
 from ramify.build.recipe import stored
 from ramify.build.run import train
 from ramify.errors import ConfigError
+from ramify.inference.http.spec import InferenceSpec
+from ramify.policy.weights import load_weights
 from ramify.train.algorithms.dr_grpo import DrGRPO
+from ramify.train.backends.base import Compute, Optim, Shard
+from ramify.train.backends.single import Single
 from ramify.train.config import SftSpec
 from ramify.train.loop import Cadence
 from ramify.train.loss import Loss
@@ -21,10 +30,12 @@ from ramify.train.metrics import read
 from ramify.train.override import override
 from ramify.train.rollout import RolloutOptions
 from ramify.train.sft import read as trajectories
+from ramify.train.signals.base import Row
 from ramify.train.signals.compose import Anneal, Hybrid, Term
 from ramify.train.signals.hindsight import Hindsight
 from ramify.train.signals.judge import StepJudge
 from ramify.train.signals.process import Process
+from ramify.train.signals.scorer import PolicyScorer
 from ramify.train.signals.teacher import Teacher
 from ramify.train.signals.tools import ToolUse
 from ramify.train.stages import Sample
@@ -33,7 +44,7 @@ from ramify.viewer.tokens import tokens
 from ramify.viewer.training import kept, samples
 from ramify.viewer.transcript import transcript
 from ramify.viewer.watch import Watched
-from tests.train.small import small
+from tests.train.small import small, weights_of
 
 TEACHER = Term(signal="teacher", weight=Anneal(1.0, 0.0, steps=50), clip=2.0, route="hinted")
 
@@ -161,6 +172,74 @@ def test_distillation_into_the_loss(tmp_path: Path, top: int, support: Any, loss
     assert row["kd_loss"] != 0
     assert row["grad_norm"] > 0
     assert row["rl_loss"] == pytest.approx(0, abs=1e-9)
+
+
+def followed(tmp_path: Path) -> Any:
+    """A run whose teacher is the average of its policy, and which has a KL to where it began."""
+    run = hybrid(
+        tmp_path, steps=3, loss=Loss(kl_beta=0.1), algorithm=Hybrid(w_rl=0.5, terms=(Term(signal="teacher", into="loss"),)),
+        signals={"teacher": Teacher(source="ema", ema_decay=0.5, cut_off=True)}, optim=Optim(lr=0.01),
+        sample=Sample(items=1), rollout=RolloutOptions(group=3, concurrency=1),
+    )  # fmt: skip
+    cadence = Cadence(evaluate=0, checkpoint=1, keep_last=9)
+    return msgspec.structs.replace(run, sft=msgspec.structs.replace(run.sft, num=4), cadence=cadence)
+
+
+def test_a_run_taught_by_its_average_resumes_to_the_bit_in_another_folder_too(tmp_path: Path) -> None:
+    run = followed(tmp_path)
+    whole, other = tmp_path / "whole", tmp_path / "other"
+    step = train(run, whole, say=lambda _: None).step
+    ended = weights_of(whole / f"checkpoints/step-{step:06d}")
+    train(run, other, resume=whole / f"checkpoints/step-{step - 1:06d}", say=lambda _: None)
+    resumed = weights_of(other / f"checkpoints/step-{step:06d}")
+    assert max(float((ended[name] - resumed[name]).abs().max()) for name in ended) == 0
+    shutil.rmtree(whole / f"checkpoints/step-{step - 1:06d}/teachers")
+    with pytest.raises(ConfigError, match="start anew, or resume from a checkpoint that does"):
+        train(run, tmp_path / "third", resume=whole / f"checkpoints/step-{step - 1:06d}")
+
+
+def test_teachers_have_the_weights_of_ranks_that_engines_elsewhere_sample_from(tmp_path: Path) -> None:
+    """Nobody brings them into the policy of this process: it is not what answers, and not what is trained."""
+    run = hybrid(
+        tmp_path, algorithm=Hybrid(outcome=DrGRPO(), observe=0.1),
+        signals={source: Teacher(source=source, ema_decay=0.5) for source in ("live", "ema", "reference")},
+    )  # fmt: skip
+    run = msgspec.structs.replace(
+        run, compute=Compute(backend="fsdp", precision="fp32", shard=Shard(ranks=1)),
+        inference=InferenceSpec(urls=("http://127.0.0.1:9",)), sft=msgspec.structs.replace(run.sft, num=4),
+    )  # fmt: skip
+    made = Made(run, print)
+    try:
+        made.loop(tmp_path / "out", None)
+        assert made.trained is not None
+        backend, row = made.trained.backend(Optim()), Row([5, 6, 7, 8], [(1, 4)])
+        names = ("live", "ema", "reference")
+
+        def moved(step: int) -> list[dict[str, list[float]]]:
+            """Scores of the teachers, and of the weights as they are on the ranks, after these were changed."""
+            noise = torch.Generator().manual_seed(step)
+            changed = {name: each + 0.05 * torch.randn(each.shape, generator=noise) for name, each in backend.weights()}
+            backend.load_weights(changed)
+            policy = dataclasses.replace(made.policy, model=copy.deepcopy(made.policy.model))
+            load_weights(policy.model, changed)
+            (wanted,) = PolicyScorer(Single(policy), 512, policy.config.vocab_size, made.client.close).compute([row])
+            assert made.teachers is not None
+            scorers = asyncio.run(made.teachers.at(step))
+            return [{name: scorers[name].compute([row])[0].logprobs for name in names}, {"now": wanted.logprobs}]
+
+        first, now = moved(0)
+        assert first == dict.fromkeys(names, pytest.approx(now["now"], abs=1e-6))
+        second, now = moved(1)
+        assert second["live"] == pytest.approx(now["now"], abs=1e-6)
+        assert second["live"] != pytest.approx(first["live"], abs=1e-3)
+        assert second["reference"] == first["reference"]
+        assert second["ema"] not in (first["ema"], second["live"])
+    finally:
+        if made.teachers is not None:
+            made.teachers.close()
+        if made.trained is not None:
+            made.trained.close()
+        asyncio.run(made.client.close())
 
 
 def test_what_is_wrong_with_signals_is_said_at_the_start(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from ramify.policy.tokenizer import train_tokenizer
 from ramify.tasks.base import Item
 from ramify.train.backends.base import Compute
 from ramify.train.backends.single import Single
+from ramify.train.lora import merged
 from ramify.train.signals.base import Context, Reading, Row, Scores, Verdict, View
 from ramify.train.signals.hindsight import Hindsight
 from ramify.train.signals.scorer import ClientScorer, PolicyScorer, Teachers, check_vocabulary
@@ -368,7 +369,8 @@ def teachers(policy: Policy, out: Path, *names: str, decay: float = 0.25) -> Tea
     def backend_of(each: Policy) -> Single:
         return Single(each, None, Compute(precision="fp32"))
 
-    return Teachers(dict.fromkeys(names, decay), policy, backend_of, out, lambda to: save(policy, to))
+    sources = dict.fromkeys(names, decay)
+    return Teachers(sources, policy, backend_of, out, lambda to: save(policy, to), lambda: merged(policy.model))
 
 
 def test_frozen_averaged_live_and_other_teachers(policy: Policy, folder: Path) -> None:
@@ -405,11 +407,20 @@ def test_frozen_averaged_live_and_other_teachers(policy: Policy, folder: Path) -
         averaged = next(iter(found._models["ema"].model.parameters()))
         assert torch.allclose(averaged, before * 0.75 + weight * 0.25, atol=1e-6)
         found.close()
+        found.save(folder / "kept")
         again = teachers(policy, folder / "out", "reference", "ema")
-        resumed = asyncio.run(again.at(1))  # a run that goes on: neither begins anew
+        again.load(folder / "kept")  # a run that goes on: neither begins anew, and the step after is averaged in
+        resumed = asyncio.run(again.at(2))
         assert asyncio.run(resumed["reference"].score([row]))[0].logprobs == second["reference"]
-        assert torch.allclose(next(iter(again._models["ema"].model.parameters())), averaged)
+        wanted = averaged.lerp(weight, 0.25)
+        assert torch.equal(next(iter(again._models["ema"].model.parameters())), wanted)
         again.close()
+        elsewhere = teachers(policy, folder / "other", "reference", "ema")
+        with pytest.raises(ConfigError, match="other/reference is not there: it is the policy that"):
+            asyncio.run(elsewhere.at(2))
+        with pytest.raises(ConfigError, match="the checkpoint does not hold the average that the teacher 'ema' is"):
+            elsewhere.load(folder / "none")
+        elsewhere.close()
     finally:
         with torch.no_grad():
             weight.copy_(before)

@@ -70,6 +70,15 @@ def test_length_penalty() -> None:
     assert length_penalty([0, 0], lengths, most, 0.5) == [0, 0]
 
 
+def test_length_is_never_paid_for() -> None:
+    """Rewards below 0, as `outcome` gives them: where the mean is not above 0 they stay; of mixed ones with mean 0.25 the
+    longer one loses 0.25 · 0.45."""
+    lengths, most = [Length(10, 50, 1), Length(50, 100, 10)], Most(100, 100, 10)
+    for rewards in ([-1.1, -1.1], [-1.1, 1.0], [-0.6, 0.6]):
+        assert length_penalty(rewards, lengths, most, 0.5) == rewards
+    assert length_penalty([1.0, -0.5], lengths, most, 0.5) == pytest.approx([1 - 0.25 * 0.11, -0.5 - 0.25 * 0.45])
+
+
 def test_signal() -> None:
     assert has_signal([{"0": 0, "0.0": 0.5}])
     assert not has_signal([{"0": 0.0, "0.0": 1e-12}, {}])

@@ -1,0 +1,70 @@
+"""Whether the trainer and the engines that a run starts are on the same GPUs, and who has their memory when.
+
+    rollouts ── engines: weights, keys and values      the trainer keeps weights and optimizer, and nothing else
+    learning ── the trainer: gradients, activations    engines sleep
+    rollouts ── …
+
+Told by the recipe and by what this process may see of the machine; of engines that run already (``urls``) it is not known.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from ramify.errors import ConfigError
+from ramify.inference.http.spec import InferenceSpec
+from ramify.train.placement.spec import PlacementSpec
+
+if TYPE_CHECKING:
+    from ramify.train.config import Run
+
+
+def sleeping(run: Run, device: str) -> InferenceSpec | None:
+    """``run.inference`` with ``sleep`` decided: "learn" or "never". ``device``: the trainer's kind, cpu or cuda. Raises
+    ConfigError where engines would have to sleep and to answer at the same time."""
+    spec = run.inference
+    if spec is None or spec.sleep == "never":
+        return spec
+    why = "inference.sleep=learn" if spec.sleep == "learn" else shared(run, device)
+    staleness = run.rl.sample.max_staleness if run.rl is not None else 0
+    if why and staleness:
+        raise ConfigError(
+            f"{why}, so that engines sleep while the trainer learns, and with rl.sample.max_staleness={staleness} they are "
+            "asked meanwhile: set max_staleness to 0, give engines GPUs of their own, or, where both fit at once (`ramify "
+            "cluster plan` has the sums), set inference.sleep=never"
+        )
+    return msgspec.structs.replace(spec, sleep="learn" if why else "never")
+
+
+def shared(run: Run, device: str) -> str:
+    """What puts engines that the run starts on the trainer's GPUs, in words; empty where nothing does."""
+    inference, spec = run.inference, run.placement or PlacementSpec()
+    if inference is None or inference.urls or device != "cuda":
+        return ""
+    trainer, engine = spec.trainer, spec.inference
+    has_gpus = bool(trainer.gpus or engine.gpus)
+    if has_gpus and any({"trainer", "inference"} <= set(group) for group in spec.colocate):
+        return "placement.colocate has trainer and engines share GPUs"
+    if spec.kind == "ray":
+        one_pool = has_gpus and spec.pool_of("trainer") == spec.pool_of("inference")
+        if one_pool and min(trainer.gpus, engine.gpus) > 0 and trainer.gpus + engine.gpus <= 1:
+            return "placement gives trainer and engines parts of one GPU"
+        return ""
+    return _on_this_machine(run, inference)
+
+
+def _on_this_machine(run: Run, inference: InferenceSpec) -> str:
+    """Where each process says itself which GPUs it takes."""
+    told = os.environ.get("CUDA_VISIBLE_DEVICES")
+    seen = [each.strip() for each in told.split(",") if each.strip()] if told else [str(index) for index in range(64)]
+    first = int(run.policy.device.partition(":")[2] or 0)
+    num = 1
+    if run.compute.backend == "fsdp":
+        num = run.compute.shard.ranks or int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or len(seen)
+    trainer = set(seen[first : first + num])
+    taken = {each.strip() for gpus in inference.gpus for each in gpus.split(",")} or set(seen[:1])
+    both = sorted(trainer & taken)
+    return f"trainer and engines share the GPU {both[0]} (inference.gpus)" if both else ""

@@ -1,0 +1,372 @@
+"""Engines that give their memory back while the trainer learns: what they are asked in which order, what they hold meanwhile,
+who waits, and how they are found and left.
+
+The servers are real, on loopback, and speak all three protocols; what is asked of them goes through a recorder.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+import torch
+from aiohttp import web
+
+from ramify.errors import ConfigError, ServerFailed, TrainError
+from ramify.inference.http.client import HttpEngines
+from ramify.inference.http.process import engine_command
+from ramify.inference.http.spec import InferenceSpec
+from ramify.inference.local.client import LocalClient
+from ramify.policy.fingerprint import fingerprint
+from ramify.serve.policy import PolicyServer
+from ramify.types.message import VersionSpan
+from tests.inference.helpers import policy
+from tests.inference.http.test_engines import World, other_server, request, run
+
+UPDATE = {
+    "ramify": ["/update_weights"],
+    "vllm": ["/pause?mode=abort", "/start_weight_update", "/update_weights", "/finish_weight_update", "/reset_prefix_cache"],
+    "sglang": ["/pause_generation", "/update_weights_from_disk", "/flush_cache"],
+}  # fmt: skip
+"""What an update asks between waking weights and waking keys and values."""
+ROUTES = (
+    "/pause", "/resume", "/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update",
+    "/reset_prefix_cache", "/v1/completions",
+)  # fmt: skip
+AFTER = {"ramify": [], "vllm": ["/resume"], "sglang": ["/continue_generation"]}
+
+
+@asynccontextmanager
+async def recorded(url: str, seen: list[str]) -> AsyncIterator[str]:
+    """An address that passes everything on to ``url``; ``seen`` gets what is posted, with the tags of a body."""
+
+    async def pass_on(http: web.Request) -> web.Response:
+        body = await http.read()
+        if http.method == "POST":
+            tags = msgspec.json.decode(body or b"{}").get("tags")
+            seen.append(http.path_qs + (f" {','.join(tags)}" if tags else ""))
+        headers = {"Content-Type": "application/json"}
+        async with session.request(http.method, url + http.path_qs, data=body or None, headers=headers) as answer:
+            return web.Response(status=answer.status, body=await answer.read(), content_type=answer.content_type)
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", pass_on)
+    runner = web.AppRunner(app)
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session:
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+        await runner.cleanup()
+
+
+class Sleepers(World):
+    """``World`` of one engine, whose requests are in ``seen``."""
+
+    seen: list[str]
+    url: str
+
+
+@asynccontextmanager
+async def sleepers(engine: str = "ramify", wait_s: float = 60.0, **options: Any) -> AsyncIterator[Sleepers]:
+    async with AsyncExitStack() as stack:
+        local = LocalClient(policy(), slots=8)
+        stack.push_async_callback(local.close)
+        server = PolicyServer(local, name="mine", port=0, weight_transfer=True, wait_s=wait_s)
+        await stack.enter_async_context(server)
+        made = Sleepers(policy(), [server], [local], [])
+        made.seen = []
+        made.url = await stack.enter_async_context(recorded(server.url.removesuffix("/v1"), made.seen))
+        fields = {"engine": engine, "urls": (made.url,), "sleep": "learn", "probe_s": 2.0, "restarts": 0, **options}
+        made.engines = HttpEngines(made.trained, InferenceSpec(**fields), name="test", say=made.said.append)
+        await made.engines.start(Path("unused"), lambda _: None)
+        stack.push_async_callback(made.engines.close)
+        yield made
+
+
+async def got(url: str, body: Any = None) -> tuple[int, Any]:
+    async with aiohttp.ClientSession() as session:
+        asked = session.get(url) if body is None else session.post(url, json=body)
+        async with asked as answer:
+            return answer.status, await answer.json()
+
+
+@pytest.mark.parametrize(
+    ("engine", "level", "asleep", "weights", "cache"),
+    [
+        ("ramify", 1, ["/sleep?level=1&mode=abort"], "/wake_up?tags=weights", "/wake_up?tags=kv_cache"),
+        ("vllm", 2, ["/sleep?level=2&mode=abort"], "/wake_up?tags=weights", "/wake_up?tags=kv_cache"),
+        (
+            "sglang", 2, ["/pause_generation", "/release_memory_occupation weights,kv_cache"],
+            "/resume_memory_occupation weights", "/resume_memory_occupation kv_cache",
+        ),
+    ],
+)  # fmt: skip
+def test_an_update_wakes_weights_first_and_keys_and_values_last(
+    engine: str, level: int, asleep: list[str], weights: str, cache: str
+) -> None:
+    async def test() -> None:
+        async with sleepers(engine, sleep_level=level) as made:
+            local = made.locals[0]
+            await made.train(1)
+            expected = await made.engines.complete(request(3, 8))
+            awake = local.held()
+            made.seen.clear()
+            assert await made.engines.sleep()
+            assert await made.engines.sleep()  # who sleeps is left alone
+            assert made.seen == asleep
+            held = local.held()
+            assert held["weights"] == (0 if level == 2 else awake["weights"])
+            assert held["kv_cache"] < awake["kv_cache"] / 4
+            status, told = await got(f"{made.url}/health")
+            assert (status, told["asleep"]) == (200, ["kv_cache", "scheduling", "weights"])
+            assert told["held_bytes"] == held
+            made.seen.clear()
+            await made.engines.update(made.sources(), 2)
+            assert made.seen == [weights, *UPDATE[engine], cache, *AFTER[engine]]
+            assert fingerprint(local.policy.model) == fingerprint(made.trained.model)
+            assert local.held() == awake
+            reply = await made.engines.complete(request(3, 8))
+            assert (reply.token_ids, reply.versions) == (expected.token_ids, (VersionSpan(0, 8, 2),))
+
+    run(test)
+
+
+def test_who_asks_a_sleeping_engine_waits_for_the_next_weights() -> None:
+    async def test() -> None:
+        async with sleepers(sleep_level=2) as made:
+            made.locals[0].pause()
+            flying = asyncio.ensure_future(made.engines.complete(request(3, 8)))
+            while made.locals[0].engine.is_idle:
+                await asyncio.sleep(0.001)
+            await made.engines.sleep()  # ends it as far as it is
+            later = asyncio.ensure_future(made.engines.complete(request(3, 8)))
+            elsewhere = asyncio.ensure_future(got(f"{made.url}/v1/completions", {"prompt": [5, 6], "max_tokens": 2}))
+            while "/v1/completions" not in made.seen[-1]:
+                await asyncio.sleep(0.001)
+            assert not any(each.done() for each in (flying, later, elsewhere))
+            await made.train(1)
+            replies = await asyncio.gather(flying, later)
+            assert {reply.versions for reply in replies} == {(VersionSpan(0, 8, 1),)}
+            assert (await elsewhere)[0] == 200
+
+    run(test)
+
+
+def test_one_whose_weights_were_dropped_answers_nobody_without_new_ones() -> None:
+    async def test() -> None:
+        async with sleepers(wait_s=0.05, sleep_level=2) as made:
+            asked = f"{made.url}/v1/completions", {"prompt": [5, 6], "max_tokens": 2}
+            await made.engines.sleep()
+            status, told = await got(*asked)
+            assert (status, told["error"]["message"]) == (
+                503,
+                "nobody was answered for 0.05 s: the server sleeps (kv_cache, scheduling, weights): POST /wake_up",
+            )
+            status, told = await got(f"{made.url}/start_weight_update", {})
+            assert (status, "its weights sleep: wake them first" in told["error"]["message"]) == (400, True)
+            await got(f"{made.url}/wake_up", {})
+            says = "the server gave its weights back while it slept, and 24 have not been brought since, as model.embed"
+            for status, told in (await got(*asked), await got(f"{made.url}/fingerprint")):
+                assert status in (400, 503)
+                assert says in told["error"]["message"]
+            await made.train(1)
+            assert (await got(*asked))[0] == 200
+
+    run(test)
+
+
+@pytest.mark.parametrize(("level", "share"), [(1, 0.0), (2, 1.0)])
+def test_a_difference_is_enough_where_weights_were_kept(level: int, share: float) -> None:
+    async def test() -> None:
+        async with sleepers(sleep_level=level, carrier="delta") as made:
+            await made.train(1)
+            await made.engines.sleep()
+            await made.engines.update(made.sources(), 2)
+            carried: Any = made.engines._sync._carrier
+            total = sum(parameter.nbytes for parameter in made.trained.model.parameters())
+            assert carried.num_bytes == share * total
+            assert fingerprint(made.locals[0].policy.model) == fingerprint(made.trained.model)
+
+    run(test)
+
+
+def test_a_difference_to_dropped_weights_is_refused_and_everything_sent() -> None:
+    async def test() -> None:
+        async with sleepers(carrier="delta") as made:
+            await made.train(1)
+            for version, says in ((2, "gave its weights back while it slept"), (3, "and comes in part")):
+                await got(f"{made.url}/sleep?level=2", {})  # by somebody else
+                await got(f"{made.url}/wake_up", {})
+                with torch.no_grad():  # nothing at first, then one value
+                    next(made.trained.model.parameters())[0, 0] += version - 2
+                await made.engines.update(made.sources(), version)
+                assert says in made.said[-1]
+                assert made.said[-1].endswith("all weights are sent")
+                assert fingerprint(made.locals[0].policy.model) == fingerprint(made.trained.model)
+
+    run(test)
+
+
+def test_one_that_outlives_the_run_is_left_awake_and_found_asleep_it_is_woken() -> None:
+    async def test() -> None:
+        async with sleepers() as made:
+            asked = f"{made.url}/v1/completions", {"prompt": [5, 6], "max_tokens": 2, "temperature": 0}
+            assert made.engines._fleet.spec.level == 1  # so that it has weights in any case
+            before = await got(*asked)
+            await made.engines.sleep()
+            await made.engines.close()  # as after an error in the middle of learning
+            assert (await got(*asked))[1]["choices"] == before[1]["choices"]
+            await got(f"{made.url}/sleep?level=1", {})  # the trainer is killed now
+            spec = InferenceSpec(urls=(made.url,), probe_s=2.0)
+            asks = HttpEngines(made.trained, msgspec.structs.replace(spec, sleep="never"), name="asks")
+            await asks.start(Path("unused"), lambda _: None, gone=lambda _: None)
+            assert made.locals[0].held()["kv_cache"] < 1 << 20  # who only asks wakes nobody
+            await asks.close()
+            made.engines = HttpEngines(made.trained, spec, name="next")
+            await made.engines.start(Path("unused"), lambda _: None)
+            assert (await got(f"{made.url}/is_sleeping"))[1] == {"is_sleeping": False}
+            assert (await got(*asked))[1]["choices"] == before[1]["choices"]
+            await made.engines.close()
+
+    run(test)
+
+
+def test_no_engine_is_left_to_sleep() -> None:
+    async def test() -> None:
+        async with sleepers() as made:
+            await made.servers[0].__aexit__(None, None, None)
+            with pytest.raises(ServerFailed, match=r"no engine is left: .* was asked POST .*/sleep"):
+                await made.engines.sleep()
+            with pytest.raises(TrainError, match="version 1 of the weights cannot be given to anybody"):
+                await made.engines.update(made.sources(), 1)
+
+    run(test)
+
+
+def test_requests_that_mean_nothing() -> None:
+    async def test() -> None:
+        async with sleepers() as made:
+            for path, body, says in (
+                ("/sleep?level=3", {}, "level=3: give 0, 1 or 2"),
+                ("/sleep?mode=now", {}, "mode='now': give abort, wait, keep"),
+                ("/wake_up?tags=cache", {}, "give some of weights, kv_cache"),
+                ("/release_memory_occupation", {"tags": "weights"}, "give some of weights, kv_cache"),
+            ):
+                status, told = await got(f"{made.url}{path}", body)
+                assert (status, says in told["error"]["message"]) == (400, True), told
+            assert (await got(f"{made.url}/is_sleeping"))[1] == {"is_sleeping": False}
+            assert (await made.engines.complete(request())).token_ids
+            await got(f"{made.url}/sleep?level=0", {})  # nobody is answered, and everything stays
+            assert (await got(f"{made.url}/health"))[1]["asleep"] == ["scheduling"]
+            await got(f"{made.url}/wake_up", {})
+            assert (await made.engines.complete(request())).token_ids
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("engine", "level", "answers", "says"),
+    [
+        (
+            "vllm", 1,
+            {
+                "/version": {"version": "0.32.0"}, "/v1/models": {"data": [{"id": "m", "max_model_len": 256}]},
+                "/server_info": {"vllm_config": {"model_config": {"enable_sleep_mode": False}}},
+                "/openapi.json": {"paths": {path: {} for path in ROUTES}},
+            },
+            "cannot sleep at level 1 .*: start it with --enable-sleep-mode, or",
+        ),
+        ("sglang", 2, {"/server_info": {"version": "0.5.23", "enable_memory_saver": False}}, "--enable-memory-saver, or"),
+        (
+            "sglang", 1,
+            {"/server_info": {"version": "0.5.23", "enable_memory_saver": True, "enable_weights_cpu_backup": False}},
+            "--enable-memory-saver and --enable-weights-cpu-backup, or",
+        ),
+    ],
+)  # fmt: skip
+def test_servers_that_cannot_sleep_as_they_were_started(
+    engine: Any, level: Any, answers: dict[str, Any], says: str
+) -> None:
+    async def test() -> None:
+        runner, url = await other_server({"/health": {}, **answers})
+        spec = InferenceSpec(engine=engine, urls=(url,), sleep="learn", sleep_level=level)
+        with pytest.raises(ConfigError, match=says):
+            await HttpEngines(policy(), spec, name="x").start(Path("unused"), lambda _: None)
+        await runner.cleanup()
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("engine", "fields", "options"),
+    [
+        ("vllm", {}, ["--enable-sleep-mode"]),
+        ("sglang", {}, ["--enable-memory-saver"]),
+        ("sglang", {"sleep_level": 1}, ["--enable-memory-saver", "--enable-weights-cpu-backup"]),
+        ("ramify", {}, []),
+    ],
+)
+def test_those_that_are_started_can_sleep(engine: Any, fields: dict[str, Any], options: list[str]) -> None:
+    def of(sleep: Any) -> list[str]:
+        spec = InferenceSpec(engine=engine, sleep=sleep, **fields)
+        return engine_command(spec, Path("folder"), 1, "float32", 256)
+
+    assert of("learn") == [*of("never"), *options]
+    assert of("auto") == of("never")  # nobody has decided it
+
+
+def test_levels_that_follow() -> None:
+    assert InferenceSpec(sleep="learn").level == 2  # it ends with the run
+    assert InferenceSpec(sleep="learn", urls=("http://n1:1",)).level == 1
+    assert InferenceSpec(sleep="learn", carrier="delta").level == 1
+    assert InferenceSpec(sleep="learn", carrier="delta", sleep_level=2).level == 2
+    assert InferenceSpec(sleep_level=2).level == InferenceSpec(sleep="never").level == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is read in /proc")
+def test_what_sleeps_is_given_back_to_the_machine() -> None:
+    """Three matrices of 35 MB: what an engine says that it holds is what the kernel says, too."""
+    layer = {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
+    local = LocalClient(policy(hidden_size=512, intermediate_size=17_000, num_key_value_heads=4, head_dim=128, **layer))
+    num_bytes = 3 * 512 * 17_000 * 4
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    async def test() -> None:
+        before, awake = local.held()["weights"], resident()
+        await local.rest(("kv_cache", "weights"), keep=False)
+        assert (before > num_bytes, local.held()["weights"]) == (True, 0)
+        assert awake - resident() > num_bytes * 0.9
+        await local.close()
+
+    run(test)
+
+
+def test_weights_are_kept_elsewhere_or_not_at_all() -> None:
+    """On the meta device nothing is kept, as on a GPU nothing would be: only what is asked for is compared here."""
+    from ramify.inference.local.resting import Resting
+
+    model = policy().model
+    before = {name: each.clone() for name, each in model.state_dict().items()}
+    resting = Resting(model)
+    resting.give_back(keep=True)  # in main memory already
+    assert (resting.is_away, resting.num_bytes > 0) == (False, True)
+    resting.give_back(keep=False)
+    assert (resting.is_away, resting.num_bytes, resting.missing) == (True, 0, [])
+    resting.take_again()
+    assert len(resting.missing) == len(dict(model.named_parameters()))
+    held = model.state_dict()
+    for name, each in before.items():
+        assert torch.equal(held[name].copy_(each), each)
+        resting.arrived(model.get_parameter(name))
+    assert resting.missing == []
+    assert model.lm_head.weight is model.model.embed_tokens.weight  # type: ignore[union-attr]

@@ -1,0 +1,133 @@
+"""A cluster of Ray of several nodes, which are several raylets of one machine with loopback addresses of their own.
+
+A run whose engine and runner are on another node is the run in one process; what stands on a node that goes is started again on
+another one. Such nodes share processors, files and memory: nothing is shown
+of networks that are slow or cut in two, of file systems that not all see, or of GPUs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from ramify.build.run import train
+from ramify.errors import ConfigError
+from ramify.inference.http.spec import InferenceSpec
+from ramify.train.backends.base import Compute
+from ramify.train.config import Run
+from ramify.train.placement.counted import by
+from ramify.train.placement.seats import Member, seats
+from ramify.train.placement.services import Services
+from ramify.train.placement.spec import PlacementSpec, Pool, Role, Service
+from tests.train.backends.test_ranks import steady, tuned
+from tests.train.placement.test_hosts import SERVES
+
+pytest.importorskip("ray", reason="needs the extra ray")
+SCRIPT = """
+import sys
+from tests.train.placement.test_nodes import on_nodes
+on_nodes(sys.argv[1])
+"""
+
+
+NODE: dict[str, Any] = {"object_store_memory": 80 << 20, "include_dashboard": False}
+
+
+def spread(address: str = "") -> Run:
+    """The run on one node, its engine and a runner on another."""
+    spec = PlacementSpec(
+        pools={"own": Pool(cpus=0.8), "far": Pool(cpus=1.6)}, trainer=Role(pool="own", cpus=0.4), address=address,
+        inference=Role(pool="far", cpus=0.8), rollouts=Role(pool="far", count=1, cpus=0.8), start_s=300,
+    )  # fmt: skip
+    return tuned(compute=Compute(precision="fp32"), inference=InferenceSpec(carrier="file"), placement=spec)
+
+
+def on_nodes(folder: str) -> None:
+    """All that needs a cluster of several nodes, on one."""
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, **NODE})
+    second = cluster.add_node(num_cpus=2, node_ip_address="127.0.0.2", **NODE)
+    train(by(spread(cluster.address), "ray"), Path(folder) / "ray")
+    moved(cluster, second, folder)
+    cluster.shutdown()
+
+
+def moved(cluster: Any, second: Any, folder: str) -> None:
+    """A service stands on the second of two nodes, that node goes and a third one comes; at last that one goes, too."""
+    from ramify.train.placement.on_ray import RayHosts
+
+    judge = Service(
+        pool="far", cpus=1.5, command=(sys.executable, "-c", SERVES, "{host}", "{port}"), variable="RAMIFY_TEST_JUDGE",
+        path="/",
+    )  # fmt: skip
+    spec = PlacementSpec(
+        kind="ray", pools={"own": Pool(cpus=0.4), "far": Pool(cpus=1.5)}, trainer=Role(pool="own", cpus=0.4),
+        services={"judge": judge}, address=cluster.address,
+    )  # fmt: skip
+    hosts = RayHosts(spec, seats(spec, {"trainer": 1, "inference": 0, "rollouts": 0, "judge": 1}))
+    who = Member("judge", 0)
+    said: list[str] = []
+
+    async def go() -> None:
+        services = Services(hosts, {"judge": judge}, Path(folder), restarts=1, say=said.append)
+        await services.start()
+        url = os.environ["RAMIFY_TEST_JUDGE"]
+        before = await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=60).read())
+        print(hosts.address_of(who), hosts.address in url)
+        cluster.remove_node(second, False)  # Ray wants to be in the main thread
+        third = cluster.add_node(num_cpus=2, node_ip_address="127.0.0.3", **NODE)
+        while len(said) < 2:
+            await asyncio.sleep(0.1)
+        after = await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=60).read())
+        print(hosts.address_of(who), before != after)
+        await services.close()
+        cluster.remove_node(third, False)
+
+    asyncio.run(go())
+    hosts._spec = PlacementSpec(start_s=5.0)
+    try:
+        until = time.monotonic() + 300
+        while time.monotonic() < until:  # the cluster knows after a while that the node is gone
+            hosts.renew(who)
+            time.sleep(0.2)
+    except ConfigError as error:
+        print(error)
+    print(*said, sep="\n")
+    hosts.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_run_over_nodes_and_what_becomes_of_those_that_go(tmp_path: Path) -> None:
+    ray = Path("/tmp") / f"ray-{os.getpid()}"  # sockets lie in there, whose paths are short
+    (ray / "ray").mkdir(parents=True)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(tmp_path)], capture_output=True, text=True, timeout=800,
+        env=os.environ | {"HOME": str(tmp_path), "RAY_TMPDIR": str(ray), "RAY_USAGE_STATS_ENABLED": "0"},
+    )  # fmt: skip
+    if "timed out during startup" in done.stderr:
+        pytest.skip("Ray gives a node 30 s to come up, and this machine was too busy")
+    lines = [line for line in done.stdout.splitlines() if line.startswith(("127.", "seat", "service"))]
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert lines[:2] == ["127.0.0.2 True", "127.0.0.3 True"]
+    assert "(127.0.0.3), is gone, and no node of the cluster gave its 0 GPUs and 1.5 CPUs within 5 s" in lines[2]
+    assert [line.rpartition("; ")[2] for line in lines[3:5]] == ["it is started again", lines[4]]
+    assert lines[4].endswith("is back")
+
+    alone = msgspec.structs.replace(spread(), inference=None, placement=None)
+    train(alone, tmp_path / "alone")
+    ours, theirs = steady(tmp_path / "ray"), steady(tmp_path / "alone")
+    assert sum("loss" in values for *_, values in ours) == 2
+    for (*place, values), (*other, expected) in zip(ours, theirs, strict=True):
+        assert place == other
+        assert values == pytest.approx(expected, abs=1e-5)

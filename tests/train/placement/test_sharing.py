@@ -1,0 +1,116 @@
+"""Who shares GPUs with the trainer, whether engines sleep, and what that lets fit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from ramify.cluster.plan import lines, plan
+from ramify.errors import ConfigError
+from ramify.inference.http.spec import InferenceSpec
+from ramify.train.backends.base import Compute, Shard
+from ramify.train.config import Run
+from ramify.train.placement.sharing import shared, sleeping
+from ramify.train.placement.spec import PlacementSpec, Pool, Role
+from ramify.train.stages import Sample
+from tests.cluster.test_memory import half
+from tests.train.small import small
+
+POOL = {"main": Pool(gpus=2, cpus=8)}
+
+
+def ray(trainer: float, inference: float, *colocate: str) -> PlacementSpec:
+    group = (colocate,) if colocate else ()
+    return PlacementSpec(
+        kind="ray", pools=POOL, trainer=Role(gpus=trainer), inference=Role(gpus=inference), colocate=group
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "visible", "why"),
+    [
+        ({}, None, "share the GPU 0"),
+        ({"inference": InferenceSpec(gpus=("1",))}, None, ""),
+        ({"inference": InferenceSpec(num=2, gpus=("1", "0"))}, None, "share the GPU 0"),
+        ({"inference": InferenceSpec(gpus=("3",))}, "3,4", "share the GPU 3"),
+        ({"inference": InferenceSpec(gpus=("4",))}, "3,4", ""),
+        ({"compute": Compute(backend="fsdp", shard=Shard(ranks=2)), "inference": InferenceSpec(gpus=("1",))}, None, "GPU 1"),
+        ({"compute": Compute(backend="fsdp", shard=Shard(ranks=2)), "inference": InferenceSpec(gpus=("2",))}, None, ""),
+        ({"inference": InferenceSpec(urls=("http://n1:1",))}, None, ""),
+        ({"inference": None}, None, ""),
+        ({"placement": ray(1, 1, "trainer", "inference")}, None, "placement.colocate has trainer and engines share GPUs"),
+        ({"placement": ray(1, 1)}, None, ""),
+        ({"placement": ray(0.5, 0.5)}, None, "parts of one GPU"),
+        ({"placement": ray(0.5, 0.75)}, None, ""),
+    ],
+)  # fmt: skip
+def test_who_shares_a_gpu(fields: dict[str, Any], visible: str | None, why: str, monkeypatch: Any) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    run = small(**{"inference": InferenceSpec(), **fields})
+    assert (why in shared(run, "cuda")) if why else (shared(run, "cuda") == "")
+    assert shared(run, "cpu") == ""
+    found = sleeping(run, "cuda")
+    assert (found.sleep if found is not None else "never") == ("learn" if why else "never")
+
+
+def ahead(**fields: Any) -> Run:
+    run = small(inference=InferenceSpec(**fields))
+    assert run.rl is not None
+    rl = msgspec.structs.replace(run.rl, sample=Sample(items=2, max_staleness=1))
+    return msgspec.structs.replace(run, rl=rl)
+
+
+def test_engines_cannot_sleep_and_answer() -> None:
+    says = r"{}, so that engines sleep while the trainer learns, and with rl.sample.max_staleness=1 they are asked meanwhile"
+    with pytest.raises(ConfigError, match=says.format(r"trainer and engines share the GPU 0 \(inference.gpus\)")):
+        sleeping(ahead(gpus=("0",)), "cuda")
+    with pytest.raises(ConfigError, match=says.format("inference.sleep=learn")):
+        sleeping(ahead(sleep="learn"), "cpu")
+    assert sleeping(ahead(sleep="never", gpus=("0",)), "cuda") == InferenceSpec(sleep="never", gpus=("0",))
+    found = sleeping(ahead(), "cpu")
+    assert found is not None
+    assert found.sleep == "never"
+
+
+def placed(**fields: Any) -> Run:
+    return half(
+        compute=Compute(backend="fsdp", shard=Shard(ranks=2), max_tokens=8192), inference=InferenceSpec(num=2, **fields),
+        placement=ray(1, 1, "trainer", "inference"),
+    )  # fmt: skip
+
+
+def test_a_shared_seat_holds_the_most_of_two_phases_or_both() -> None:
+    planned = plan(placed())
+    rank, engine = (planned.parts[index].memory for index in (0, 2))
+    kept = sum(rank.parts[name] for name in ("weights", "optimizer", "the engine's weights"))
+    taking_turns, at_once = planned.together, plan(placed(sleep="never")).together
+    assert taking_turns[0].bytes == {"engines answer": kept + engine.total, "the trainer learns": rank.total}
+    assert at_once[0].bytes == {"both go on": rank.total + engine.total}
+    assert (taking_turns[0].sleeps, at_once[0].sleeps) == (True, False)
+    text = "\n".join(lines(planned))
+    assert "  trainer and inference on one device: 3" in text
+
+
+def test_what_vllm_takes_fits_where_it_sleeps() -> None:
+    """By default 0.9 of 80 GB, beside what a trainer of 28 GB keeps meanwhile: 4 GB."""
+    assert plan(placed(engine="vllm")).too_large == []
+    assert plan(placed(engine="vllm", sleep="never")).too_large == [
+        "trainer and inference share a device of 80 GB and hold 100 GB together while both go on: let engines sleep "
+        "(inference.sleep=learn), or devices of their own"
+    ]
+    less = placed(engine="vllm", args=("--gpu-memory-utilization=0.25",))
+    planned = plan(less)
+    assert planned.parts[2].memory.total == int(0.25 * 80e9)
+    assert planned.too_large == []
+
+
+def test_a_plan_is_refused_where_engines_cannot_sleep() -> None:
+    run = placed()
+    assert run.rl is not None
+    apart = msgspec.structs.replace(run, rl=msgspec.structs.replace(run.rl, sample=Sample(max_staleness=1)))
+    with pytest.raises(ConfigError, match=r"placement\.colocate has trainer and engines share GPUs, so that"):
+        plan(apart)
