@@ -111,9 +111,7 @@ class Made:
         if self._engines is not None:
             from ramify.inference.http.client import HttpEngines
 
-            if (
-                self._is_placed and not self._engines.urls
-            ):  # engines on other machines answer to those alone that have it
+            if not self._engines.urls:  # engines that are started answer to those alone that have it
                 os.environ.setdefault(self._engines.key_variable, secrets.token_urlsafe(24))
             name = f"{self._engines.engine}:{self.run.name}"
             return HttpEngines(self.serving, self._engines, name=name, say=self._say)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from typing import Any
+
 from ramify.engine.call import LiveCall, Outcome
 from ramify.engine.run import Run
 from ramify.engine.typed import AnswerType, Mismatch
@@ -11,6 +14,7 @@ from ramify.types.trajectory import Stop
 
 MAX_REPAIRS = 2
 """How often a reply that does not fit its schema is asked for again."""
+_LONG_CHARS = 5_000
 
 
 async def ask_plain(
@@ -31,7 +35,7 @@ async def ask_plain(
         if kind is None:
             return Outcome(Stop.FINAL, reply.message.content)
         try:
-            return Outcome(Stop.FINAL, kind.read(reply.message.content))
+            return Outcome(Stop.FINAL, await _value(kind, reply.message.content))
         except Mismatch as mismatch:
             error = str(mismatch)
             new = [
@@ -40,3 +44,8 @@ async def ask_plain(
     return Outcome(
         Stop.ERROR, error=f"after {1 + MAX_REPAIRS} replies the value still does not fit its schema: {error}"
     )
+
+
+async def _value(kind: AnswerType, text: str) -> Any:
+    """What a reply says; a long one is checked in a thread, where that takes seconds."""
+    return await asyncio.to_thread(kind.read, text) if len(text) > _LONG_CHARS else kind.read(text)

@@ -1,7 +1,7 @@
 """The user's own functions in a session: called there, run here, with the host's rights.
 
-A tool is a function (plain or ``async``) or a value. Plain functions run in a thread, so that a slow one holds nothing
-up. What a tool returns must be something that the session's codec carries.
+A tool is a function (plain or ``async``) or a value. Plain functions run in a thread of their own, so that a slow one,
+or one that never returns, holds nothing up. What a tool returns must be something that the session's codec carries.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import keyword
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from ramify.engine.thread import in_thread
 from ramify.errors import ConfigError, HostCallError
 
 Tools = Mapping[str, Any] | Sequence[Callable[..., Any]]
@@ -92,7 +93,7 @@ async def _outcome(tool: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
         except BaseException as error:  # noqa: BLE001 -- shown to the model, whatever it is
             return None, error
 
-    result, error = run() if inspect.iscoroutinefunction(tool) else await asyncio.to_thread(run)
+    result, error = run() if inspect.iscoroutinefunction(tool) else await in_thread(run)
     if not inspect.isawaitable(result):
         return result, error
     task = asyncio.current_task()

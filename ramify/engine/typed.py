@@ -17,9 +17,10 @@ from typing import Any
 
 import msgspec
 
+from ramify.engine.schema import Schema, TooLong
 from ramify.errors import ConfigError
 
-_FENCED = re.compile(r"```(?:json)?\s*\n(.*?)```", re.DOTALL)
+_FENCED = re.compile(r"```(?:json)?[^\S\n]*\n(.*?)```", re.DOTALL)
 
 
 class Mismatch(Exception):
@@ -71,12 +72,13 @@ class AnswerType(msgspec.Struct, frozen=True):
         return f"{self.instruction()} Reply with the JSON value alone."
 
 
-def answer_type(kind: Any) -> AnswerType | None:
-    """The check for ``kind``. Raises ConfigError for what is neither a type nor a valid JSON schema."""
+def answer_type(kind: Any, *, trusted: bool = True) -> AnswerType | None:
+    """The check for ``kind``. Raises ConfigError for what is neither a type nor a valid JSON schema, and for what ``schema.py``
+    does not take of strangers where it is not ``trusted``."""
     if kind is None or isinstance(kind, AnswerType):
         return kind
     if isinstance(kind, Mapping):
-        return _of_schema(dict(kind))
+        return _of_schema(dict(kind), trusted)
     if _is_pydantic(kind):
         return AnswerType(kind.model_json_schema(), _pydantic(kind.model_validate))
     if any(map(_is_pydantic, _parts(kind))):
@@ -97,68 +99,32 @@ def parse_json(text: str) -> Any:
     """The JSON value in a model's reply, in a fence or bare."""
     fences = _FENCED.findall(text)
     bare = text[min((i for i in (text.find("{"), text.find("[")) if i >= 0), default=0) :].strip()
+    error: Exception
     for candidate in (text.strip(), *fences[::-1], bare[: max(bare.rfind("}"), bare.rfind("]")) + 1]):
         try:
             return json.loads(candidate)
-        except ValueError as failure:
+        except (ValueError, RecursionError) as failure:  # a thousand brackets, too
             error = failure
     raise Mismatch(f"the reply is not JSON ({error})")
 
 
-def _of_schema(schema: dict[str, Any]) -> AnswerType:
-    import jsonschema
-    import referencing
-    from referencing.exceptions import Unresolvable
-
-    kind = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
-    try:
-        kind.check_schema(schema)
-    except jsonschema.SchemaError as error:
-        where = "/".join(str(part) for part in error.absolute_path) or "its top"
-        raise ConfigError(f"the JSON schema is not valid at {where}: {error.message}") from None
-    _check_references(schema, schema)
-    validator = kind(schema, registry=referencing.Registry())  # one that fetches nothing: a session may give the schema
+def _of_schema(schema: dict[str, Any], trusted: bool) -> AnswerType:
+    checked = Schema(schema, trusted=trusted)
 
     def convert(value: Any) -> Any:
         plain = _plain(value)
         try:
-            failure = jsonschema.exceptions.best_match(validator.iter_errors(plain))
-        except (Unresolvable, RecursionError) as error:
-            raise Mismatch(f"the schema itself cannot be followed ({type(error).__name__})") from None
+            failure = checked.failure(plain)
+        except TooLong:
+            raise Mismatch(
+                "the value takes too many steps to be checked by this schema: a smaller value, or a schema with fewer $ref and "
+                "anyOf within each other, would do"
+            ) from None
         if failure is not None:
-            raise Mismatch(f"at {failure.json_path}: {failure.message[:500]}")
+            raise Mismatch(failure)
         return plain
 
     return AnswerType(schema, convert)
-
-
-def _check_references(part: Any, schema: Mapping[str, Any]) -> None:
-    """Every ``$ref`` of ``part`` is to a place in ``schema``."""
-    if isinstance(part, list):
-        for item in part:
-            _check_references(item, schema)
-    if not isinstance(part, dict):
-        return
-    for name, item in part.items():
-        if name == "$ref" and isinstance(item, str) and "$id" not in json.dumps(schema) and not _leads(item, schema):
-            raise ConfigError(f"the JSON schema refers to {item!r}, which is not in it: put it under its $defs")
-        _check_references(item, schema)
-
-
-def _leads(reference: str, schema: Any) -> bool:
-    """Whether ``reference``, such as ``#/$defs/Item``, names a place in ``schema``. Anchors are not looked for."""
-    place, *path = reference.split("/")
-    if place.startswith("#") and (place != "#" or not path):
-        return True
-    for step in path:
-        key = step.replace("~1", "/").replace("~0", "~")
-        if isinstance(schema, list) and key.isdecimal() and int(key) < len(schema):
-            schema = schema[int(key)]
-        elif isinstance(schema, dict) and key in schema:
-            schema = schema[key]
-        else:
-            return False
-    return place == "#"
 
 
 def _msgspec(kind: Any) -> Callable[[Any], Any]:
@@ -196,7 +162,7 @@ def _plain(value: Any) -> Any:
     """``value`` as JSON would have it: tuples and sets as lists, other keys than text as text."""
     try:
         return msgspec.to_builtins(value, str_keys=True)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise Mismatch(f"a value of type {type(value).__name__} has no JSON form ({error})") from None
 
 

@@ -11,9 +11,7 @@ session killed three times) is scored like any other answer. Raises only what is
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
-import threading
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping
@@ -22,6 +20,7 @@ from typing import Any
 from ramify.clients.base import Sampling
 from ramify.engine.rlm import RLM
 from ramify.engine.running import Result
+from ramify.engine.thread import in_thread
 from ramify.errors import RamifyError, Refused, SessionDied
 from ramify.tasks.base import Item, Start, Task, scored
 from ramify.types.event import scores_of
@@ -64,10 +63,10 @@ async def attempt(
     trajectory.id, trajectory.task = name or trajectory.id, item.id
     try:
         if start.on_end is not None:
-            end = functools.partial(_in_thread, start.on_end, trajectory.answer)
+            end = functools.partial(in_thread, start.on_end, trajectory.answer)
             trajectory.metadata = {**trajectory.metadata, **await _in_time(end, task, item, "on_end", grace_s)}
         if failure is None:
-            score = functools.partial(_in_thread, scored, task, item, trajectory)
+            score = functools.partial(in_thread, scored, task, item, trajectory)
             await _in_time(score, task, item, "score", grace_s)
             if rlm.store is not None:
                 await asyncio.to_thread(
@@ -92,33 +91,6 @@ async def _in_time(work: Callable[[], Awaitable[Any]], task: Task, item: Item, w
         raise
     except Exception as error:
         raise RamifyError(f"{where} raised {error!r}") from error
-
-
-async def _in_thread(work: Callable[..., Any], *args: Any) -> Any:
-    """``work(*args)`` in a thread that nobody waits for at the end: a score that never returns must not hold up more than
-    its own attempt."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[Any] = loop.create_future()
-
-    def settle(value: Any, error: BaseException | None) -> None:
-        if done.done():
-            return
-        if error is None:
-            done.set_result(value)
-        else:
-            done.set_exception(RuntimeError(repr(error)) if isinstance(error, StopIteration) else error)
-
-    def target() -> None:
-        value, error = None, None
-        try:
-            value = work(*args)
-        except BaseException as raised:  # noqa: BLE001 -- raised again where it is waited for
-            error = raised
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            loop.call_soon_threadsafe(settle, value, error)
-
-    threading.Thread(target=target, daemon=True, name="ramify task").start()
-    return await done
 
 
 async def _run(

@@ -118,7 +118,7 @@ class Questions:
         question = prompt.question + length_note(wanted.max_tokens)
         given = (question, None) if prompt.context is None else (prompt.context, question)
         try:
-            kind = wanted.offer or answer_type(wanted.schema)
+            kind = wanted.offer or answer_type(wanted.schema, trusted=False)
         except ConfigError as error:
             raise Rejected(str(error), param=wanted.schema_field) from None
         try:

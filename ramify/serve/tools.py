@@ -108,11 +108,11 @@ def offer_of(
         raise Rejected(f"there is no tool {named!r:.80}: give one of {', '.join(names)}", param="tool_choice")
     usable = tuple(each for each in tools if named in (None, each.name))
     try:
-        of_value = answer_type(schema)
+        of_value = answer_type(schema, trusted=False)
     except ConfigError as error:
         raise Rejected(str(error), param=schema_field) from None
     try:
-        calls = answer_type(_schema(usable, parallel))
+        calls = answer_type(_schema(usable, parallel), trusted=False)
     except ConfigError as error:
         raise Rejected(str(error), param="tools") from None
     assert calls is not None

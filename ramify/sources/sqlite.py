@@ -1,7 +1,8 @@
 """SQLite databases: the schema with sample rows as context, and ``sql(query)`` for the session, on the host.
 
 Read-only thrice over: the file is opened so, ``query_only`` is set, and an authorizer allows nothing but reading (no
-ATTACH, no writing PRAGMA, no extension). Every query has a time limit and caps on its rows and bytes. Each call has a
+ATTACH, no writing PRAGMA, no extension). Every query has a time limit, which ``sqlite_process.py``
+keeps where one step takes for ever, and caps on its rows and bytes. Each call has a
 connection of its own, so that any number of threads may ask at once.
 """
 
@@ -68,7 +69,9 @@ class Databases:
         """Run one SELECT on a SQLite database and return its rows as a list of tuples.
 
         params: values for ? or :name in the query. db: which database, where there are several."""
-        return run_query(self._path(db), query, params)
+        from ramify.sources.sqlite_process import processes
+
+        return processes.run(self._path(db), query, params)
 
     def _path(self, name: str | None) -> Path:
         if name is None and len(self.paths) == 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from typing import Any
 
@@ -304,17 +305,21 @@ FINAL(said)
         ]
 
 
-def test_a_schema_from_the_session_may_not_bring_a_regular_expression() -> None:
+def test_a_schema_from_the_session_takes_no_more_steps_than_it_may() -> None:
     cell = """
+doubling = {f'd{i}': {'anyOf': [{'$ref': f'#/$defs/d{i + 1}'}] * 2} for i in range(30)} | {'d30': {'type': 'null'}}
 said = []
-for schema in [{'type': 'string', 'pattern': '(a+)+$'}, {'type': 'array', 'items': {'patternProperties': {'x': {}}}},
-               {'type': 'object', 'properties': {'pattern': {'type': 'string'}}}]:
+for schema in [{'$defs': doubling, '$ref': '#/$defs/d0'}, {'type': 'string', 'pattern': '^(a+)+$'}, {'pattern': '(a)\\\\1'},
+               {'type': 'string', 'pattern': '^(ok|a+)+b$'}]:
     try:
         said.append(llm_query('x', schema=schema))
-    except ValueError as error:
+    except (ValueError, SubcallError) as error:
         said.append(str(error))
 FINAL(said)
 """
-    with rlm(by_role([code(cell)], lambda p: '{"pattern": "ok"}')) as r:
-        refusal = "a schema given in the session may not have 'pattern' or 'patternProperties'"
-        assert r.completion("text", "?").answer == [refusal, refusal, {"pattern": "ok"}]
+    with rlm(by_role([code(cell)], lambda p: json.dumps("ok" + "a" * 3000 + "b"))) as r:
+        doubling, other, refused, fits = r.completion("text", "?").answer
+        assert "the value takes too many steps to be checked by this schema" in doubling
+        assert "does not match '^(a+)+$'" in other or "at $" in other
+        assert refused.startswith("the pattern '(a)\\\\1' of the JSON schema is not taken: it has a part (groupref)")
+        assert fits == "ok" + "a" * 3000 + "b"

@@ -15,6 +15,8 @@ from tests.serve.serving import PRICE, file, serving, session, user
 
 ASKED = [user("x")]
 NESTED: Any = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "objekt"}}}
+BACK: Any = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"pattern": r"(a)\1"}}}
+HUGE: Any = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": [*range(5000)]}}}
 TOOL: Any = {"type": "function", "function": {"name": "f"}}
 WRONG_TOOL: Any = {"type": "function", "function": {"name": "f", "parameters": {"type": "objekt"}}}
 OTHER = {"type": "function", "function": {"name": "g"}}
@@ -51,6 +53,8 @@ CHAT = [
     ({"messages": ASKED, "response_format": {"type": "xml"}}, "response_format.type", "'xml'"),
     ({"messages": ASKED, "response_format": {"type": "json_schema"}}, "response_format.json_schema.schema", "no schema"),
     ({"messages": ASKED, "response_format": NESTED}, "response_format.json_schema.schema", "not valid"),
+    ({"messages": ASKED, "response_format": BACK}, "response_format.json_schema.schema", "(groupref)"),
+    ({"messages": ASKED, "response_format": HUGE}, "response_format.json_schema.schema", "give at most 5,000"),
     ({"messages": ASKED, "ramify": {"limit": {}}}, "ramify.limit", "unknown field"),
     ({"messages": ASKED, "ramify": {"limits": {"max_call": 1}}}, "ramify.limits.max_call", "unknown field"),
     ({"messages": ASKED, "ramify": {"limits": {"max_calls": 1001}}}, "ramify.limits.max_calls", "above the server's 1000"),

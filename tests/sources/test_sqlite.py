@@ -12,6 +12,7 @@ import pytest
 from ramify.errors import SourceError
 from ramify.sources.load import load
 from ramify.sources.sqlite import Databases, run_query
+from ramify.sources.sqlite_process import Processes
 
 
 def make(path: Path, num_rows: int = 5, mode: str = "delete") -> Path:
@@ -184,3 +185,21 @@ def test_a_view_that_never_ends_does_not_stop_the_load(path: Path, monkeypatch: 
     context = load([path]).context
     assert "-- too many rows to count quickly" in context
     assert "-- 5 rows, the first:" in context
+
+
+def test_one_step_that_takes_for_ever_is_stopped_and_the_next_query_is_answered(path: Path):
+    never = "SELECT instr(zeroblob(20000000), CAST(zeroblob(9000000) || x'01' AS BLOB))"
+    asked = Processes()
+    try:
+        assert asked.run(path, "SELECT count(*) FROM hosts") == [(5,)]
+        with pytest.raises(TimeoutError, match="one of its functions takes too long"):
+            asked.run(path, never, limit_s=0.2, grace_s=0.2)
+        assert asked.run(path, "SELECT name FROM hosts WHERE id = :i", {"i": 2}) == [("host-1",)]
+        with pytest.raises(PermissionError, match="only reading"):
+            asked.run(path, "DROP TABLE hosts")
+        big = asked.run(
+            path, "WITH RECURSIVE c(n) AS (SELECT 1 UNION SELECT n + 1 FROM c WHERE n < 9999) SELECT n, hex(n) FROM c"
+        )
+        assert len(big) == 9999
+    finally:
+        asked.close()

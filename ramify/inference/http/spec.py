@@ -49,7 +49,8 @@ class InferenceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     files."""
     carrier_options: dict[str, str | int | float | bool] = {}
     key_variable: str = KEY_VARIABLE
-    """Environment variable with the key that servers ask for; none is sent where it is not set."""
+    """Environment variable with the key that servers ask for. Where it is not set, those that are started get one that is made
+    for the run, and none is sent to ``urls``."""
     start_s: float = 600.0
     """How long a server may take to answer after it was started."""
     request_s: float = 600.0

@@ -4,8 +4,11 @@ it is with the engine in its own process."""
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 import msgspec
 import pytest
@@ -14,6 +17,7 @@ from ramify.build.run import train
 from ramify.errors import ConfigError
 from ramify.inference.http.spec import InferenceSpec
 from ramify.train.config import EvaluateSpec, Run
+from ramify.train.metrics import Measured
 from tests.train.small import small
 
 MEASURED = ("loss", "rl_loss", "grad_norm", "validation/reward", "test/reward", "sampled_tokens", "mismatch_max")
@@ -36,7 +40,19 @@ def measured(out: Path) -> list[dict[str, float]]:
 def test_a_run_is_the_same_over_http(tmp_path: Path) -> None:
     said: list[str] = []
     train(short(), tmp_path / "embedded", say=said.append)
-    train(short(inference=InferenceSpec()), tmp_path / "http", say=said.append)
+    log, refused = tmp_path / "http/inference/server-0.log", set[int]()
+
+    def ask_as_a_stranger(_: Measured) -> None:
+        url = re.search(r"http://127\.0\.0\.1:\d+", log.read_text())
+        assert url
+        for path in ("/v1/models", "/update_weights", "/pause"):
+            with pytest.raises(HTTPError) as error:
+                urlopen(Request(url[0] + path, method="GET" if "models" in path else "POST"), timeout=60)
+            refused.add(error.value.code)
+            error.value.close()
+
+    train(short(inference=InferenceSpec()), tmp_path / "http", listener=ask_as_a_stranger, say=said.append)
+    assert refused == {401}
     ours, theirs = measured(tmp_path / "http"), measured(tmp_path / "embedded")
     assert [row.keys() for row in ours] == [row.keys() for row in theirs]
     assert sum("rl_loss" in row for row in ours) == 2

@@ -1,0 +1,130 @@
+"""Queries in a process that can be killed: SQLite looks at its time limit between steps, and one step may take for ever.
+
+    sql ──pickle──> a process that waits for queries ──pickle──> rows, or what was wrong
+                        └── silent for longer than the limit: killed, and the next query gets another
+
+``instr`` over two long values, or ``LIKE '%a%a%a%b'``, is one step. Processes are started when they are needed, one for
+each query that runs at once, and end with this one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import pickle
+import select
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from ramify.sources.sqlite import QUERY_S, Params, run_query
+
+GRACE_S = 10.0
+"""Beyond the limit of a query, to start and to send its rows."""
+_COMMAND = "from ramify.sources.sqlite_process import serve; serve()"
+_LENGTH_BYTES = 8
+
+
+class Processes:
+    """Those that wait."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._idle: list[subprocess.Popen[bytes]] = []
+
+    def run(
+        self, path: Path, query: str, params: Params = (), limit_s: float = QUERY_S, grace_s: float = GRACE_S
+    ) -> list[tuple[Any, ...]]:
+        """As ``run_query``, and for certain within ``limit_s + grace_s`` seconds, until the first of the rows comes."""
+        with self._lock:
+            process = self._idle.pop() if self._idle else None
+        if process is None or process.poll() is not None:
+            process = subprocess.Popen(
+                [sys.executable, "-c", _COMMAND], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL, env=_environment(),
+            )  # fmt: skip
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            _send(process.stdin, (str(path), query, params, limit_s))
+            poll = select.poll()
+            poll.register(process.stdout, select.POLLIN)
+            if not poll.poll((limit_s + grace_s) * 1000):
+                raise TimeoutError(
+                    f"sql: stopped after {limit_s:g} s: one of its functions takes too long on such values"
+                )
+            rows, error = _receive(process.stdout)
+        except (EOFError, OSError) as failure:
+            _end(process)
+            if isinstance(failure, TimeoutError):
+                raise
+            raise ValueError("sql: the query ended the process that it ran in: ask for less at once") from None
+        except BaseException:
+            _end(process)
+            raise
+        with self._lock:
+            self._idle.append(process)
+        if error is not None:
+            raise error
+        found: list[tuple[Any, ...]] = rows
+        return found
+
+    def close(self) -> None:
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for process in idle:
+            _end(process)
+
+
+def serve() -> None:
+    """Answer queries on standard input, until it ends."""
+    source, sink = sys.stdin.buffer, sys.stdout.buffer
+    with contextlib.suppress(EOFError, OSError, KeyboardInterrupt):
+        while True:
+            path, query, params, limit_s = _receive(source)
+            try:
+                answer: tuple[Any, Any] = run_query(Path(path), query, params, limit_s), None
+            except Exception as error:  # noqa: BLE001 -- raised where it was asked
+                answer = None, error
+            _send(sink, answer)
+
+
+def _environment() -> dict[str, str]:
+    """So that the process finds this package where this one did."""
+    package = str(Path(__file__).parents[2])
+    inherited = [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([package, *inherited])}
+
+
+def _send(to: Any, value: Any) -> None:
+    data = pickle.dumps(value)
+    to.write(len(data).to_bytes(_LENGTH_BYTES, "little") + data)
+    to.flush()
+
+
+def _receive(source: Any) -> Any:
+    length = int.from_bytes(_exactly(source, _LENGTH_BYTES), "little")
+    return pickle.loads(_exactly(source, length))
+
+
+def _exactly(source: BinaryIO, count: int) -> bytes:
+    data = source.read(count)
+    if len(data) < count:
+        raise EOFError
+    return data
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            with contextlib.suppress(OSError):
+                pipe.close()
+    process.wait()
+
+
+processes = Processes()
+atexit.register(processes.close)

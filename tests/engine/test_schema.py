@@ -1,0 +1,133 @@
+"""JSON schemas: legitimate ones work, whatever their shape; those that would take for ever end by a count."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from typing import Any
+
+import pytest
+
+from ramify.engine.regex import Pattern, Unsupported
+from ramify.engine.typed import Mismatch, answer_type
+from ramify.errors import ConfigError
+
+LEVELS = 30
+
+
+def doubling(keyword: str, last: Any, **more: Any) -> dict[str, Any]:
+    levels = {f"d{i}": {keyword: [{"$ref": f"#/$defs/d{i + 1}"}] * 2, **more} for i in range(LEVELS)}
+    return {"$defs": {**levels, f"d{LEVELS}": last}, "$ref": "#/$defs/d0"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "value"),
+    [
+        (doubling("anyOf", {"type": "null"}), 1),
+        (doubling("allOf", {}), 1),
+        (doubling("oneOf", {}), 1),
+        (doubling("anyOf", {"type": "null"}, **{"$schema": "http://json-schema.org/draft-07/schema#"}), 1),
+        ({**doubling("allOf", {}), "unevaluatedProperties": False}, {"a": 1}),
+        ({"items": {"enum": [[i] for i in range(2000)]}}, [[-1]] * 3000),
+    ],
+)
+@pytest.mark.parametrize("trusted", [True, False])
+def test_what_would_take_for_ever_is_refused_by_a_count(schema: dict[str, Any], value: Any, trusted: bool) -> None:
+    kind = answer_type(schema, trusted=trusted)
+    assert kind is not None
+    with pytest.raises(Mismatch, match="too many steps"):
+        kind.convert(value)
+
+
+TREE = {
+    "type": "object",
+    "properties": {"kids": {"type": "array", "items": {"$ref": "#"}}},
+    "additionalProperties": False,
+}
+CHAIN: Any = {}
+for _ in range(50):
+    CHAIN = {"kids": [CHAIN, {}]}
+KINDS = [{"properties": {"t": {"const": i}, "x": {"type": "string"}}, "required": ["t"]} for i in range(15)]
+OLD = {"$schema": "http://json-schema.org/draft-07/schema#", "definitions": {"a": {"type": "integer"}}}
+NAMES = {"patternProperties": {"^x-": {"type": "string"}}, "additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    ("schema", "fits", "not_fits"),
+    [
+        (TREE, CHAIN, {"kids": [{"kids": [{"other": 1}]}]}),
+        ({"type": "array", "items": {"anyOf": KINDS}}, [{"t": 14, "x": "y"}] * 100, [{"t": 15}]),
+        ({**OLD, "properties": {"a": {"$ref": "#/definitions/a", "type": "string"}}}, {"a": 1}, {"a": "x"}),
+        ({"type": "array", "items": {"type": "integer"}}, [1] * 20_000, [1, "2"]),
+        (
+            {"uniqueItems": True},
+            [1, True, {"a": 1}, {"a": [1]}, *({"n": n} for n in range(2000))],
+            [{"a": [1]}, {"a": [1.0]}],
+        ),
+        ({"pattern": "^[a-z]+(-[a-z]+)*$"}, "a-long-slug" * 20, "a-long-slug" * 20 + "-"),
+        ({"pattern": "(a+)+$"}, "a" * 1000, "a" * 1000 + "b"),
+        (NAMES, {"x-a": "1"}, {"y": "1"}),
+    ],
+)
+@pytest.mark.parametrize("trusted", [True, False])
+def test_legitimate_schemas_work(schema: dict[str, Any], fits: Any, not_fits: Any, trusted: bool) -> None:
+    if trusted and schema.get("pattern") == "(a+)+$":
+        pytest.skip("one's own expressions are Python's: this one takes for ever")
+    kind = answer_type(schema, trusted=trusted)
+    assert kind is not None
+    assert kind.convert(fits) == fits
+    with pytest.raises(Mismatch, match=r"at \$"):
+        kind.convert(not_fits)
+
+
+def test_a_value_that_cannot_be_written_is_a_mismatch_and_no_crash() -> None:
+    kind = answer_type({"type": "string"})
+    assert kind is not None
+    with pytest.raises(Mismatch, match="cannot be checked"):
+        kind.convert(10**5000)
+    with pytest.raises(Mismatch, match="not JSON"):
+        answer_type({"type": "array"}).read("[" * 100_000)  # type: ignore[union-attr]
+    with pytest.raises(Mismatch, match="not JSON"):
+        answer_type({"type": "array"}).read("```" + "\n" * 100_000)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("schema", "says"),
+    [
+        ({"pattern": "a{99999999999}"}, "repetition number is too large"),
+        ({"pattern": r"(a)\1"}, r"\(groupref\)"),
+        ({"items": {"pattern": "(?i)a"}}, "it has flags"),
+        ({"patternProperties": {"(?<=a)b": {}}}, r"\(assert\)"),
+        ({"pattern": "a" * 2000}, "2,000 characters"),
+        ({"enum": [*range(6000)]}, "give at most 5,000"),
+    ],
+)
+def test_what_is_not_taken_of_strangers(schema: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        answer_type(json.loads(json.dumps(schema)), trusted=False)
+
+
+EXPRESSIONS = [
+    r"^[a-z]+(-[a-z]+)*$", r"^\d{4}-\d\d?$", r"(a|ab)(c|bcd)(d*)$", r"\bfoo\b", r"^(?!a)b*", r"a{2,3}?b", r"[^ab]c|\W",
+    r"^(?:\d+\.)*\d+\Z", r"(?=ab)a", r"(|a)+b", r"(?:\b|a){3}b", r"x*", r"\Aab$", r"(a?){30}b", r".+@.+\..+", r"\B\.",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", EXPRESSIONS)
+def test_expressions_mean_what_they_mean_to_python(text: str) -> None:
+    draw, ours, theirs = random.Random(0), Pattern(text), re.compile(text)
+    for _ in range(200):
+        said = "".join(draw.choice("abcdfo1.-@ \n") for _ in range(draw.randrange(9)))
+        assert ours.search(said, lambda _: None) == bool(theirs.search(said)), said
+
+
+def test_steps_of_an_expression_grow_with_the_text_and_not_beyond() -> None:
+    def steps(num: int) -> int:
+        spent: list[int] = []
+        Pattern("(a+)+$").search("a" * num + "b", spent.append)
+        return sum(spent)
+
+    assert steps(200) < 5 * steps(100)
+    with pytest.raises(Unsupported, match="nothing to repeat"):
+        Pattern("*")
