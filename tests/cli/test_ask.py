@@ -80,7 +80,7 @@ def test_several_ways_to_begin(shell: Shell) -> None:
     assert shell.ask(ways, "which?", "log.txt", "--no-direct", "-q", RAMIFY_BRANCHES="3").out == "b\n"
     wrong = shell.ask(ways, "--branches", "0", "which?", "log.txt")
     assert (wrong.code, wrong.out, wrong.err.splitlines()[-1]) == (
-        1,
+        2,
         "",
         "ramify: branches is 0: give 1 for none, or more",
     )

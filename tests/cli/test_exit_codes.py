@@ -71,7 +71,7 @@ WRONG = {
         ([], "give RECIPE"),
         (["broken.py"], "the recipe broken.py cannot be carried out"),
         ([R, "--nodes", "0"], "--nodes 0"),
-        ([R, "--mfu", "7"], "the share train=7"),
+        ([R, "--mfu", "7"], "--mfu 7: give a share"),
     ),
     "cluster simulate": (
         (["nowhere"], "nowhere is not a run's folder"),

@@ -141,7 +141,7 @@ def test_a_session_gets_the_tools_of_a_server(shell: Shell) -> None:
 def test_what_cannot_be_had(shell: Shell, arguments: list[str], says: str) -> None:
     shell.model(["x"])
     done = shell.run(*arguments)
-    assert (done.code, done.out) == (1, "")
+    assert (done.code, done.out) == (2, "")
     assert says in done.err
 
 

@@ -139,7 +139,7 @@ def test_resume_opens_a_database_again(shell: Shell) -> None:
 def test_rm_and_prune(stored: Shell) -> None:
     newest, oldest = [line.split("\t")[0] for line in stored.run("runs").out.splitlines()[1:]]
     wrong = stored.run("runs", "rm", newest, "nothing-like-it")
-    assert (wrong.code, len(stored.run("runs").out.splitlines())) == (1, 3)  # nothing goes unless all are found
+    assert (wrong.code, len(stored.run("runs").out.splitlines())) == (2, 3)  # nothing goes unless all are found
     assert stored.run("runs", "rm", oldest).out.startswith(f"deleted {oldest} (")
     assert stored.run("runs", "prune", "--older-than", "1d").out.startswith("0 runs deleted, ")
     gone = stored.run("runs", "prune", "--keep", "0").out.splitlines()

@@ -53,7 +53,7 @@ def test_an_unknown_tracker_is_one_line(shell: Shell, command: str) -> None:
     shell.write("small.py", "from tests.train.small import small as run\n")
     words = ("train", "small.py") if command == "train" else evaluating(shell, "--items", "1")
     done = shell.run(*words, "--track", "tensorbord")
-    assert (done.code, done.out) == (1, "")
+    assert (done.code, done.out) == (2, "")
     assert done.err.startswith("ramify: unknown tracker 'tensorbord': did you mean 'tensorboard'?")
     assert done.err.count("\n") == 1
     assert not list(Path(shell.env["RAMIFY_HOME"]).glob("evaluations/*"))
