@@ -144,14 +144,17 @@ class Checkpoints:
         return next(reversed(self.all()), None)
 
     def best(self) -> Path | None:
-        """The one with the highest score, the earliest of equals; None where none was scored."""
+        """The one with the highest score, the earliest of equals, but the policy that rollouts began with only where all
+        others did worse; None where none was scored."""
         self.settle()
         return next(iter(self._ranked()), None)
 
     def _ranked(self) -> list[Path]:
-        scores = {path: read_state(path).score for path in self._whole()}
-        scored = {path: score for path, score in scores.items() if score is not None}
-        return sorted(scored, key=lambda path: -scored[path])
+        states = {path: read_state(path) for path in self._whole()}
+        scored = {
+            path: (-state.score, not state.stage_step) for path, state in states.items() if state.score is not None
+        }
+        return sorted(scored, key=lambda path: scored[path])
 
     def _drop_old(self) -> None:
         kept = {*self._whole()[-self._keep_last :], *self._ranked()[: self._keep_best]}

@@ -177,7 +177,8 @@ def test_a_key_is_asked_for_where_there_is_one() -> None:
                 with pytest.raises(Refused, match="401"):
                     await ask(server, key=key)
             async with aiohttp.ClientSession() as http, http.get(f"{server.url.removesuffix('/v1')}/health") as answer:
-                assert (answer.status, await answer.json()) == (200, {"status": "ok", "version": 0, "in_flight": 0})
+                said = await answer.json()
+                assert (answer.status, said["status"], said["in_flight"]) == (200, "ok", 0)
 
     run(test)
 

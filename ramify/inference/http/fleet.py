@@ -24,7 +24,7 @@ from ramify.inference.base import TAGS
 from ramify.inference.http.absent import Absent
 from ramify.inference.http.checks import check, until_up
 from ramify.inference.http.listed import Listed
-from ramify.inference.http.process import Engine, EngineProcess, ports_for, status_of
+from ramify.inference.http.process import Engine, EngineProcess, ended_soon, ports_for, status_of
 from ramify.inference.http.server import Sampled, Server
 from ramify.inference.http.sglang import Sglang
 from ramify.inference.http.spec import InferenceSpec
@@ -224,7 +224,7 @@ class Fleet:
                 return False
         except ModelError:
             pass
-        ended, how = await status_of(process), ""
+        ended, how = await ended_soon(process), ""
         if process is not None and ended is not None:
             how = f", and ended with status {ended}: {await asyncio.to_thread(process.said)}"
         if server in self.alive:  # another request may have found out meanwhile

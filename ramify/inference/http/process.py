@@ -26,6 +26,7 @@ INSIDE = Path(__file__).parent / "inside"
 _HOST = "127.0.0.1"
 _END_S = 10.0
 _POLL_S = 0.01
+_GONE_S = 1.0
 _QUOTED = 600
 """Characters of a log in an error."""
 _DIE_WITH_PARENT = 1
@@ -135,6 +136,18 @@ class EngineProcess:
 async def status_of(engine: Engine | None) -> int | None:
     """Its exit status; None while it runs, and where nothing is known of it. Another machine may take its time to say so."""
     return None if engine is None else await asyncio.to_thread(lambda: engine.ended)
+
+
+async def ended_soon(engine: Engine | None) -> int | None:
+    """As ``status_of``, of one whose connections broke: the process is gone a moment later."""
+    return None if engine is None else await asyncio.to_thread(_ended_within, engine, _GONE_S)
+
+
+def _ended_within(engine: Engine, wait_s: float) -> int | None:
+    until = time.monotonic() + wait_s
+    while (status := engine.ended) is None and time.monotonic() < until:
+        time.sleep(_POLL_S)
+    return status
 
 
 def ports_for(spec: InferenceSpec) -> list[int]:

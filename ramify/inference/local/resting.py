@@ -9,6 +9,9 @@ Leaves out the cache of keys and values (``engine.py``), and who sends weights (
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+
 import torch
 from torch import Tensor, nn
 
@@ -47,6 +50,9 @@ class Resting:
         self._away = {name: each.detach().to("cpu" if keep else "meta") for name, each in parameters.items()}
         for each in parameters.values():
             each.data = each.data.new_empty(0)
+        if self._device.type == "cpu":
+            with contextlib.suppress(OSError, AttributeError):  # another C library than GNU's
+                ctypes.CDLL(None).malloc_trim(0)  # or it keeps what was freed, for later
 
     def take_again(self) -> None:
         """Take the memory again, and what was kept into it. Idempotent."""
