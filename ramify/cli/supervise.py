@@ -10,7 +10,6 @@ Decides when it is worth trying again. What a resumed run does over is in its ch
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import subprocess
@@ -22,11 +21,10 @@ from pathlib import Path
 from ramify.cli.exits import Exit
 from ramify.cli.notes import error_line
 from ramify.cli.parser import UsageError
+from ramify.inference.http.following import following
 from ramify.train.metrics import FILE, read
 
 _LONGEST_PAUSE_S = 30.0
-_DIE_WITH_PARENT = 1
-"""PR_SET_PDEATHSIG"""
 
 
 def supervise(
@@ -84,13 +82,7 @@ class _Trainer:
             self._process.wait()
 
     def run(self, command: Sequence[str]) -> int:
-        libc = ctypes.CDLL(None) if sys.platform == "linux" else None
-
-        def follow() -> None:
-            if libc is not None:
-                libc.prctl(_DIE_WITH_PARENT, signal.SIGTERM)
-
-        self._process = subprocess.Popen(command, preexec_fn=follow)
+        self._process = subprocess.Popen(following(command, signal.SIGTERM))
         return self._process.wait()
 
     def pause(self, seconds: float) -> None:

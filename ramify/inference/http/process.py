@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import os
 import signal
 import socket
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ramify.errors import ConfigError
+from ramify.inference.http.following import following
 from ramify.inference.http.spec import InferenceSpec
 
 INSIDE = Path(__file__).parent / "inside"
@@ -29,8 +29,6 @@ _POLL_S = 0.01
 _GONE_S = 1.0
 _QUOTED = 600
 """Characters of a log in an error."""
-_DIE_WITH_PARENT = 1
-"""PR_SET_PDEATHSIG"""
 
 
 class Engine(Protocol):
@@ -75,21 +73,16 @@ class EngineProcess:
     def start(self) -> None:
         """Start it, the first time or again once ``close`` has returned. Belongs into a thread that lasts: with the one it is
         called in the engine ends. Raises ConfigError as above."""
-        command, libc = self._command, ctypes.CDLL(None) if sys.platform == "linux" else None
-
-        def follow() -> None:
-            if libc is not None:
-                libc.prctl(_DIE_WITH_PARENT, signal.SIGTERM)
-
         try:
+            command = following(self._command, signal.SIGTERM)
             with self.log.open("ab") as out:
                 self._process = subprocess.Popen(
                     command, env={**os.environ, **engine_environment(self._spec, self._index)}, stdin=subprocess.DEVNULL,
-                    stdout=out, stderr=out, start_new_session=True, preexec_fn=follow,
+                    stdout=out, stderr=out, start_new_session=True,
                 )  # fmt: skip
         except OSError as error:
             raise ConfigError(
-                f"an engine cannot be started: {command[0]}: {error.strerror}; give inference.command, or install "
+                f"an engine cannot be started: {self._command[0]}: {error.strerror}; give inference.command, or install "
                 f"{self._spec.engine}"
             ) from None
 

@@ -7,7 +7,6 @@ standard library around ``subprocess``.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import socket
@@ -16,10 +15,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ramify.inference.http.following import following
+
 _QUOTED = 600
 """Characters of a log that are told."""
-_DIE_WITH_PARENT = 1
-"""PR_SET_PDEATHSIG"""
 _END_S = 5.0
 
 
@@ -51,18 +50,13 @@ class Keeper:
         if command[0] == python:
             command = [sys.executable, *command[1:]]
         path = self._logs[name] = Path(log)
-        libc = ctypes.CDLL(None) if sys.platform == "linux" else None
-
-        def follow() -> None:
-            if libc is not None:
-                libc.prctl(_DIE_WITH_PARENT, signal.SIGKILL)
-
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("ab") as out:
                 process = self._processes[name] = subprocess.Popen(
-                    command, env={**os.environ, **environment}, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
-                    start_new_session=True, preexec_fn=follow, cwd=folder if Path(folder).is_dir() else None,
+                    following(command, signal.SIGKILL),
+                    env={**os.environ, **environment}, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
+                    start_new_session=True, cwd=folder if Path(folder).is_dir() else None,
                 )  # fmt: skip
         except OSError as error:
             return f"{error.filename or command[0]}: {error.strerror}"
