@@ -67,10 +67,10 @@ class Shared:
     def chunks(self, sources: Iterable[Source], version: int, *, whole: bool) -> Iterator[Chunk]:
         if self._in_place:
             sources = list(sources)
-            self._in_place = any(self._buffers) or self._has_room_for(sources)
-        if self._in_place:
-            yield self._all_at_once(list(sources), version)
-            return
+            if any(self._buffers) or self._has_room_for(sources):
+                yield self._all_at_once(sources, version)
+                return
+            self._in_place = False
         for number, (part, is_last) in enumerate(in_chunks(sources, self._chunk_bytes)):
             _, length = offsets(source.num_bytes for source in part)
             buffer = self._buffer(number % 2, max(length, self._chunk_bytes))
