@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -78,3 +79,21 @@ def weights_of(out: Path) -> dict[str, Any]:
     from ramify.policy.weights import read_weights
 
     return read_weights(out / "policy")
+
+
+class Unpublished:
+    """A policy that no engine has."""
+
+    version = 0
+
+    async def publish(self) -> None: ...
+    async def rest(self) -> bool:
+        return False
+
+    def spare(self) -> None: ...
+    def save(self, folder: Path) -> None: ...
+    def load(self, folder: Path) -> None: ...
+
+
+async def not_evaluated(split: str) -> Mapping[str, float]:
+    return {}

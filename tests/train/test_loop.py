@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from ramify.train.stages import Given, Part, Work
 from ramify.types.sequence import Sequence as Row
 from ramify.types.trajectory import Trajectory
 from tests.train.backends.small import policy, tree
-from tests.train.small import _even, _make, small, weights_of
+from tests.train.small import Unpublished, _even, _make, not_evaluated, small, weights_of
 
 
 class Killed(BaseException):
@@ -278,24 +278,6 @@ class Noted(Given):
 
     def newer(self, step: int) -> None:
         self.notes.append(f"newer {step}")
-
-
-class Unpublished:
-    """A policy that no engine has."""
-
-    version = 0
-
-    async def publish(self) -> None: ...
-    async def rest(self) -> bool:
-        return False
-
-    def spare(self) -> None: ...
-    def save(self, folder: Path) -> None: ...
-    def load(self, folder: Path) -> None: ...
-
-
-async def not_evaluated(split: str) -> Mapping[str, float]:
-    return {}
 
 
 class InParts(Given):

@@ -16,7 +16,7 @@ from ramify.train.backends.base import Optim
 from ramify.train.loop import Loop
 from ramify.train.stages import Given, Work
 from ramify.train.watch import FILE, OneThread, Stalled, Watch
-from tests.train.small import small
+from tests.train.small import Unpublished, not_evaluated, small
 
 
 def test_work_that_gets_on_is_waited_for(tmp_path: Path) -> None:
@@ -141,7 +141,9 @@ def test_each_batch_of_a_step_is_a_sign_of_life(tmp_path: Path) -> None:
         stage, watch = Batches(), Counting(tmp_path, 60.0)
         stage.num = num
         with pytest.raises(TrainError, match="that was all"):
-            asyncio.run(Loop(tmp_path, [stage], lambda _: cast(Any, None), Published(), nothing, watch=watch).run())
+            asyncio.run(
+                Loop(tmp_path, [stage], lambda _: cast(Any, None), Unpublished(), not_evaluated, watch=watch).run()
+            )
         counts.append(watch.num)
     assert counts[1] - counts[0] == 5
 
@@ -170,24 +172,10 @@ class Endless(Given):
         raise AssertionError
 
 
-class Published:
-    version = 0
-
-    async def publish(self) -> None: ...
-    async def rest(self) -> bool:
-        return False
-
-    def spare(self) -> None: ...
-    def save(self, folder: Path) -> None: ...
-    def load(self, folder: Path) -> None: ...
-
-
-async def nothing(split: str) -> dict[str, float]:
-    return {}
-
-
 def test_a_run_whose_rollouts_never_end_stops_with_all_stacks(tmp_path: Path) -> None:
-    loop = Loop(tmp_path, [Endless()], lambda _: cast(Any, None), Published(), nothing, watch=Watch(tmp_path, 2.0))
+    loop = Loop(
+        tmp_path, [Endless()], lambda _: cast(Any, None), Unpublished(), not_evaluated, watch=Watch(tmp_path, 2.0)
+    )
     with pytest.raises(Stalled, match=r"the work of step 1 \(rl\) stands still: .* in work"):
         asyncio.run(loop.run())
     assert "in work\n  File" in (tmp_path / FILE).read_text()
