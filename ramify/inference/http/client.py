@@ -102,8 +102,8 @@ class HttpEngines:
 
     @property
     def answering(self) -> tuple[str, ...]:
-        """Addresses of the engines that may be asked."""
-        return tuple(server.url for server in self._fleet.alive)
+        """Addresses of the engines that may be asked: they have the newest weights."""
+        return self._fleet.answering
 
     async def look_after(self, url: str, who: str) -> None:
         """``who`` got no answer from the engine at ``url``: bring it back, where it is gone."""
@@ -113,6 +113,7 @@ class HttpEngines:
     async def _ask_again(self) -> None:
         """Ask those that are back, which another gives the weights to; a reply by older ones is not taken."""
         self._fleet.take_back()
+        self._fleet.all_given()
         self.absent.tell()
 
     async def close(self) -> None:

@@ -66,6 +66,8 @@ class Fleet:
         self.absent = Absent(spec.restarts, self._bring, say)
         self._asleep: dict[str, list[str]] = {}
         """URL -> what of ``TAGS`` sleeps there."""
+        self._older: set[str] = set()
+        """URLs of those that are back, and do not have the newest weights yet."""
         self._leads = False
         self.listed: Listed | None = None
         """Who says which engines may be asked, where that is another."""
@@ -243,12 +245,21 @@ class Fleet:
             )
         return True
 
-    def take_back(self) -> list[Server]:
-        """Those that are back are asked from now on; which they are."""
+    @property
+    def answering(self) -> tuple[str, ...]:
+        """URLs of those that have the newest weights: others may be told of them."""
+        return tuple(server.url for server in self.alive if server.url not in self._older)
+
+    def take_back(self) -> None:
+        """Those that are back are asked from now on, and given weights first where that is done here."""
         back = self.absent.take_ready()
         self.in_flight |= {server.url: 0 for server in back if server.url not in self.in_flight}
+        self._older |= {server.url for server in back}
         self.alive += back
-        return back
+
+    def all_given(self) -> None:
+        """All that are asked have the newest weights."""
+        self._older.clear()
 
     async def one_is_back(self) -> None:
         """Return once a server answers, or none is expected any more. Raises ServerFailed where nothing happens."""
@@ -268,6 +279,7 @@ class Fleet:
     async def _drop(self, server: Server, why: str) -> None:
         self.alive.remove(server)
         self._asleep.pop(server.url, None)
+        self._older.discard(server.url)
         process = self._processes.get(server.url)
         if self.listed is not None:
             self.listed.went(server.url)

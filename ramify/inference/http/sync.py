@@ -107,6 +107,7 @@ class Sync:
     async def _give(self, sources: list[Source], version: int) -> None:
         try:
             await self._sent(sources, version)
+            self._fleet.all_given()
             self.version = version
         except (ModelError, ConfigError, OSError, RuntimeError) as error:
             raise TrainError(

@@ -149,7 +149,7 @@ def test_who_only_asks_is_told_where_a_moved_engine_is_once_it_has_the_newest_we
             await ours.look_after(url, "them")
             process.may_come.set()
             while not ours.answering:
-                await asyncio.sleep(0.01)
+                await asyncio.sleep(0)  # sees it as soon as it may be asked
             theirs.listed(ours.answering)
 
         theirs = HttpEngines(
