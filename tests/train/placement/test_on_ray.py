@@ -123,7 +123,7 @@ def test_a_run_on_ray(tmp_path: Path) -> None:
     assert sum("loss" in values for *_, values in ours) == 2
     for (*place, values), (*other, expected) in zip(ours, theirs, strict=False):
         assert place == other
-        assert values == pytest.approx(expected, abs=1e-5)
+        assert values == pytest.approx(expected, abs=1e-4)
 
 
 def _holds(path: Path, text: str) -> bool:
