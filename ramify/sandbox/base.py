@@ -1,6 +1,6 @@
 """A live Python session somewhere, whatever holds it: the protocol that the engine uses and every provider meets.
 
-    engine ── Session.run(code, answer=…) ──> Door (a byte stream) ──> guest.py: one namespace
+    engine ── Session.run(code, answer=…) ──> Door (a byte stream) ──> guest/: one namespace
                      ^                                                    │
                      └───── answer(name, args, kwargs) <── llm_query(…) ──┘   over the same stream
 

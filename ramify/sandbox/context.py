@@ -2,7 +2,7 @@
 
 Decides where the bytes lie: a large context in an anonymous file of memory, which the fork server maps, a small one in
 a bytes object, which goes over the wire. Leaves out who decodes it and when (``process.py``), and the codec
-(``guest.py``).
+(``guest/values.py``).
 """
 
 from __future__ import annotations
@@ -17,15 +17,9 @@ import tempfile
 from typing import Any
 
 from ramify.errors import SandboxError
-from ramify.sandbox.guest import (
-    CodecError,
-    Decoder,
-    Encoder,
-    ProtocolError,
-    pack_value,
-    unpack_value,
-    write_all,
-)  # fmt: skip
+from ramify.sandbox.guest.frames import write_all
+from ramify.sandbox.guest.packed import pack_value, unpack_value
+from ramify.sandbox.guest.values import CodecError, Decoder, Encoder, ProtocolError
 
 _serials = itertools.count()
 LARGE_BYTES = 1 << 20

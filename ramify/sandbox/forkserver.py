@@ -1,7 +1,7 @@
 """The fork server: a small process from which sessions are forked. Runs in a process of its own, never in the host.
 
 Decides how a session's process is set up (group, limits, folder, descriptors), that nothing it started outlives it,
-and that everything ends when the host does. Leaves out what a session does (``guest.py``) and isolation. Started with
+and that everything ends when the host does. Leaves out what a session does (``guest/``) and isolation. Started with
 an empty environment; the host's end is ``process.py``. Standard library only.
 
     host ──control socket──> server ──fork──> session         a session talks to the host over a socket of its own
@@ -35,10 +35,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ramify.sandbox import guest, shelf
+    from ramify.sandbox import shelf
+    from ramify.sandbox.guest import frames, guest, interpreter, packed, shown, source, spools, values
 else:
-    guest = sys.modules["ramify_guest"]
-    shelf = sys.modules["ramify_shelf"]
+    import ramify_shelf as shelf
+    from ramify_guest import frames, guest, interpreter, packed, shown, source, spools, values
 
 PRELOAD = (
     "bisect", "concurrent.futures.thread", "copy", "csv", "dataclasses", "datetime", "decimal", "difflib", "enum",
@@ -95,7 +96,7 @@ class Control:
     def send(self, header: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
         if fds:
             header["fds"] = len(fds)
-        data = b"".join(guest.frame(json.dumps(header).encode()))
+        data = b"".join(frames.frame(json.dumps(header).encode()))
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         sent = self.sock.sendmsg([data], rights)
         if sent < len(data):
@@ -148,7 +149,7 @@ class Server:
             self._template(header, fds)
         elif op == "compile":
             with contextlib.suppress(SyntaxError, ValueError):  # the session that installs it will tell
-                guest.precompile(header["source"], f"<{header['module']}>")
+                source.precompile(header["source"], f"<{header['module']}>")
         elif op == "signal":
             if header["pid"] in self.children:
                 os.kill(header["pid"], header["signal"])
@@ -236,7 +237,7 @@ class Server:
         self.children = {}
         try:
             with mmap.mmap(context, 0, prot=mmap.PROT_READ) as data, memoryview(data) as view:
-                self._context, _ = guest.unpack_value(view)
+                self._context, _ = packed.unpack_value(view)
         except Exception as error:  # noqa: BLE001  (told to the host, which raises it)
             self.control.send({"op": "failed", "message": f"its context did not decode: {error}"})
             os._exit(1)
@@ -253,11 +254,11 @@ class Server:
         (wire, spool, *rest), memory = self.enter(given, fds)
         random.seed(header["seed"])
         session = guest.Guest(
-            wire, wire, guest.FileSpool(spool), max_output_bytes=self.config["max_output_bytes"], owns_process=True,
+            wire, wire, spools.FileSpool(spool), max_output_bytes=self.config["max_output_bytes"], owns_process=True,
             memory_limits=memory, can_fork=True, shelf=shelf.Shelf(rest[0], is_host=False) if rest else None,
         )  # fmt: skip
         if self._has_context:
-            session.bind("context", self._context, True)
+            session.notebook.bind("context", self._context, True)
         gc.enable()
         session.serve(rehearse=header["early"])
         os._exit(0)
@@ -415,12 +416,12 @@ def _warm_up() -> None:
 
     Most of the time of a fork goes into copying the pages that a session writes to, one fault each; code that has run
     before writes less: it is specialised, what it makes once is made."""
-    guest.complete_builtins()
+    interpreter.complete_builtins()
     try:
         raise ValueError
     except ValueError as error:
-        guest.show_error(error, set())
-    guest.portable([1, "a", (2.0, None)])
+        shown.show_error(error)
+    values.portable([1, "a", (2.0, None)])
     _rehearse(16)
 
 
@@ -432,10 +433,10 @@ def _rehearse(cells: int) -> None:
     wire, spool = theirs.detach(), os.memfd_create("rehearsal")
     with host:
         for id in range(cells):
-            host.sendall(b"".join(guest.frame(json.dumps({"op": "run", "id": id, "code": "x = 1\nx"}).encode())))
+            host.sendall(b"".join(frames.frame(json.dumps({"op": "run", "id": id, "code": "x = 1\nx"}).encode())))
         host.shutdown(socket.SHUT_WR)
         guest.Guest(
-            wire, wire, guest.FileSpool(spool), max_output_bytes=1000, owns_process=False, can_fork=True
+            wire, wire, spools.FileSpool(spool), max_output_bytes=1000, owns_process=False, can_fork=True
         ).serve()
     os.close(spool)
 

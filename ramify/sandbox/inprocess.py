@@ -25,7 +25,8 @@ from ramify.errors import ConfigError, SandboxError
 from ramify.sandbox.base import Caps, Context, SandboxSpec
 from ramify.sandbox.context import SharedContext
 from ramify.sandbox.door import SCRATCH_BYTES, SocketStream
-from ramify.sandbox.guest import Guest, MemorySpool
+from ramify.sandbox.guest.guest import Guest
+from ramify.sandbox.guest.spools import MemorySpool
 from ramify.sandbox.packages import locate
 from ramify.sandbox.session import GuestSession
 from ramify.sandbox.shelf import Shelf
@@ -91,7 +92,7 @@ class ThreadDoor:
 
     def _live(self, fd: int, max_output_bytes: int) -> None:
         guest = Guest(fd, fd, MemorySpool(), max_output_bytes=max_output_bytes, owns_process=False)
-        guest.builtins = _builtins_for(guest)
+        guest.notebook.builtins = _builtins_for(guest)
         self._guest = guest
         try:
             with _Routed(guest), contextlib.suppress(OSError):
@@ -106,7 +107,7 @@ class ThreadDoor:
             self._ended.set_result(None)
 
     def interrupt(self) -> None:
-        if self._guest is not None and self._thread.ident is not None and self._guest.takes_interrupt():
+        if self._guest is not None and self._thread.ident is not None and self._guest.interrupts.may_rise():
             ctypes.pythonapi.PyThreadState_SetAsyncExc(
                 ctypes.c_ulong(self._thread.ident), ctypes.py_object(KeyboardInterrupt)
             )
@@ -140,7 +141,7 @@ class _Router(io.TextIOBase):
 
     def _target(self) -> Any:
         guest = _guests.get(threading.get_ident())
-        return self.host if guest is None else getattr(guest, self._name)
+        return self.host if guest is None else getattr(guest.output, self._name)
 
     @property
     def buffer(self) -> Any:
@@ -193,7 +194,7 @@ def _builtins_for(guest: Guest) -> types.ModuleType:
     @functools.wraps(print)
     def session_print(*values: Any, file: Any = None, **options: Any) -> None:
         is_host = file is None and not isinstance(sys.stdout, _Router)  # the cell itself put another stream there
-        print(*values, file=file if file is not None or is_host else guest.stdout, **options)
+        print(*values, file=file if file is not None or is_host else guest.output.stdout, **options)
 
     own.__dict__.update(print=session_print, exit=_exit, quit=_exit)
     return own

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import builtins
 import os
-import sys
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -22,10 +21,16 @@ from IPython.core.inputtransformer2 import leading_empty_lines
 from traitlets.config import Config
 
 if TYPE_CHECKING:
-    call_host: Any
+    from ramify.sandbox.guest.notebook import Notebook
+    from ramify.sandbox.guest.shown import safe_repr
+    from ramify.sandbox.guest.source import remember_source
 
-guest: Any = call_host.__self__  # noqa: F821  (a module of the guest is given it)
-ramify_guest: Any = sys.modules[type(guest).__module__]
+    notebook: Notebook
+else:
+    from ramify_guest.shown import safe_repr
+    from ramify_guest.source import remember_source
+
+    notebook = notebook  # noqa: F821  (a module of the guest is given it)
 
 
 class Compiler(compilerop.CachingCompiler):
@@ -43,7 +48,7 @@ class Echo(DisplayHook):
     text: str | None = None
 
     def compute_format_data(self, result: Any) -> tuple[dict[str, str], dict[str, Any]]:
-        self.text = ramify_guest.safe_repr(result)
+        self.text = safe_repr(result)
         return {"text/plain": self.text}, {}
 
     def write_output_prompt(self) -> None:
@@ -78,9 +83,9 @@ def make_shell() -> Shell:
     config = Config()
     config.HistoryManager.enabled = False
     shell: Shell = Shell.instance(
-        config=config, user_module=guest.module, user_ns=guest.namespace, ipython_dir=folder
+        config=config, user_module=notebook.module, user_ns=notebook.namespace, ipython_dir=folder
     )  # fmt: skip
-    shell.loop_runner = guest._await
+    shell.loop_runner = notebook.complete
     shell.input_transformer_manager.cleanup_transforms.remove(leading_empty_lines)  # it would shift the lines of errors
     vars(shell.InteractiveTB)["structured_traceback"] = (
         lambda *_, **__: []
@@ -92,37 +97,26 @@ def make_shell() -> Shell:
 def bind_exits() -> None:
     """IPython's own want a terminal to leave, and it hides the ones among the builtins."""
     for name in ("exit", "quit"):
-        guest.namespace[name] = getattr(builtins, name)
+        notebook.namespace[name] = getattr(builtins, name)
 
 
-def execute(source: str, name: str) -> tuple[str | None, str | None]:
-    """What ``Guest._execute`` does: (echo, error)."""
-    try:
-        guest._live = True
-        try:
-            return run(source, name)
-        except BaseException as error:  # noqa: BLE001  (an interrupt may rise anywhere)
-            return None, guest._describe(error)
-    finally:
-        guest._live = False
-
-
-def run(source: str, name: str) -> tuple[str | None, str | None]:
+def evaluate(source: str, name: str) -> tuple[str | None, str | None]:
+    """What ``Notebook.evaluate`` does: (echo, error)."""
     shell.compile.name = name
     shell.displayhook.text = None
-    if "_oh" not in guest.namespace:  # a cell has cleared its globals
+    if "_oh" not in notebook.namespace:  # a cell has cleared its globals
         shell.init_user_ns()
         bind_exits()
     result = shell.run_cell(source, store_history=True)
-    ramify_guest.remember_source(name, source)
+    remember_source(name, source)
     error = result.error_before_exec or result.error_in_exec
     if error is not None:
-        return None, guest._describe(error)
+        return None, notebook.describe(error)
     return shell.displayhook.text, None
 
 
 warnings.filterwarnings("ignore", message="To exit: use")
 shell = make_shell()
-guest._hidden |= {interactiveshell.__file__, compilerop.__file__}
-guest._execute = execute
+notebook.hidden |= {interactiveshell.__file__, compilerop.__file__}
+notebook.evaluate = evaluate
 __all__: list[str] = []

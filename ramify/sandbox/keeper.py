@@ -2,8 +2,8 @@
 
 Decides how one stream of a service (standard input and output, whatever lies between) holds the guest's bytes and what
 else can be done to it: interrupt, kill, the news of its end. So a service need offer no more than to start a command.
-Leaves out the host's end (``remote.py``) and what the guest does. Runs there, standard library only: its source is sent
-with those of ``guest.py`` and ``forkserver.py``, and nothing is installed.
+Leaves out the host's end (``remote.py``) and what the guest does. Runs there, standard library only: it is sent with
+``guest/`` and ``forkserver.py``, and nothing is installed (``carried.py``).
 
     packet = u8 kind | u32 length | bytes          each in base64 on a line of its own where the stream carries only text
 
@@ -159,12 +159,13 @@ class Keeper:
 
 def _live(server: Any, config: dict[str, Any], sock: socket.socket, spool: int) -> None:
     """The guest's whole life, in its own process."""
-    guest: Any = sys.modules["ramify_guest"]
+    guest: Any = sys.modules["ramify_guest.guest"]
+    spools: Any = sys.modules["ramify_guest.spools"]
     (wire, spool), memory = server.enter(config["folder"], [sock.detach(), spool])
     random.seed(config["seed"])
     gc.enable()
     guest.Guest(
-        wire, wire, guest.FileSpool(spool), max_output_bytes=config["max_output_bytes"], owns_process=True,
+        wire, wire, spools.FileSpool(spool), max_output_bytes=config["max_output_bytes"], owns_process=True,
         memory_limits=memory,
     ).serve()  # fmt: skip
     os._exit(0)

@@ -19,22 +19,13 @@ from typing import Any, NamedTuple
 import msgspec
 
 from ramify.errors import SandboxError
+from ramify.sandbox.carried import FOLDER, LOADER
 from ramify.sandbox.context import anonymous_file
-from ramify.sandbox.guest import frame, open_frame
+from ramify.sandbox.guest.frames import frame, open_frame
 from ramify.sandbox.wire import Assembler
 
-_HERE = os.path.dirname(os.path.abspath(__file__))
-_BOOT = """
-import importlib.util as u, sys
-def load(name, path):
-    spec = u.spec_from_file_location(name, path)
-    sys.modules[name] = module = u.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-*names, fd = sys.argv[2:]
-for name in names:
-    last = load("ramify_" + name.replace("/", "_"), f"{sys.argv[1]}/{name}.py")
-last.main(int(fd))
+_BOOT = f"""{LOADER}
+load(sys.argv[1], sys.argv[2:-1]).main(int(sys.argv[-1]))
 """
 ENVIRONMENT = {
     "PYTHONHASHSEED": "0",
@@ -202,11 +193,11 @@ class Link:
 def start_server(config: dict[str, Any], modules: Sequence[str] = ("shelf", "guest", "forkserver")) -> Server:
     """A fork server in a process of its own, which gets no more of the host than one descriptor. Needs no event loop.
 
-    ``modules``: files of this room that it loads, in order; the last one's ``main`` is its life."""
+    ``modules``: what it loads (``carried.py``); the last one's ``main`` is its life."""
     ours, theirs = socket.socketpair()
     complaints = anonymous_file("ramify-errors")
     with theirs:
-        command = [sys.executable, "-s", "-S", "-P", "-c", _BOOT, _HERE, *modules, str(theirs.fileno())]
+        command = [sys.executable, "-s", "-S", "-P", "-c", _BOOT, str(FOLDER), *modules, str(theirs.fileno())]
         process = subprocess.Popen(
             command, env=ENVIRONMENT, pass_fds=[theirs.fileno()], cwd="/", start_new_session=True,
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=complaints,

@@ -24,7 +24,10 @@ from typing import Any
 from ramify.errors import ConfigError, HostCallError, SandboxError, SessionDied
 from ramify.sandbox.base import Answer, Caps, Context, Ran, SandboxSpec
 from ramify.sandbox.context import SharedContext
-from ramify.sandbox.guest import VALUE_CHARS, CodecError, Encoder, HeadTail, HostError, cut, portable, safe_repr
+from ramify.sandbox.guest.calls import HostError
+from ramify.sandbox.guest.shown import VALUE_CHARS, cut, safe_repr
+from ramify.sandbox.guest.tails import HeadTail
+from ramify.sandbox.guest.values import CodecError, Encoder, portable
 from ramify.types.trajectory import Cell
 
 _MAX_WORKERS = 1024

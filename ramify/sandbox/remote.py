@@ -1,10 +1,10 @@
 """Sessions behind a service that starts commands elsewhere: a container engine, a cloud.
 
-Decides how the guest gets there (its source is the first thing sent; nothing is installed), how its bytes share one
-stream with what else can be done to it, and how streams that carry only text, or that begin with a greeting, are read.
-Leaves out what a service is: each is a ``Service`` of a few lines (``docker.py``, ``cloud/``).
+Decides how the guest gets there (its files are the first thing sent; nothing is installed: ``carried.py``), how its
+bytes share one stream with what else can be done to it, and how streams are read that carry only text, or that begin
+with a greeting. Leaves out what a service is: each is a ``Service`` of a few lines (``docker.py``, ``cloud/``).
 
-    GuestSession ── RemoteDoor ──packets──> Stream ······> keeper.py ──fork──> guest.py
+    GuestSession ── RemoteDoor ──packets──> Stream ······> keeper.py ──fork──> guest/
 
 A service sees base64 where its streams carry text ("text") or pass through a terminal ("terminal").
 """
@@ -18,15 +18,14 @@ import warnings
 import zlib
 from collections import deque
 from collections.abc import Callable
-from functools import cache
-from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from ramify.errors import ConfigError, SandboxError
 from ramify.sandbox.base import Caps, Context, SandboxSpec
+from ramify.sandbox.carried import LOADER, texts
 from ramify.sandbox.context import SharedContext
 from ramify.sandbox.door import how_it_ended
-from ramify.sandbox.guest import ProtocolError
+from ramify.sandbox.guest.values import ProtocolError
 from ramify.sandbox.keeper import DATA, END, ENDED, FAILED, HEAD, INTERRUPT, KILL, UNKNOWN, to_lines
 from ramify.sandbox.link import ENVIRONMENT
 from ramify.sandbox.session import GuestSession
@@ -43,20 +42,23 @@ _MAX_GREETING_BYTES = 1 << 16
 _MAX_PACKET_BYTES = 2 << 20
 """Of a packet from the other end, which a hostile guest may have taken over."""
 _MARK = b"ramify-guest-1\n"
-_BOOT = """
-import os, sys
+_MODULES = ("shelf", "guest", "forkserver", "keeper")
+_BOOT = f"""{LOADER}
 os.dup2(1, 2)
 if sys.argv[1] == "terminal":
     import tty
     tty.setraw(0)
 os.write(1, b"ramify-" b"guest-1\\n")
-import base64, json, types, zlib
+import base64, json, tempfile, zlib
 parcel = json.loads(zlib.decompress(base64.b64decode(sys.stdin.buffer.readline())))
-for name, source in parcel["sources"].items():
-    module = sys.modules["ramify_" + name] = types.ModuleType("ramify_" + name)
-    module.__file__ = name + ".py"
-    exec(compile(source, module.__file__, "exec"), module.__dict__)
-sys.modules["ramify_keeper"].main(parcel["config"], sys.argv[1] != "bytes")
+with tempfile.TemporaryDirectory(prefix="ramify-") as folder:
+    for path, text in parcel["files"].items():
+        path = os.path.join(folder, path)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(text)
+    keeper = load(folder, parcel["modules"])
+keeper.main(parcel["config"], sys.argv[1] != "bytes")
 """
 _SHORT = f"import base64;exec(base64.b64decode('{base64.b64encode(_BOOT.encode()).decode()}'))"
 
@@ -67,19 +69,13 @@ def boot_command(carries: Carries) -> list[str]:
     return ["env", "-i", *(f"{name}={value}" for name, value in given.items()), "python3", "-P", "-c", _SHORT, carries]
 
 
-@cache
-def _sources() -> dict[str, str]:
-    """What runs there, in the order in which it is loaded."""
-    here = Path(__file__).parent
-    return {name: (here / f"{name}.py").read_text("utf-8") for name in ("shelf", "guest", "forkserver", "keeper")}
-
-
 def _parcel(spec: SandboxSpec, seed: str) -> bytes:
     config = {
         "seed": seed, "packages": list(spec.packages),
         "memory_bytes": spec.memory_bytes, "max_output_bytes": spec.max_output_bytes,
     }  # fmt: skip
-    return base64.b64encode(zlib.compress(json.dumps({"config": config, "sources": _sources()}).encode())) + b"\n"
+    parcel = {"config": config, "modules": _MODULES, "files": texts(_MODULES)}
+    return base64.b64encode(zlib.compress(json.dumps(parcel).encode())) + b"\n"
 
 
 class Stream(Protocol):

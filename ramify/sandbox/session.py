@@ -19,7 +19,8 @@ from ramify.errors import HostCallError, SandboxError, SessionDied
 from ramify.sandbox import wire
 from ramify.sandbox.base import Answer, Caps, Ran
 from ramify.sandbox.door import Door, ForkingDoor
-from ramify.sandbox.guest import CodecError, Encoder, HeadTail, ProtocolError
+from ramify.sandbox.guest.tails import HeadTail
+from ramify.sandbox.guest.values import CodecError, Encoder, ProtocolError
 from ramify.types.trajectory import Cell
 
 MAX_CALLS = 1024

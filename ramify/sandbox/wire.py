@@ -1,7 +1,7 @@
 """What a guest may say, as the host reads it: every frame is hostile until it has passed here.
 
 Decides the schema and the sizes of frames from a guest. Leaves out the order in which they may come (``session.py``)
-and the layout of a frame and its values (``guest.py``, of which this is the checked mirror).
+and the layout of a frame and its values (``guest/``, of which this is the checked mirror).
 """
 
 from __future__ import annotations
@@ -11,17 +11,8 @@ from typing import Annotated, Any
 
 import msgspec
 
-from ramify.sandbox.guest import (
-    MAX_FRAME,
-    MAX_HEADER,
-    Decoder,
-    Encoder,
-    ProtocolError,
-    encoded,
-    frame,
-    open_frame,
-    split_blobs,
-)  # fmt: skip
+from ramify.sandbox.guest.frames import MAX_FRAME, MAX_HEADER, frame, open_frame, split_blobs
+from ramify.sandbox.guest.values import Decoder, Encoder, ProtocolError, encoded
 from ramify.sandbox.shelf import Shelf
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]

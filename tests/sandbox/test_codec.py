@@ -9,18 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ramify.sandbox.guest import (
-    CodecError,
-    Decoder,
-    Encoder,
-    HeadTail,
-    ProtocolError,
-    Reader,
-    frame,
-    pack_value,
-    unpack_value,
-    write_all,
-)
+from ramify.sandbox.guest.frames import Reader, frame, write_all
+from ramify.sandbox.guest.packed import pack_value, unpack_value
+from ramify.sandbox.guest.tails import HeadTail
+from ramify.sandbox.guest.values import CodecError, Decoder, Encoder, ProtocolError
 from ramify.sandbox.wire import Assembler, parse
 
 text = st.text(st.characters(codec=None, exclude_categories=()), max_size=20)

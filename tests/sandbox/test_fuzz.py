@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 from ramify.errors import SandboxError, SessionDied
 from ramify.sandbox import wire
 from ramify.sandbox.base import Caps, Ran
-from ramify.sandbox.guest import ProtocolError, frame
+from ramify.sandbox.guest.frames import frame
+from ramify.sandbox.guest.values import ProtocolError
 from ramify.sandbox.session import GuestSession
 
 FUZZ = settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))

@@ -9,7 +9,7 @@ import pytest
 
 from ramify.errors import SandboxError, SessionDied
 from ramify.sandbox.base import Caps
-from ramify.sandbox.guest import frame
+from ramify.sandbox.guest.frames import frame
 from ramify.sandbox.session import GuestSession
 
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 import msgspec
 
 from ramify.errors import SandboxError
-from ramify.sandbox.guest import open_frame
+from ramify.sandbox.guest.frames import open_frame
 from ramify.sandbox.link import Server, start_server
 
 MODULES = (

@@ -1,0 +1,137 @@
+"""Frames: how a header and its blobs lie on a stream of bytes.
+
+Decides the layout, the largest frame, and how much is read or written at once. Leaves out what headers say (see the
+package) and how values become JSON (``values.py``).
+
+    frame = u32 length of the rest | u8 version | u32 header length | header (JSON) | blobs      (little endian)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from .values import Buffer, ProtocolError
+
+VERSION = 1
+PREFIX = struct.Struct("<IBI")
+MAX_HEADER = 16 << 20
+"""Bytes of a frame's JSON. Long text is not in it, so this is millions of small values."""
+MAX_FRAME = 256 << 20
+"""Bytes of a frame that a guest sends. Frames to a guest are bounded by its memory and by the prefix."""
+_CHUNK = 1 << 16
+U32 = struct.Struct("<I")
+_read, _readv, _write, _writev = os.read, os.readv, os.write, os.writev
+"""As they were when no cell had run yet."""
+
+to_json: Callable[[Any], str] = json.JSONEncoder(
+    ensure_ascii=False, separators=(",", ":"), check_circular=False, allow_nan=False
+).encode
+from_json = json.JSONDecoder().decode
+
+
+def json_bytes(header: Any) -> bytes:
+    """``header`` as JSON; half a surrogate pair, as an error's text may hold, becomes its escape as text."""
+    text = to_json(header)
+    try:
+        return text.encode()
+    except UnicodeEncodeError:
+        shown = (f"\\\\u{ord(char):04x}" if "\ud800" <= char <= "\udfff" else char for char in text)
+        return "".join(shown).encode()
+
+
+def frame(header: bytes, blobs: Sequence[Buffer] = ()) -> list[Buffer]:
+    """The buffers of one frame."""
+    rest = 5 + len(header) + sum(map(len, blobs))
+    return [PREFIX.pack(rest, VERSION, len(header)) + header, *blobs]
+
+
+def open_frame(view: memoryview) -> tuple[memoryview, int]:
+    """Header bytes of a frame (given without its length), and where its blobs start."""
+    version, size = view[0], U32.unpack_from(view, 1)[0]
+    if version != VERSION:
+        raise ProtocolError(f"a frame of version {version}, where {VERSION} is spoken")
+    if size > len(view) - 5:
+        raise ProtocolError(f"a header of {size} bytes in a frame of {len(view)}")
+    return view[5 : 5 + size], 5 + size
+
+
+def split_blobs(view: memoryview, start: int, lengths: Sequence[int]) -> list[memoryview]:
+    """The blobs of ``view`` from ``start`` to its end."""
+    blobs = []
+    for length in lengths:
+        if type(length) is not int or length < 0:
+            raise ProtocolError(f"a blob of length {str(length)[:40]}")
+        blobs.append(view[start : start + length])
+        start += length
+    if start != len(view):
+        raise ProtocolError(f"blobs that end at byte {start} of {len(view)}")
+    return blobs
+
+
+class Reader:
+    """Bytes from a descriptor -> frames. A long frame gets a buffer of its own and is read straight into it."""
+
+    def __init__(self, fd: int, receive: Any = None) -> None:
+        """``receive``: ``recvmsg`` of a socket, where descriptors may come along."""
+        self.fd = fd
+        self.receive = receive
+        self.fds: list[int] = []
+        """Descriptors that came along and were not taken yet."""
+        self.data = bytearray()
+        self.have = 0
+
+    def next(self) -> memoryview | None:
+        """A whole frame without its length, or None where more must be read first."""
+        if self.have < 4:
+            return None
+        end = 4 + U32.unpack_from(self.data)[0]
+        if end < 9:
+            raise ProtocolError(f"a frame of {end - 4} bytes")
+        if self.have < end:
+            if end > _CHUNK and len(self.data) < end:
+                whole = bytearray(end)
+                whole[: self.have] = memoryview(self.data)[: self.have]
+                self.data = whole
+            return None
+        view = memoryview(self.data)[4:end]
+        if len(self.data) == end:
+            self.data = bytearray()
+        else:
+            self.data = self.data[end : self.have]
+        self.have = len(self.data)
+        return view
+
+    def fill(self) -> None:
+        """Read once. Raises EOFError at the end of the stream."""
+        if len(self.data) > self.have:
+            count = _readv(self.fd, [memoryview(self.data)[self.have :]])
+        else:
+            chunk = _read(self.fd, _CHUNK) if self.receive is None else self._receive()
+            count = len(chunk)
+            self.data += chunk
+        if not count:
+            raise EOFError
+        self.have += count
+
+    def _receive(self) -> bytes:
+        data, ancillary, _, _ = self.receive(_CHUNK, 32)
+        for _, _, packed in ancillary:
+            self.fds += struct.unpack(f"{len(packed) // 4}i", packed[: len(packed) // 4 * 4])
+        chunk: bytes = data
+        return chunk
+
+
+def write_all(fd: int, parts: list[Buffer]) -> None:
+    """Every byte of ``parts``, in as few system calls as it takes."""
+    if len(parts) > 1 and (len(parts) > 256 or sum(map(len, parts)) < _CHUNK):
+        parts = [b"".join(parts)]
+    while parts:
+        count = _writev(fd, parts) if len(parts) > 1 else _write(fd, parts[0])
+        while parts and count >= len(parts[0]):
+            count -= len(parts.pop(0))
+        if count:
+            parts[0] = memoryview(parts[0])[count:]

@@ -1,0 +1,177 @@
+"""The guest itself: it answers the host until the host is gone.
+
+Decides what each request does, and what comes before and after a cell. Leaves out how each of it is done: see the
+package for who does what.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from .branches import Branches
+from .calls import Calls, HostError
+from .inbox import Inbox
+from .interpreter import Interpreter, Memory, complete_builtins
+from .interrupts import Interrupts
+from .line import Line
+from .notebook import Notebook
+from .output import Output
+from .packed import unpack_value
+from .shown import cut, show_error
+from .source import Code
+from .spools import FileSpool, MemorySpool
+from .values import CodecError, Encoder, ProtocolError, portable
+
+
+class Guest:
+    """A namespace and the wire to its host. Create and ``serve`` it in the same thread."""
+
+    def __init__(
+        self,
+        read_fd: int,
+        write_fd: int,
+        spool: FileSpool | MemorySpool,
+        *,
+        max_output_bytes: int,
+        owns_process: bool,
+        memory_limits: tuple[int, int] | None = None,
+        can_fork: bool = False,
+        shelf: Any = None,
+    ) -> None:
+        """``memory_limits``: bytes of address space in a cell, and the little more that the guest has for itself, so
+        that it can still speak when a cell has used up all it may have. ``can_fork``: the wire is a socket over which
+        the host may hand it what a branch needs. ``shelf``: a ``shelf.Shelf``, where host and guest share one."""
+        self.interrupts = Interrupts()
+        self._line = Line(read_fd, write_fd, takes_fds=can_fork, shelf=shelf)
+        self.output = Output(spool, self._line, self.interrupts, max_output_bytes)
+        self._memory = Memory(memory_limits)
+        self.notebook = Notebook(self.interrupts, self._memory, owns_process=owns_process)
+        self._branches = Branches(self._line, spool, self.notebook)
+        self._inbox = Inbox(self._line, self.interrupts, self._branches.fork, ends_process=owns_process)
+        self._calls = Calls(self._line, self._inbox, self.interrupts, self.output)
+        self._owns_process = owns_process
+        self._cells = 0
+        if owns_process:
+            complete_builtins()
+        self._interpreter = Interpreter()
+
+    # -- serving
+
+    def serve(self, *, rehearse: bool = False) -> None:
+        """Answer the host until it closes the stream. ``rehearse``: nobody waits for us yet."""
+        self._mend()
+        self._line.send({"op": "hello", "pid": self._line.pid})
+        if rehearse:
+            self._rehearse()
+        while True:
+            try:
+                header, blobs = self._inbox.next_command()
+            except (EOFError, OSError):
+                break
+            except KeyboardInterrupt:
+                continue  # it came too late for its cell
+            self._obey(header, blobs)
+            self._branches.bury()
+        self.notebook.end_loop()
+
+    def _rehearse(self) -> None:
+        """Write to the pages now that a first cell would have to be given copies of."""
+        eval(Code("x = 1\nx", "<cell 0>", 0).body, {})
+
+    def _obey(self, header: dict[str, Any], blobs: list[memoryview]) -> None:
+        op, id = header["op"], header["id"]
+        if op == "run":
+            self._run(id, header["code"])
+            return
+        if op == "seed":
+            import random
+
+            random.seed(header["seed"])
+            return
+        try:
+            if op == "set":
+                self.notebook.bind(header["name"], self._line.value_of(header, blobs), header["reserved"])
+            elif op == "context":
+                self.notebook.bind("context", unpack_value(blobs[0])[0], True)
+            elif op == "install":
+                self._install(header["module"], header["source"])
+            elif op == "get":
+                self._send_value(id, self.notebook.get(header["name"]))
+                return
+            else:
+                raise ProtocolError(f"an unknown request {op!r}")
+            self._line.send({"op": "ok", "id": id})
+        except BaseException as error:  # noqa: BLE001  (the host decides what it means)
+            self._send_failed(id, error, show_error(error) if op == "install" else str(error))
+
+    def _send_value(self, id: int, value: Any) -> None:
+        encoder = Encoder()
+        self._line.send({"op": "value", "id": id, "value": encoder.encode(value)}, encoder)
+
+    def _send_failed(self, id: int, error: BaseException, message: str) -> None:
+        kind = "TypeError" if isinstance(error, CodecError) else type(error).__name__
+        self._line.send({"op": "failed", "id": id, "kind": kind, "message": cut(message, 20_000)})
+
+    def _install(self, module: str, source: str) -> None:
+        given = {
+            "call_host": self._calls.call_host, "HostError": HostError, "last_output": self.output.last_output,
+            "portable": portable,
+        }  # fmt: skip
+        self.notebook.install(module, source, given)
+
+    # -- a cell
+
+    def _run(self, id: int, code: str) -> None:
+        self._cells += 1
+        self.output.begin()
+        self.interrupts.reset()
+        self._line.is_open = True
+        value = error = None
+        self._memory.allow_cell()
+        try:
+            value, error = self.notebook.execute(code, f"<cell {self._cells}>")
+        except BaseException as late:  # noqa: BLE001  (an interrupt that hit between the cell and its report)
+            error = type(late).__name__
+        self.interrupts.is_live = False
+        self._memory.allow_guest()
+        self.interrupts.reset()
+        if not self._line.is_ours():
+            self._leave_fork(error)
+        self._end_cell(id, value, error)
+
+    def _leave_fork(self, error: str | None) -> None:
+        """A process that the cell forked came to the cell's end: it is not the session."""
+        if error:
+            self.output.spool.write(error.encode("utf-8", "backslashreplace"))
+        os._exit(1 if error else 0)
+
+    def _end_cell(self, id: int, value: str | None, error: str | None) -> None:
+        self._mend()
+        line, output = self._line, self.output
+        with line.sending:
+            parts = output.take(final=True)
+        output.end()
+        encoder = Encoder()
+        note, error = self.notebook.after_cell(encoder, error)
+        restored = self.notebook.restore_names()
+        with line.sending:
+            parts += output.take(final=True)
+            line.is_open = False
+            self._inbox.drop_calls()
+            done = {"op": "done", "id": id, "value": value, "error": error, "restored": restored, "note": note}
+            line.write(parts + line.frame({**done, "chars": output.chars}, encoder))
+
+    def _mend(self) -> None:
+        """Undo what a cell may have done to the interpreter that would break the next one, or us."""
+        self._interpreter.mend_builtins()
+        self.notebook.mend()
+        if self._owns_process:
+            self._interpreter.mend_process(self.notebook.module, self.output, self.on_interrupt)
+
+    def on_interrupt(self, *_: object) -> None:
+        """The handler of SIGINT."""
+        if not self._line.is_ours():
+            os._exit(130)
+        if self.interrupts.may_rise():
+            raise KeyboardInterrupt

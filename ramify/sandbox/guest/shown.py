@@ -1,0 +1,58 @@
+"""Values and errors as text for whoever wrote the cell.
+
+Decides how long it may get, and that a traceback has the frames of the cell and of what it called, not the guest's.
+Leaves out what becomes of the text.
+"""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Collection
+from typing import Any
+
+from .values import type_name
+
+VALUE_CHARS = 100_000
+"""Most of an echo, and of one exception's text."""
+_HERE = os.path.dirname(__file__) + os.sep
+"""The guest's own files."""
+
+
+def cut(text: str, limit: int) -> str:
+    """``text``, or its head and tail with a note of what is missing."""
+    if len(text) <= limit:
+        return text
+    half = limit // 2
+    return f"{text[:half]} [… {len(text) - 2 * half:,} characters left out …] {text[-half:]}"
+
+
+def safe_repr(value: Any) -> str:
+    """``repr(value)`` of bounded length; never raises an Exception, and does not copy a long string to show it."""
+    kind = type(value)
+    if kind in (str, bytes) and len(value) > VALUE_CHARS:
+        half = VALUE_CHARS // 2
+        return f"{value[:half]!r} [… {len(value) - 2 * half:,} left out …] {value[-half:]!r}"
+    try:
+        return cut("".join([repr(value), ""]), VALUE_CHARS)
+    except Exception as error:  # noqa: BLE001  (whatever a repr does, the cell goes on)
+        return f"<{type_name(kind)} whose repr raised {type(error).__name__}>"
+
+
+def show_error(error: BaseException, hidden: Collection[str] = ()) -> str:
+    """The traceback as the cell's author should see it: without frames of the guest and of ``hidden`` files."""
+    shown = traceback.TracebackException(type(error), error, error.__traceback__, compact=True)
+    seen: set[int] = set()
+    stack = [shown]
+    while stack:
+        part = stack.pop()
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
+        frames = [
+            entry for entry in part.stack or () if not (entry.filename.startswith(_HERE) or entry.filename in hidden)
+        ]
+        part.stack = traceback.StackSummary.from_list(frames) if frames else None  # type: ignore[assignment]
+        stack += [p for p in (part.__cause__, part.__context__) if p is not None]
+        stack += getattr(part, "exceptions", None) or []
+    return cut("".join(shown.format()).rstrip("\n"), VALUE_CHARS)

@@ -1,0 +1,68 @@
+"""A cell's source, compiled.
+
+Decides what code in no file is called and where its lines are found, that a cell's last expression is its echo, and that
+modules to install are compiled once for all sessions of a process. Leaves out running it (``notebook.py``).
+"""
+
+from __future__ import annotations
+import __future__
+
+import ast
+import linecache
+import threading
+import types
+from typing import Any
+
+_COMPILE_FLAGS = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+_FUTURES = 0
+for _name in __future__.all_feature_names:
+    _FUTURES |= getattr(__future__, _name).compiler_flag
+
+
+def remember_source(name: str, source: str) -> None:
+    """Let tracebacks and ``inspect`` find the lines of code that is in no file."""
+    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
+
+
+_COMPILING = threading.Lock()
+"""Python 3.11 counts how deep a tree is in one place for all threads: of two that make trees at once, one may be told
+that "AST constructor recursion depth mismatch". Sessions of one process are threads of it."""
+
+
+class Code:
+    """A cell's code, compiled: everything but the last expression, and that expression."""
+
+    __slots__ = ("body", "flags", "last")
+
+    def __init__(self, source: str, name: str, flags: int) -> None:
+        self.last = None
+        with _COMPILING:
+            tree = compile(source, name, "exec", flags | _COMPILE_FLAGS | ast.PyCF_ONLY_AST, True)
+            if tree.body and isinstance(tree.body[-1], ast.Expr):
+                last = ast.Expression(tree.body.pop().value)
+                self.body = self._compile(tree, name, flags)
+                self.last = self._compile(last, name, flags | (self.body.co_flags & _FUTURES))
+            else:
+                self.body = self._compile(tree, name, flags)
+        self.flags = flags | (self.body.co_flags & _FUTURES)
+
+    @staticmethod
+    def _compile(tree: Any, name: str, flags: int) -> types.CodeType:
+        mode = "eval" if isinstance(tree, ast.Expression) else "exec"
+        code: types.CodeType = compile(tree, name, mode, flags | _COMPILE_FLAGS, True)
+        return code
+
+
+_COMPILED: dict[tuple[str, str], types.CodeType] = {}
+"""Modules compiled ahead of time by whoever forks sessions."""
+
+
+def compiled(source: str, name: str) -> types.CodeType:
+    """The code of a module to install."""
+    code = _COMPILED.get((source, name))
+    return code if code is not None else compile(source, name, "exec", 0, True)
+
+
+def precompile(source: str, name: str) -> None:
+    """Compile a module once for every session that is forked after this."""
+    _COMPILED[(source, name)] = compile(source, name, "exec", 0, True)

@@ -1,0 +1,96 @@
+"""What is kept of a stream that is longer than anybody wants it: its end, or its beginning and its end.
+
+Decides which bytes, and that no character is shown in halves. Leaves out whose stream it is: sessions keep what cells
+print, hosts what sessions send them of it.
+"""
+
+from __future__ import annotations
+
+import collections
+
+from .values import Buffer
+
+
+class Tail:
+    """The last ``limit`` bytes of a stream, or a little more."""
+
+    __slots__ = ("_limit", "_parts", "_size", "lost")
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._parts: collections.deque[Buffer] = collections.deque()
+        self._size = 0
+        self.lost = 0
+        """Bytes before the tail that are gone."""
+
+    def add(self, data: Buffer) -> None:
+        self._parts.append(data)
+        self._size += len(data)
+        while self._size - len(self._parts[0]) >= self._limit:
+            gone = len(self._parts.popleft())
+            self._size -= gone
+            self.lost += gone
+
+    def take(self) -> tuple[bytes, int]:
+        """The tail, and how many bytes before it were lost since the last ``take``. It is empty afterwards."""
+        whole = b"".join(self._parts)
+        tail = whole[-self._limit :]
+        lost = self.lost + len(whole) - len(tail)
+        self._parts.clear()
+        self._size = self.lost = 0
+        return tail, lost
+
+    def drop(self) -> None:
+        """Lose it all."""
+        self.lost += self._size
+        self._parts.clear()
+        self._size = 0
+
+    def __bytes__(self) -> bytes:
+        return b"".join(self._parts)
+
+    def __len__(self) -> int:
+        return self._size
+
+
+class HeadTail:
+    """At most ``limit`` bytes of a stream: its first half and its last."""
+
+    __slots__ = ("_half", "_head", "_tail")
+
+    def __init__(self, limit: int) -> None:
+        self._half = max(limit // 2, 1)
+        self._head = bytearray()
+        self._tail = Tail(self._half)
+
+    def add(self, data: Buffer, skipped: int = 0) -> None:
+        """Take more of the stream; ``skipped`` bytes right before it are already gone."""
+        if skipped:
+            self._tail.drop()
+            self._tail.lost += skipped
+        elif not len(self._tail) and not self._tail.lost:
+            room = self._half - len(self._head)
+            self._head += data[:room]
+            data = data[room:]
+        if len(data):
+            self._tail.add(data)
+
+    def text(self, chars: int) -> str:
+        """What was kept, as text; a line between head and tail says how many of ``chars`` characters are not there."""
+        tail = bytes(self._tail)
+        if not self._tail.lost and len(tail) <= self._half:
+            return (self._head + tail).decode("utf-8", "replace")
+        head = _whole(bytes(self._head)).decode("utf-8", "replace")
+        end = tail[-self._half :].lstrip(_CONTINUATION).decode("utf-8", "replace")
+        return f"{head}\n[… {max(chars - len(head) - len(end), 0):,} characters left out …]\n{end}"
+
+
+_CONTINUATION = bytes(range(0x80, 0xC0))
+
+
+def _whole(data: bytes) -> bytes:
+    """``data`` without a character that was cut off at its end."""
+    body = data.rstrip(_CONTINUATION)
+    if body and body[-1] >= 0xC0 and len(data) - len(body) < (1 if body[-1] < 0xE0 else 2 if body[-1] < 0xF0 else 3):
+        return body[:-1]
+    return data

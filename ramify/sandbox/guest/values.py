@@ -1,0 +1,255 @@
+"""Values as they travel between host and session: JSON with tags, and long strings and bytes beside it.
+
+Decides what is carried, by exact type: None, bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset,
+date, time, datetime, timedelta (a time zone as its offset), and OrderedDict, defaultdict and Counter as dict. Leaves out
+the bytes around them (``frames.py``, ``packed.py``). What comes from the other end may be hostile: it decodes to a value
+of these types, or is a ProtocolError.
+"""
+
+from __future__ import annotations
+
+import collections
+import datetime
+import math
+from collections.abc import Sequence
+from typing import Any
+
+Buffer = Any
+"""bytes, bytearray or memoryview of bytes."""
+
+TAG = "$"
+INLINE_CHARS = 4096
+"""Longer strings travel as blobs."""
+MAX_DEPTH = 100
+"""Nesting of one value."""
+_MIN_INT, _MAX_INT = -(2**63), 2**63 - 1
+_FLAT_KINDS = {bool, type(None)}
+_DICTS = {dict, collections.OrderedDict, collections.defaultdict, collections.Counter}
+
+
+class ProtocolError(Exception):
+    """The other end sent something that the wire does not have."""
+
+
+class CodecError(TypeError):
+    """A value that is not carried: ``what`` is wrong with it, and ``path`` is where it sits, innermost step first."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(what)
+        self.what = what
+        self.path: list[str] = []
+
+    def __str__(self) -> str:
+        where = "value" + "".join(reversed(self.path[-8:]))
+        return f"{self.what} at {where} cannot be carried between session and host: make it a plain value first"
+
+
+def type_name(kind: type) -> str:
+    """As an error shows it: bare where everybody knows whose it is."""
+    module = kind.__module__
+    return kind.__qualname__ if module in ("builtins", "__main__") else f"{module}.{kind.__qualname__}"
+
+
+def _is_utf8(text: str) -> bool:
+    if text.isascii():
+        return True
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+class Encoder:
+    """Values -> JSON-ready data; long strings and bytes are put aside in ``blobs``."""
+
+    __slots__ = ("blobs", "chars", "defers", "tags")
+
+    def __init__(self, defers: bool = False) -> None:
+        """``defers``: ASCII text is put aside as it is, one byte a character, for whoever writes it piece by piece."""
+        self.defers = defers
+        self.blobs: list[Any] = []
+        self.chars = 0
+        """Characters of all strings met."""
+        self.tags = False
+        """Whether any part needs decoding beyond JSON."""
+
+    def encode(self, value: Any, depth: int = 0) -> Any:
+        kind = type(value)
+        if kind is str:
+            self.chars += len(value)
+            if len(value) <= INLINE_CHARS and _is_utf8(value):
+                return value
+            deferred = self.defers and value.isascii()
+            return self._tag("str", self._blob(value if deferred else value.encode("utf-8", "surrogatepass")))
+        if kind is int:
+            return value if _MIN_INT <= value <= _MAX_INT else self._tag("int", hex(value))
+        if kind is float:
+            return value if math.isfinite(value) else self._tag("float", repr(value))
+        if value is None or kind is bool:
+            return value
+        if depth > MAX_DEPTH:
+            raise CodecError(f"{type_name(kind)} nested deeper than {MAX_DEPTH} levels")
+        if kind is list:
+            return self._items(value, depth)
+        if kind in _DICTS:
+            return self._dict(value, depth)
+        return self._rarer(value, kind, depth)
+
+    def _tag(self, name: str, data: Any) -> dict[str, Any]:
+        self.tags = True
+        return {TAG: name, "v": data}
+
+    def _blob(self, data: bytes | str) -> int:
+        self.blobs.append(data)
+        return len(self.blobs) - 1
+
+    def _items(self, items: Any, depth: int) -> list[Any]:
+        if len(items) > 16 and self._is_flat(items):
+            return list(items)
+        out: list[Any] = []
+        try:
+            for item in items:
+                out.append(self.encode(item, depth + 1))
+        except CodecError as error:
+            error.path.append(f"[{len(out)}]")
+            raise
+        return out
+
+    def _is_flat(self, items: Any) -> bool:
+        """Whether all items can stand in JSON as they are, found out at C speed."""
+        kinds = set(map(type, items))
+        if kinds == {str}:
+            if max(map(len, items)) > INLINE_CHARS or not _is_utf8("".join(items)):
+                return False
+            self.chars += sum(map(len, items))
+            return True
+        if kinds == {int}:
+            return bool(min(items) >= _MIN_INT and max(items) <= _MAX_INT)
+        if kinds == {float}:
+            return all(map(math.isfinite, items))
+        return kinds <= _FLAT_KINDS
+
+    def _dict(self, value: dict[Any, Any], depth: int) -> Any:
+        plain = set(map(type, value)) <= {str} and TAG not in value and _is_utf8("".join(value))
+        key: Any = None
+        try:
+            if plain:
+                self.chars += sum(map(len, value))
+                out = {}
+                for key, item in value.items():
+                    out[key] = self.encode(item, depth + 1)
+                return out
+            pairs = []
+            for key, item in value.items():
+                pairs.append([self.encode(key, depth + 1), self.encode(item, depth + 1)])
+            return self._tag("dict", pairs)
+        except CodecError as error:
+            error.path.append(f"[{_show_key(key)}]")
+            raise
+
+    def _rarer(self, value: Any, kind: type, depth: int) -> Any:
+        if kind is tuple:
+            return self._tag("tuple", self._items(value, depth))
+        if kind in (set, frozenset):
+            return self._tag(kind.__name__, self._items(_in_order(value), depth))
+        if kind is bytes:
+            return self._tag("bytes", self._blob(value))
+        if kind is complex:
+            return self._tag("complex", [self.encode(value.real), self.encode(value.imag)])
+        if kind in (datetime.datetime, datetime.date, datetime.time):
+            return self._tag(kind.__name__, [value.isoformat(), getattr(value, "fold", 0)])
+        if kind is datetime.timedelta:
+            return self._tag("timedelta", [value.days, value.seconds, value.microseconds])
+        raise CodecError(f"a value of type {type_name(kind)}")
+
+
+def _in_order(items: Any) -> list[Any]:
+    """A set's items in an order that does not depend on the process, where they have one."""
+    try:
+        return sorted(items)
+    except TypeError:
+        return list(items)
+
+
+def _show_key(key: Any) -> str:
+    """A dict key for an error's path: short, and safe whatever the key's repr does."""
+    return repr(key)[:40] if type(key) in (str, int, float, bool, bytes, type(None)) else f"<{type_name(type(key))}>"
+
+
+class Decoder:
+    """JSON data with tags -> values. Every blob is used once, so that a small header cannot stand for a huge value."""
+
+    __slots__ = ("blobs",)
+
+    def __init__(self, blobs: Sequence[Buffer]) -> None:
+        self.blobs: list[Buffer | None] = list(blobs)
+
+    def decode(self, data: Any) -> Any:
+        try:
+            return self._decode(data)
+        except ProtocolError:
+            raise
+        except (LookupError, TypeError, ValueError, OverflowError, RecursionError, AttributeError) as error:
+            raise ProtocolError(f"a value that does not decode: {type(error).__name__}: {str(error)[:200]}") from None
+
+    def _decode(self, data: Any) -> Any:
+        kind = type(data)
+        if kind is list:
+            return [self._decode(item) for item in data]
+        if kind is dict:
+            if TAG in data:
+                return self._tagged(data[TAG], data["v"])
+            return {key: self._decode(item) for key, item in data.items()}
+        return data
+
+    def _take(self, index: Any) -> Buffer:
+        if type(index) is not int or not 0 <= index < len(self.blobs) or self.blobs[index] is None:
+            raise ProtocolError(f"a value uses blob {index!r}, which is not there or was used before")
+        blob, self.blobs[index] = self.blobs[index], None
+        return blob
+
+    def _tagged(self, tag: Any, data: Any) -> Any:
+        if tag == "str":
+            return str(self._take(data), "utf-8", "surrogatepass")
+        if tag == "bytes":
+            return bytes(self._take(data))
+        if tag in ("tuple", "set", "frozenset"):
+            return {"tuple": tuple, "set": set, "frozenset": frozenset}[tag](self._listed(data))
+        if tag == "dict":
+            return {self._decode(key): self._decode(item) for key, item in data}
+        if tag == "int":
+            return int(data, 16)
+        if tag == "float":
+            return {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[data]
+        if tag == "complex":
+            real, imaginary = map(self._decode, data)
+            return complex(real, imaginary)
+        if tag in ("datetime", "date", "time"):
+            text, fold = data
+            moment = getattr(datetime, tag).fromisoformat(text)
+            return moment.replace(fold=fold) if fold else moment
+        if tag == "timedelta":
+            days, seconds, microseconds = data
+            return datetime.timedelta(days, seconds, microseconds)
+        raise ProtocolError(f"a value with the unknown tag {str(tag)[:40]!r}")
+
+    def _listed(self, data: Any) -> list[Any]:
+        if type(data) is not list:
+            raise ProtocolError(f"a value with a {type(data).__name__} where its items should be")
+        return [self._decode(item) for item in data]
+
+
+def encoded(blobs: Sequence[Any]) -> list[Buffer]:
+    """The blobs of an encoder that defers, as bytes."""
+    return [blob.encode() if isinstance(blob, str) else blob for blob in blobs]
+
+
+def portable(value: Any) -> Any:
+    """A copy of ``value`` as the other end would get it. Raises TypeError for what is not carried."""
+    encoder = Encoder()
+    try:
+        data = encoder.encode(value)
+    except CodecError as error:
+        raise TypeError(str(error)) from None
+    return Decoder(encoder.blobs).decode(data)
