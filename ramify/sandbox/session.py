@@ -1,7 +1,7 @@
 """A session as the host sees it: one guest behind a door.
 
 Decides the order in which frames may come, which clock runs when, and what happens to a cell that does not end. Leaves
-out the bytes (``wire.py``, ``door.py``) and what the guest does with them.
+out the bytes (``wire.py``, ``door.py``), what is known of a cell meanwhile (``running.py``), and what the guest does.
 
     run ──> run frame ──> … out* call* …  ──> done ──> Ran
               clock runs      └─ answer(name, args, kwargs) as a task each; the clock stands while any is under way
@@ -11,7 +11,6 @@ out the bytes (``wire.py``, ``door.py``) and what the guest does with them.
 from __future__ import annotations
 
 import asyncio
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -19,8 +18,8 @@ from ramify.errors import HostCallError, SandboxError, SessionDied
 from ramify.sandbox import wire
 from ramify.sandbox.base import Answer, Caps, Ran
 from ramify.sandbox.door import Door, ForkingDoor
-from ramify.sandbox.guest.tails import HeadTail
 from ramify.sandbox.guest.values import CodecError, Encoder, ProtocolError
+from ramify.sandbox.running import Running
 from ramify.types.trajectory import Cell
 
 MAX_CALLS = 1024
@@ -33,64 +32,6 @@ _FORK_S = 10.0
 """Most time until a branch is there."""
 _INTERRUPTS = 5
 """How often an interrupt is repeated within the grace time: it may come before the cell began, or be swallowed."""
-
-
-class _Running:
-    """One cell under way."""
-
-    __slots__ = (
-        "answer", "bug", "calls", "changed", "chars", "clock_from", "code", "end", "id", "last_call", "limit_s", "loop",
-        "output", "stopped", "tasks", "timer", "worked_s",
-    )  # fmt: skip
-
-    def __init__(self, id: int, code: str, answer: Answer, limit_s: float, max_output_bytes: int, now: float) -> None:
-        self.id = id
-        self.code = code
-        self.answer = answer
-        self.limit_s = limit_s
-        self.loop = asyncio.get_running_loop()
-        self.changed: asyncio.Future[None] = self.loop.create_future()
-        """Wakes whoever waits for the end. Cancelling them cancels it, so it does not hold the end itself."""
-        self.end: tuple[wire.Done, Any] | SessionDied | None = None
-        self.output = HeadTail(max_output_bytes)
-        self.chars = 0
-        self.tasks: dict[int, asyncio.Task[None]] = {}
-        self.calls: dict[int, tuple[str, list[Any], dict[str, Any], int]] = {}
-        """What is asked under each number: name, arguments and their weight in bytes."""
-        self.last_call = 0
-        self.worked_s = 0.0
-        self.clock_from: float | None = now
-        self.stopped: str | None = None
-        self.bug: BaseException | None = None
-        self.timer: asyncio.TimerHandle | None = None
-
-    def worked(self, now: float) -> float:
-        return self.worked_s + (now - self.clock_from if self.clock_from is not None else 0.0)
-
-    def copy(self, pending: dict[int, tuple[str, list[Any], dict[str, Any], int]]) -> _Running:
-        """The same cell in a branch, at the moment of forking."""
-        twin = _Running(self.id, self.code, self.answer, self.limit_s, 1, 0.0)
-        twin.output, twin.chars = copy.deepcopy(self.output), self.chars
-        twin.last_call, twin.calls = self.last_call, dict(pending)
-        twin.worked_s, twin.clock_from = self.worked_s, None
-        return twin
-
-    def clock_stops(self, now: float) -> None:
-        self.worked_s, self.clock_from = self.worked(now), None
-
-    def text(self) -> str:
-        return self.output.text(self.chars)
-
-    def ends(self, end: tuple[wire.Done, Any] | SessionDied) -> None:
-        self.end = end
-        if not self.changed.done():
-            self.changed.set_result(None)
-
-    async def wait(self, timeout_s: float | None = None) -> None:
-        """Until it ended, again after a cancellation."""
-        if self.end is None:
-            self.changed = self.loop.create_future()
-            await asyncio.wait((self.changed,), timeout=timeout_s)
 
 
 class GuestSession:
@@ -121,14 +62,14 @@ class GuestSession:
         self._on_close, self._on_fork, self._on_install = on_close, on_fork, on_install
         self.tree: set[GuestSession] = {self}
         """This session and every open one that is related to it by forking."""
-        self._left: _Running | None = None
+        self._left: Running | None = None
         """The cell that this branch was forked in, and that ``resume`` ends."""
         self._loop = asyncio.get_running_loop()
         self._assembler = wire.Assembler()
         self._hello: asyncio.Future[None] = self._loop.create_future()
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self._failure: str | None = None
-        self._cell: _Running | None = None
+        self._cell: Running | None = None
         self._waiting: tuple[int, asyncio.Future[Any]] | None = None
         self._last_id = 0
         self._is_paused = False
@@ -150,11 +91,11 @@ class GuestSession:
         self._check_free()
         limit_s = self._cell_s if timeout_s is None else timeout_s
         id = self._next_id()
-        cell = _Running(id, code, answer, limit_s, self._max_output_bytes, self._loop.time())
+        cell = Running(id, code, answer, limit_s, self._max_output_bytes, self._loop.time())
         self._cell = cell
         return await self._finish(cell, limit_s, {"op": "run", "id": id, "code": code})
 
-    async def _finish(self, cell: _Running, limit_s: float, request: dict[str, Any] | None) -> Ran:
+    async def _finish(self, cell: Running, limit_s: float, request: dict[str, Any] | None) -> Ran:
         try:
             cell.timer = self._loop.call_later(limit_s, self._time_up, cell)
             if request is not None:
@@ -174,14 +115,14 @@ class GuestSession:
             raise cell.bug
         return self._ran(cell, done, note)
 
-    def _ran(self, cell: _Running, done: wire.Done, note: Any) -> Ran:
+    def _ran(self, cell: Running, done: wire.Done, note: Any) -> Ran:
         shown = Cell(
             code=cell.code, stdout=cell.text(), value=done.value, error=done.error, seconds=cell.worked_s,
             stdout_chars=done.chars, restored=tuple(done.restored),
         )  # fmt: skip
         return Ran(shown, note, cell.stopped)
 
-    async def _until_done(self, cell: _Running) -> tuple[wire.Done, Any]:
+    async def _until_done(self, cell: Running) -> tuple[wire.Done, Any]:
         await cell.changed
         end = cell.end
         if isinstance(end, tuple):
@@ -192,7 +133,7 @@ class GuestSession:
         cell.chars += len(left.decode("utf-8", "replace"))
         raise SessionDied(f"the session ended in the middle of a cell: {why}", cell.text())
 
-    async def _give_up(self, cell: _Running) -> None:
+    async def _give_up(self, cell: Running) -> None:
         """The caller of ``run`` was cancelled: stop the cell, so that the session can go on or is known to be dead."""
         self._stop(cell, "cancelled")
         try:
@@ -201,7 +142,7 @@ class GuestSession:
             self._fail("its cell was cancelled twice")
             raise
 
-    async def _end_answers(self, cell: _Running) -> None:
+    async def _end_answers(self, cell: Running) -> None:
         tasks = list(cell.tasks.values())
         for task in tasks:
             task.cancel()
@@ -329,7 +270,7 @@ class GuestSession:
         self._on_fork(branch)
         return branch
 
-    def _check_waits(self, cell: _Running | None, *, also_waiting: bool = False) -> None:
+    def _check_waits(self, cell: Running | None, *, also_waiting: bool = False) -> None:
         """A cell may be forked only while it waits for the host and nothing else is asked of it."""
         if self._failure is not None or self._ended.done():
             raise SessionDied(f"the session has ended: {self._failure or 'its process is gone'}")
@@ -373,14 +314,14 @@ class GuestSession:
         if self._cell is not None:
             self._stop(self._cell, reason)
 
-    def _time_up(self, cell: _Running) -> None:
+    def _time_up(self, cell: Running) -> None:
         left = cell.limit_s - cell.worked(self._loop.time())
         if left <= 0:
             self._stop(cell, "time")
         else:  # the clock stood for a while, or stands
             cell.timer = self._loop.call_later(left, self._time_up, cell)
 
-    def _stop(self, cell: _Running, reason: str) -> None:
+    def _stop(self, cell: Running, reason: str) -> None:
         if cell.stopped is not None or cell.end is not None:
             return
         cell.stopped = reason
@@ -390,7 +331,7 @@ class GuestSession:
             cell.timer.cancel()
         self._interrupt_again(cell, _INTERRUPTS)
 
-    def _interrupt_again(self, cell: _Running, times: int) -> None:
+    def _interrupt_again(self, cell: Running, times: int) -> None:
         if cell.end is not None:
             return
         if times:
@@ -469,14 +410,14 @@ class GuestSession:
         if self._failure is None:
             raise ProtocolError(f"a frame '{message.__struct_config__.tag}' that nobody waits for")
 
-    def _printed(self, cell: _Running, message: wire.Out, blobs: list[memoryview]) -> None:
+    def _printed(self, cell: Running, message: wire.Out, blobs: list[memoryview]) -> None:
         if len(blobs) != 1:
             raise ProtocolError(f"output in {len(blobs)} blobs")
         cell.output.add(bytes(blobs[0]), message.skip)
         cell.chars = message.chars
         self._upto = message.upto
 
-    def _ended_cell(self, cell: _Running, message: wire.Done, blobs: list[memoryview]) -> None:
+    def _ended_cell(self, cell: Running, message: wire.Done, blobs: list[memoryview]) -> None:
         if message.id != cell.id:
             raise ProtocolError(f"the end of cell {message.id}, while {cell.id} runs")
         note = wire.value_of(message, message.note, blobs)
@@ -497,7 +438,7 @@ class GuestSession:
 
     # -- calls
 
-    def _called(self, cell: _Running, message: wire.Asked, blobs: list[memoryview], size: int) -> None:
+    def _called(self, cell: Running, message: wire.Asked, blobs: list[memoryview], size: int) -> None:
         if message.id <= cell.last_call:
             raise ProtocolError(f"call {message.id} after call {cell.last_call}")
         cell.last_call = message.id
@@ -520,7 +461,7 @@ class GuestSession:
             self._is_paused = True
             self._door.pause()
 
-    async def _answer(self, cell: _Running, id: int, name: str, args: list[Any], kwargs: dict[str, Any]) -> None:
+    async def _answer(self, cell: Running, id: int, name: str, args: list[Any], kwargs: dict[str, Any]) -> None:
         encoder = Encoder(defers=self._door.shelf is not None)
         failure: HostCallError | None = None
         data = None
@@ -551,7 +492,7 @@ class GuestSession:
             encoder, data = Encoder(), {}
         self._send({"op": "err", "id": id, "kind": error.kind, "message": str(error), "value": data}, encoder)
 
-    def _settle(self, cell: _Running, id: int) -> None:
+    def _settle(self, cell: Running, id: int) -> None:
         cell.tasks.pop(id, None)
         cell.calls.pop(id, None)
         if not cell.tasks and cell.end is None:

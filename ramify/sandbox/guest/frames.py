@@ -24,8 +24,10 @@ MAX_FRAME = 256 << 20
 """Bytes of a frame that a guest sends. Frames to a guest are bounded by its memory and by the prefix."""
 _CHUNK = 1 << 16
 U32 = struct.Struct("<I")
-_read, _readv, _write, _writev = os.read, os.readv, os.write, os.writev
-"""As they were when no cell had run yet."""
+_read, _write = os.read, os.write
+_readv: Any = getattr(os, "readv", None)
+_writev: Any = getattr(os, "writev", None)
+"""As they were when no cell had run yet. The latter two are not on Windows, where no guest runs but hosts need the rest."""
 
 to_json: Callable[[Any], str] = json.JSONEncoder(
     ensure_ascii=False, separators=(",", ":"), check_circular=False, allow_nan=False

@@ -20,7 +20,7 @@ from ramify.sandbox.base import Caps
 from ramify.sandbox.door import Buffers
 from ramify.sandbox.jail.notify import Listener, children_of, parent_of, pid_of
 from ramify.sandbox.link import Link
-from ramify.sandbox.process import BranchDoor, Files, ProcessDoor
+from ramify.sandbox.process_door import BranchDoor, Files, ProcessDoor
 
 
 class JailDoor(ProcessDoor):

@@ -29,7 +29,8 @@ from ramify.sandbox.jail.probe import EMPTY, MODULES, Reached, learn, probe, unr
 from ramify.sandbox.jail.rollback import RollbackSession
 from ramify.sandbox.link import Link, Server, start_server
 from ramify.sandbox.packages import locate
-from ramify.sandbox.process import Files, ProcessSandbox
+from ramify.sandbox.process import ProcessSandbox
+from ramify.sandbox.process_door import Files
 from ramify.sandbox.session import GuestSession
 
 _NOT_HERE = (
