@@ -29,20 +29,26 @@ class Running:
         self.code = code
         self.answer = answer
         self.limit_s = limit_s
+        """Of work; the time that the host takes to answer is not counted."""
         self.loop = asyncio.get_running_loop()
         self.changed: asyncio.Future[None] = self.loop.create_future()
         """Wakes whoever waits for the end. Cancelling them cancels it, so it does not hold the end itself."""
         self.end: tuple[wire.Done, Any] | SessionDied | None = None
         self.output = HeadTail(max_output_bytes)
         self.chars = 0
+        """Characters printed, as the guest counts them."""
         self.tasks: dict[int, asyncio.Task[None]] = {}
+        """Answers under way, by the number of the call."""
         self.calls: dict[int, tuple[str, list[Any], dict[str, Any], int]] = {}
         """What is asked under each number: name, arguments and their weight in bytes."""
         self.last_call = 0
         self.worked_s = 0.0
         self.clock_from: float | None = now
+        """Since when it works again, by the loop's clock; None while the host does."""
         self.stopped: str | None = None
+        """Why it is being interrupted."""
         self.bug: BaseException | None = None
+        """What an answer raised that is a fault of the host's."""
         self.timer: asyncio.TimerHandle | None = None
 
     def worked(self, now: float) -> float:

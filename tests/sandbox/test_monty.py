@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import subprocess
 import sys
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -186,3 +187,18 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pydantic_monty", None)
     with pytest.raises(SandboxError, match=r"pip install 'ramify\[monty\]'"):
         open_sandbox(SPEC)
+
+
+def test_it_is_imported_where_python_lacks_what_only_unix_has() -> None:
+    """Windows, that is."""
+    code = """
+import os, sys
+for name in ("fork", "memfd_create", "pidfd_open", "pipe2", "preadv", "readv", "writev"):
+    vars(os).pop(name, None)
+sys.modules.update(dict.fromkeys(("fcntl", "grp", "pwd", "resource")))
+import ramify.sandbox.monty
+from ramify.sandbox.context import SharedContext
+print(SharedContext.decode(SharedContext({"a": (1, 2)}).buffer()).value)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("{'a': (1, 2)}\n", "")
