@@ -93,6 +93,7 @@ class ProcessDoor:
     def send_branch(self, frame: list[Any]) -> tuple[socket.socket, Files]:
         """Send ``frame`` with a socket and files for a branch; our ends of them."""
         ours, theirs = socket.socketpair()
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)  # before the branch can speak: later would be too late
         files = Files.make(self.buffers.shelf)
         with theirs:
             try:
@@ -164,7 +165,6 @@ class BranchDoor(ProcessDoor):
 
     def __init__(self, caps: Caps, sock: socket.socket, buffers: Buffers, link: Link, files: Files) -> None:
         super().__init__(caps, sock, buffers, link, -1, -1, files)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         self._sock = sock
 
     @property

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -19,6 +20,7 @@ from ramify.errors import ConfigError, SandboxError, SessionDied
 from ramify.sandbox.base import SandboxSpec, open_sandbox
 from ramify.sandbox.context import SharedContext
 from ramify.sandbox.process import ProcessSandbox
+from ramify.sandbox.process_door import ProcessDoor
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
@@ -179,6 +181,28 @@ def test_a_session_dies_with_one_cell_and_not_its_siblings() -> None:
         third = await sandbox.open(context=context)
         assert await value(third, "context[-1]") == "'shared'"
 
+    with_sandbox(test)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="sessions fork on Linux")
+def test_a_branch_may_speak_before_the_host_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    send = ProcessDoor.send_branch
+
+    def send_and_be_slow(door: ProcessDoor, frame: list[Any]) -> Any:
+        sent = send(door, frame)
+        ours = sent[0].dup()
+        ours.setblocking(True)
+        ours.recv(1, socket.MSG_PEEK)  # until the branch has said hello
+        ours.setblocking(False)
+        ours.close()
+        return sent
+
+    async def test(sandbox: ProcessSandbox) -> None:
+        session = await sandbox.open()
+        await session.run("x = 1", answer=answer)
+        assert await value(await session.fork(), "x") == "1"
+
+    monkeypatch.setattr(ProcessDoor, "send_branch", send_and_be_slow)
     with_sandbox(test)
 
 
