@@ -44,7 +44,7 @@ _ALLOCATE: Callable[[int, int, int], None] | None = getattr(os, "posix_fallocate
 Info = Mapping[str, Any]
 
 
-class Adapted(NamedTuple):
+class Adapted(msgspec.Struct, frozen=True, eq=False):
     """A matrix with a low-rank adapter: base + scale * b @ a (LoRA, 2106.09685). Called, it is that sum."""
 
     base: Tensor
