@@ -3,6 +3,7 @@
     a tensor whose stamp is the last sync's     left out, unread
     one that is equal to what engines have      left out
     one that changed in few places              places and values        (where the engine can take them)
+    small ones that changed                     together, as one         (``together.py``)
     any other                                   whole
 
 Carried by another carrier (``by``). The trainer keeps a copy of what the engines have, in their precision. Each sync says
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ramify.errors import ConfigError
+from ramify.inference.weights import together
 from ramify.inference.weights.base import Carrier, Chunk, Info, Piece, Receiver, Source, Stale, carrier_class
 
 _PLACES, _VALUES = "::places", "::values"
@@ -26,7 +28,9 @@ _FEW = 0.25
 """Share of changed values up to which places and values are sent: a place takes four bytes, a value two or four."""
 _MOST_PLACES = 2**31 - 1
 _SAMPLE = 512
-"""Values that are looked at first; smaller tensors are sent whole."""
+"""Values that are looked at first; tensors of no more are small, and sent whole."""
+_MOST_TOGETHER = 1024
+"""Small tensors."""
 
 
 class Delta:
@@ -41,6 +45,8 @@ class Delta:
         self._have: dict[str, Tensor] = {}
         """What the engines have."""
         self._stamps: dict[str, Hashable] = {}
+        self._tables: dict[str, dict[str, Any]] = {}
+        """Of what was joined in the sync that is under way."""
         self._told = ""
         """Names the sync that the engines took last."""
         self.num_bytes = 0
@@ -57,12 +63,13 @@ class Delta:
         if not base:
             self._have, self._stamps = {}, {}
         self._told = ""  # until all of it was carried, nobody knows what the engines have
-        now, self.num_bytes = secrets.token_hex(8), 0
+        now, self.num_bytes, self._tables = secrets.token_hex(8), 0, {}
         about = {"base": base, "now": now}
         any_chunk = False
         for chunk in self._by.chunks(self._changed(sources, bool(base)), version, whole=whole):
             any_chunk = True
-            yield Chunk({**chunk.info, **about}, chunk.is_last, chunk.send)
+            tables = {name: self._tables[name] for name in chunk.info["names"] if name in self._tables}
+            yield Chunk({**chunk.info, **about, "together": tables}, chunk.is_last, chunk.send)
         if not any_chunk:
             yield Chunk({"names": [], "dtype_names": [], "shapes": [], "version": version, **about}, True)
         self._told = now
@@ -72,14 +79,40 @@ class Delta:
         self._have, self._stamps, self._told = {}, {}, ""
 
     def _changed(self, sources: Iterable[Source], has_base: bool) -> Iterator[Source]:
+        small: dict[torch.dtype, list[Source]] = {}
+        stamps, self._stamps = self._stamps, {}
         for source in sources:
-            known = self._stamps.get(source.name)
-            if has_base and source.stamp is not None and source.stamp == known:
-                continue
-            for part in self._difference(source):
-                self.num_bytes += part.num_bytes
-                yield part
             self._stamps[source.name] = source.stamp
+            if has_base and source.stamp is not None and source.stamp == stamps.get(source.name):
+                continue
+            if not self._is_small(source):
+                yield from self._counted(self._difference(source))
+                continue
+            alike = small.setdefault(source.dtype, [])
+            alike.append(source)
+            if len(alike) == _MOST_TOGETHER:
+                yield from self._counted(self._joined(small.pop(source.dtype)))
+        for alike in small.values():
+            yield from self._counted(self._joined(alike))
+
+    def _counted(self, parts: list[Source]) -> list[Source]:
+        self.num_bytes += sum(part.num_bytes for part in parts)
+        return parts
+
+    def _is_small(self, source: Source) -> bool:
+        """And engines have one of its shape and precision."""
+        had = self._have.get(source.name)
+        return had is not None and had.numel() <= _SAMPLE and had.shape == source.shape and had.dtype == source.dtype
+
+    def _joined(self, sources: list[Source]) -> list[Source]:
+        """Those of small ones that changed, as one."""
+        now = [source.full() for source in sources]
+        which = together.changed(now, [self._have[source.name] for source in sources])
+        if not which:
+            return []
+        made, table = together.joined([sources[each] for each in which], [now[each] for each in which], len(self._tables))
+        self._tables[made.name] = table
+        return [made]
 
     def _difference(self, source: Source) -> list[Source]:
         now, had = source.full(), self._have.get(source.name)
@@ -142,6 +175,8 @@ class DeltaReceiver:
             elif piece.name.endswith(_VALUES):
                 name = piece.name.removesuffix(_VALUES)
                 yield Piece(name, piece.tensor, self._places.pop(name))
+            elif piece.name in info["together"]:
+                yield from together.apart(piece.tensor, info["together"][piece.name])
             else:
                 yield piece
 
