@@ -12,6 +12,7 @@ which one it builds on; an engine that has another (it was started anew, or lost
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Hashable, Iterable, Iterator
 from typing import Any
@@ -45,6 +46,8 @@ class Delta:
         self._have: dict[str, Tensor] = {}
         """What the engines have."""
         self._stamps: dict[str, Hashable] = {}
+        self._later: list[tuple[Tensor, Tensor]] = []
+        """What engines had and have, to be copied while they read the chunk: it is not on anybody's way then."""
         self._tables: dict[str, dict[str, Any]] = {}
         """Of what was joined in the sync that is under way."""
         self._told = ""
@@ -63,20 +66,21 @@ class Delta:
         if not base:
             self._have, self._stamps = {}, {}
         self._told = ""  # until all of it was carried, nobody knows what the engines have
-        now, self.num_bytes, self._tables = secrets.token_hex(8), 0, {}
+        now, self.num_bytes, self._tables, self._later = secrets.token_hex(8), 0, {}, []
         about = {"base": base, "now": now}
         any_chunk = False
         for chunk in self._by.chunks(self._changed(sources, bool(base)), version, whole=whole):
             any_chunk = True
             tables = {name: self._tables[name] for name in chunk.info["names"] if name in self._tables}
             yield Chunk({**chunk.info, **about, "together": tables}, chunk.is_last, chunk.send)
+            self._keep()
         if not any_chunk:
             yield Chunk({"names": [], "dtype_names": [], "shapes": [], "version": version, **about}, True)
         self._told = now
 
     def close(self) -> None:
         self._by.close()
-        self._have, self._stamps, self._told = {}, {}, ""
+        self._have, self._stamps, self._told, self._later = {}, {}, "", []
 
     def _changed(self, sources: Iterable[Source], has_base: bool) -> Iterator[Source]:
         small: dict[torch.dtype, list[Source]] = {}
@@ -95,6 +99,11 @@ class Delta:
         for alike in small.values():
             yield from self._counted(self._joined(alike))
 
+    def _keep(self) -> None:
+        for had, now in self._later:
+            had.copy_(now)
+        self._later.clear()
+
     def _counted(self, parts: list[Source]) -> list[Source]:
         self.num_bytes += sum(part.num_bytes for part in parts)
         return parts
@@ -106,11 +115,18 @@ class Delta:
 
     def _joined(self, sources: list[Source]) -> list[Source]:
         """Those of small ones that changed, as one."""
-        now = [source.full() for source in sources]
-        which = together.changed(now, [self._have[source.name] for source in sources])
+        now_N = together.flat([source.full() for source in sources])
+        had_N = together.flat([self._have[source.name] for source in sources])
+        lengths = [math.prod(source.shape) for source in sources]
+        which = together.differing(now_N, had_N.to(now_N.device), lengths)
         if not which:
             return []
-        made, table = together.joined([sources[each] for each in which], [now[each] for each in which], len(self._tables))
+        parts = now_N.cpu().split(lengths)
+        for each in which:
+            self._have[sources[each].name] = parts[each].view(sources[each].shape)
+        if len(which) < len(sources):
+            now_N = together.flat([parts[each] for each in which])
+        made, table = together.joined([sources[each] for each in which], now_N, len(self._tables))
         self._tables[made.name] = table
         return [made]
 
@@ -121,9 +137,9 @@ class Delta:
             return [source._replace(full=lambda: now)]
         if now.is_cuda:
             had = had.to(now.device)
-        index = self._changed_places(_bits(now), _bits(had))
+        index = self._changed_places(together.bits(now), together.bits(had))
         if index is None:
-            self._have[source.name].copy_(now)
+            self._later.append((self._have[source.name], now))
             return [source._replace(full=lambda: now)]
         if not len(index):
             return []
@@ -192,8 +208,3 @@ def _share(now_N: Tensor, had_N: Tensor) -> float:
     """Of values that differ."""
     return int(torch.count_nonzero(now_N != had_N)) / now_N.numel()
 
-
-def _bits(tensor: Tensor) -> Tensor:
-    """As integers, flat: equal bits are equal, also those of NaN and of the two zeros."""
-    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return tensor.contiguous().view(-1).view(kinds[tensor.element_size()])

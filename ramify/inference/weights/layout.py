@@ -19,6 +19,8 @@ from ramify.inference.weights.base import Source
 
 Lazy = Callable[[], Tensor]
 """A tensor that is made when it is asked for."""
+_WHOLE = (Tensor, nn.Parameter)
+"""Types of tensors that are not spread over ranks."""
 
 
 def sources(named: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> list[Source]:
@@ -31,7 +33,7 @@ def source(name: str, tensor: Tensor, dtype: torch.dtype, make: Lazy | None = No
     """Of one parameter; with ``make``, of what is computed from it (an adapter added) and has its shape."""
     kind = dtype if tensor.is_floating_point() else tensor.dtype
     stamp = stamp_of(tensor) if make is None else None
-    return Source(name, tuple(tensor.shape), kind, stamp, partial(_full, make or (lambda: tensor), dtype))
+    return Source(name, tuple(tensor.shape), kind, stamp, partial(_full, tensor if make is None else make, kind))
 
 
 def stamp_of(tensor: Tensor) -> Hashable:
@@ -43,8 +45,8 @@ def stamp_of(tensor: Tensor) -> Hashable:
     return (id(tensor), local.data_ptr(), local._version)
 
 
-def _full(make: Lazy, dtype: torch.dtype) -> Tensor:
-    tensor = make()
-    gather = getattr(tensor, "full_tensor", None)
+def _full(made: Tensor | Lazy, dtype: torch.dtype) -> Tensor:
+    tensor = made if isinstance(made, Tensor) else made()
+    gather = None if type(tensor) in _WHOLE else getattr(tensor, "full_tensor", None)
     whole: Tensor = (gather() if callable(gather) else tensor).detach()
-    return whole.to(dtype) if whole.is_floating_point() else whole
+    return whole if whole.dtype == dtype else whole.to(dtype)
