@@ -21,15 +21,15 @@ import torch
 from torch import Tensor
 
 from ramify.errors import ConfigError
-from ramify.inference.weights import together
+from ramify.inference.weights import bits, together
 from ramify.inference.weights.base import Carrier, Chunk, Info, Piece, Receiver, Source, Stale, carrier_class
 
 _PLACES, _VALUES = "::places", "::values"
 _FEW = 0.25
 """Share of changed values up to which places and values are sent: a place takes four bytes, a value two or four."""
 _MOST_PLACES = 2**31 - 1
-_SAMPLE = 512
-"""Values that are looked at first; tensors of no more are small, and sent whole."""
+_SMALL = bits.SAMPLE
+"""Values up to which a tensor is sent whole, together with others."""
 _MOST_TOGETHER = 1024
 """Small tensors."""
 
@@ -111,19 +111,19 @@ class Delta:
     def _is_small(self, source: Source) -> bool:
         """And engines have one of its shape and precision."""
         had = self._have.get(source.name)
-        return had is not None and had.numel() <= _SAMPLE and had.shape == source.shape and had.dtype == source.dtype
+        return had is not None and had.numel() <= _SMALL and had.shape == source.shape and had.dtype == source.dtype
 
     def _joined(self, sources: list[Source]) -> list[Source]:
         """Those of small ones that changed, as one."""
         now_N = together.flat([source.full() for source in sources])
         had_N = together.flat([self._have[source.name] for source in sources])
         lengths = [math.prod(source.shape) for source in sources]
-        which = together.differing(now_N, had_N.to(now_N.device), lengths)
+        which = bits.parts(bits.bits(now_N), bits.bits(had_N.to(now_N.device)), lengths)
         if not which:
             return []
         parts = now_N.cpu().split(lengths)
-        for each in which:
-            self._have[sources[each].name] = parts[each].view(sources[each].shape)
+        for source, part in zip(sources, parts, strict=True):  # all of them, so that no older copy is kept for one
+            self._have[source.name] = part.view(source.shape)
         if len(which) < len(sources):
             now_N = together.flat([parts[each] for each in which])
         made, table = together.joined([sources[each] for each in which], now_N, len(self._tables))
@@ -137,7 +137,7 @@ class Delta:
             return [source._replace(full=lambda: now)]
         if now.is_cuda:
             had = had.to(now.device)
-        index = self._changed_places(together.bits(now), together.bits(had))
+        index = self._changed_places(bits.bits(now), bits.bits(had))
         if index is None:
             self._later.append((self._have[source.name], now))
             return [source._replace(full=lambda: now)]
@@ -153,13 +153,12 @@ class Delta:
     def _changed_places(self, now_N: Tensor, had_N: Tensor) -> Tensor | None:
         """Where they differ; None where the tensor is to be sent whole."""
         num = now_N.numel()
-        is_mostly = num > _SAMPLE and _share(now_N[:: num // _SAMPLE], had_N[:: num // _SAMPLE]) > 2 * _FEW
-        if is_mostly:  # no need to look at the rest
+        if num > bits.SAMPLE and bits.share(now_N, had_N) > 2 * _FEW:  # no need to look at the rest
             return None
-        if not self._places or num <= _SAMPLE or num > _MOST_PLACES:
+        if not self._places or num <= _SMALL or num > _MOST_PLACES:
             return torch.empty(0) if torch.equal(now_N, had_N) else None
-        differs = now_N != had_N
-        return differs.nonzero()[:, 0] if torch.count_nonzero(differs) <= _FEW * num else None
+        places_P = bits.places(now_N, had_N)
+        return places_P if len(places_P) <= _FEW * num else None
 
     @staticmethod
     def receiver(info: Info) -> DeltaReceiver:
@@ -202,9 +201,3 @@ class DeltaReceiver:
 
     def close(self) -> None:
         self._by.close()
-
-
-def _share(now_N: Tensor, had_N: Tensor) -> float:
-    """Of values that differ."""
-    return int(torch.count_nonzero(now_N != had_N)) / now_N.numel()
-
