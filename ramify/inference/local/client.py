@@ -270,7 +270,8 @@ class LocalClient:
                 "the memory of the weights was given back: wake it up first (POST /wake_up?tags=weights)"
             )
         self._held = self._held or self.policy.model.state_dict(keep_vars=True)
-        for name, tensor, places, stays in pieces():
+        held: list[tuple[Tensor, Tensor]] = []
+        for name, tensor, places, stays, holds in pieces():
             ours = self._held.get(name)
             if ours is None:
                 raise ValueError(f"this model has no tensor '{name}': the trainer's policy is another one")
@@ -288,7 +289,10 @@ class LocalClient:
                 self._lent.remove(name)
                 ours.data = ours.data.clone()
             if places is None:
-                ours.data.copy_(tensor)
+                if holds:
+                    held.append((ours.data, tensor))
+                else:
+                    ours.data.copy_(tensor)
                 self._resting.arrived(ours)
             elif self._resting.lacks(ours):
                 raise Stale(
@@ -296,6 +300,8 @@ class LocalClient:
                 )
             else:
                 ours.data.view(-1).index_copy_(0, places.to(ours.device), tensor.to(ours.device))
+        if held:
+            torch._foreach_copy_(*map(list, zip(*held, strict=True)))
         if version is not None and not self._resting.missing:
             self.engine.forget(version)
 

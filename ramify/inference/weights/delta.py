@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from ramify.errors import ConfigError
-from ramify.inference.weights import bits, together
+from ramify.inference.weights import bits
 from ramify.inference.weights.base import Carrier, Chunk, Info, Piece, Receiver, Source, Stale, carrier_class
+from ramify.inference.weights.together import Together, apart
 
 _PLACES, _VALUES = "::places", "::values"
 _FEW = 0.25
@@ -44,8 +45,10 @@ class Delta:
         self._by: Carrier = carrier_class(by)(**options)
         self._places = places
         self._have: dict[str, Tensor] = {}
-        """What the engines have."""
+        """What the engines have, but for small ones."""
         self._stamps: dict[str, Hashable] = {}
+        self._small: dict[tuple[torch.dtype, int], Together] = {}
+        """Those of one precision, a thousand at a time."""
         self._later: list[tuple[Tensor, Tensor]] = []
         """What engines had and have, to be copied while they read the chunk: it is not on anybody's way then."""
         self._tables: dict[str, dict[str, Any]] = {}
@@ -64,7 +67,7 @@ class Delta:
     def chunks(self, sources: Iterable[Source], version: int, *, whole: bool) -> Iterator[Chunk]:
         base = "" if whole else self._told
         if not base:
-            self._have, self._stamps = {}, {}
+            self._have, self._stamps, self._small = {}, {}, {}
         self._told = ""  # until all of it was carried, nobody knows what the engines have
         now, self.num_bytes, self._tables, self._later = secrets.token_hex(8), 0, {}, []
         about = {"base": base, "now": now}
@@ -80,7 +83,7 @@ class Delta:
 
     def close(self) -> None:
         self._by.close()
-        self._have, self._stamps, self._told, self._later = {}, {}, "", []
+        self._have, self._stamps, self._small, self._told, self._later = {}, {}, {}, "", []
 
     def _changed(self, sources: Iterable[Source], has_base: bool) -> Iterator[Source]:
         small: dict[torch.dtype, list[Source]] = {}
@@ -89,15 +92,13 @@ class Delta:
             self._stamps[source.name] = source.stamp
             if has_base and source.stamp is not None and source.stamp == stamps.get(source.name):
                 continue
-            if not self._is_small(source):
+            if math.prod(source.shape) > _SMALL:
                 yield from self._counted(self._difference(source))
-                continue
-            alike = small.setdefault(source.dtype, [])
-            alike.append(source)
-            if len(alike) == _MOST_TOGETHER:
-                yield from self._counted(self._joined(small.pop(source.dtype)))
-        for alike in small.values():
-            yield from self._counted(self._joined(alike))
+            else:
+                small.setdefault(source.dtype, []).append(source)
+        for dtype, alike in small.items():
+            for number, start in enumerate(range(0, len(alike), _MOST_TOGETHER)):
+                yield from self._counted(self._joined(alike[start : start + _MOST_TOGETHER], (dtype, number)))
 
     def _keep(self) -> None:
         for had, now in self._later:
@@ -108,26 +109,12 @@ class Delta:
         self.num_bytes += sum(part.num_bytes for part in parts)
         return parts
 
-    def _is_small(self, source: Source) -> bool:
-        """And engines have one of its shape and precision."""
-        had = self._have.get(source.name)
-        return had is not None and had.numel() <= _SMALL and had.shape == source.shape and had.dtype == source.dtype
-
-    def _joined(self, sources: list[Source]) -> list[Source]:
+    def _joined(self, sources: list[Source], which: tuple[torch.dtype, int]) -> list[Source]:
         """Those of small ones that changed, as one."""
-        now_N = together.flat([source.full() for source in sources])
-        had_N = together.flat([self._have[source.name] for source in sources])
-        lengths = [math.prod(source.shape) for source in sources]
-        which = bits.parts(bits.bits(now_N), bits.bits(had_N.to(now_N.device)), lengths)
-        if not which:
+        found = self._small.setdefault(which, Together()).changed(sources, len(self._tables))
+        if found is None:
             return []
-        parts = now_N.cpu().split(lengths)
-        for source, part in zip(sources, parts, strict=True):  # all of them, so that no older copy is kept for one
-            self._have[source.name] = part.view(source.shape)
-        if len(which) < len(sources):
-            now_N = together.flat([parts[each] for each in which])
-        made, table = together.joined([sources[each] for each in which], now_N, len(self._tables))
-        self._tables[made.name] = table
+        made, self._tables[made.name] = found
         return [made]
 
     def _difference(self, source: Source) -> list[Source]:
@@ -153,9 +140,9 @@ class Delta:
     def _changed_places(self, now_N: Tensor, had_N: Tensor) -> Tensor | None:
         """Where they differ; None where the tensor is to be sent whole."""
         num = now_N.numel()
-        if num > bits.SAMPLE and bits.share(now_N, had_N) > 2 * _FEW:  # no need to look at the rest
+        if bits.share(now_N, had_N) > 2 * _FEW:  # no need to look at the rest
             return None
-        if not self._places or num <= _SMALL or num > _MOST_PLACES:
+        if not self._places or num > _MOST_PLACES:
             return torch.empty(0) if torch.equal(now_N, had_N) else None
         places_P = bits.places(now_N, had_N)
         return places_P if len(places_P) <= _FEW * num else None
@@ -191,7 +178,7 @@ class DeltaReceiver:
                 name = piece.name.removesuffix(_VALUES)
                 yield Piece(name, piece.tensor, self._places.pop(name))
             elif piece.name in info["together"]:
-                yield from together.apart(piece.tensor, info["together"][piece.name])
+                yield from apart(piece.tensor, info["together"][piece.name])
             else:
                 yield piece
 
