@@ -58,7 +58,7 @@ class LocalClient:
         ``cache_bytes``: for keys and values (2 GiB, else a third of the GPU's memory). Without ``reuse``, nothing computed
         for one request serves another."""
         self.policy = policy
-        self._held: dict[str, Tensor] = {}
+        self._weights: dict[str, Tensor] = {}
         """Name -> weight, once one was brought. They stay the objects that they are, whatever becomes of their memory."""
         self._lent: set[str] = set()
         """Names of weights that lie in memory which other engines compute with, too."""
@@ -269,17 +269,11 @@ class LocalClient:
             raise RuntimeError(
                 "the memory of the weights was given back: wake it up first (POST /wake_up?tags=weights)"
             )
-        self._held = self._held or self.policy.model.state_dict(keep_vars=True)
-        held: list[tuple[Tensor, Tensor]] = []
+        self._weights = self._weights or self.policy.model.state_dict(keep_vars=True)
+        into: list[Tensor] = []
+        brought: list[Tensor] = []
         for name, tensor, places, stays, holds in pieces():
-            ours = self._held.get(name)
-            if ours is None:
-                raise ValueError(f"this model has no tensor '{name}': the trainer's policy is another one")
-            if tensor.dtype != ours.dtype or (places is None and tensor.shape != ours.shape):
-                theirs, mine = (f"{tuple(each.shape)} of {each.dtype}" for each in (tensor, ours))
-                raise ValueError(
-                    f"tensor '{name}' is {theirs} and here {mine}: serve it in the trainer's precision and shape"
-                )
+            ours = self._alike(name, tensor, places is None)
             if stays and tensor.device == ours.device:
                 ours.data = tensor
                 self._lent.add(name)
@@ -289,21 +283,34 @@ class LocalClient:
                 self._lent.remove(name)
                 ours.data = ours.data.clone()
             if places is None:
+                self._resting.arrived(ours)
                 if holds:
-                    held.append((ours.data, tensor))
+                    into.append(ours.data)
+                    brought.append(tensor)
                 else:
                     ours.data.copy_(tensor)
-                self._resting.arrived(ours)
             elif self._resting.lacks(ours):
                 raise Stale(
                     f"tensor '{name}' was given back while this engine slept, and comes in part: send all of it"
                 )
             else:
                 ours.data.view(-1).index_copy_(0, places.to(ours.device), tensor.to(ours.device))
-        if held:
-            torch._foreach_copy_(*map(list, zip(*held, strict=True)))
+        if into:
+            torch._foreach_copy_(into, brought)
         if version is not None and not self._resting.missing:
             self.engine.forget(version)
+
+    def _alike(self, name: str, tensor: Tensor, whole: bool) -> Tensor:
+        """The weight of this name. Raises ValueError where it is not as ``tensor``."""
+        ours = self._weights.get(name)
+        if ours is None:
+            raise ValueError(f"this model has no tensor '{name}': the trainer's policy is another one")
+        if tensor.dtype != ours.dtype or (whole and tensor.shape != ours.shape):
+            theirs, mine = (f"{tuple(each.shape)} of {each.dtype}" for each in (tensor, ours))
+            raise ValueError(
+                f"tensor '{name}' is {theirs} and here {mine}: serve it in the trainer's precision and shape"
+            )
+        return ours
 
     def _rest(self, tags: Collection[str], keep: bool) -> None:
         if "kv_cache" in tags:

@@ -39,9 +39,9 @@ def source(name: str, tensor: Tensor, dtype: torch.dtype, make: Lazy | None = No
 def stamp_of(tensor: Tensor) -> Hashable:
     """The same as long as nobody writes into a parameter that is held still; None for others. Of one that is trained torch's
     own count cannot be believed: its fused AdamW writes and does not count (2.13)."""
-    if not isinstance(tensor, nn.Parameter) or tensor.requires_grad:
+    if tensor.requires_grad or not isinstance(tensor, nn.Parameter):
         return None
-    local = getattr(tensor, "_local_tensor", tensor)
+    local = tensor if type(tensor) in _WHOLE else getattr(tensor, "_local_tensor", tensor)
     return (id(tensor), local.data_ptr(), local._version)
 
 

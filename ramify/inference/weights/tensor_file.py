@@ -99,7 +99,7 @@ def _append(file: BinaryIO, data_N: Tensor, at: int) -> int:
     for start in range(0, len(data_N), _BLOCK):
         block = data_N[start : start + _BLOCK]
         total += _sum(block, at + start)
-        file.write(memoryview(block.numpy()))
+        file.write(block.numpy().data)
     return total
 
 

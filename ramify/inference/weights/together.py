@@ -40,7 +40,7 @@ class Together:
         if not which:
             return None
         if len(which) < len(sources):
-            parts = now_N.split(lengths)
+            parts = now_N.split_with_sizes(lengths)
             now_N = torch.cat([parts[each] for each in which])
         table = {"names": [names[each] for each in which], "shapes": [sources[each].shape for each in which]}
         return Source(f"{_PREFIX}{number}", tuple(now_N.shape), now_N.dtype, None, lambda: now_N), table
@@ -48,8 +48,8 @@ class Together:
     def _which(self, names: list[str], lengths: list[int], now_N: Tensor) -> Sequence[int]:
         if (names, lengths) == (self._names, self._lengths):
             return bits.parts(bits.bits(now_N), bits.bits(self._had_N.to(now_N.device)), lengths)
-        had = dict(zip(self._names, self._had_N.split(self._lengths), strict=True))
-        parts = zip(names, now_N.split(lengths), strict=True)
+        had = dict(zip(self._names, self._had_N.split_with_sizes(self._lengths), strict=True))
+        parts = zip(names, now_N.split_with_sizes(lengths), strict=True)
         return [
             index
             for index, (name, part) in enumerate(parts)
@@ -61,10 +61,10 @@ def apart(values_N: Tensor, table: Mapping[str, Any]) -> Iterator[Piece]:
     """What was joined. Raises ValueError where ``table`` is of other tensors."""
     try:
         names, shapes = table["names"], table["shapes"]
-        parts = values_N.split([math.prod(shape) for shape in shapes])
+        parts = values_N.split_with_sizes([math.prod(shape) for shape in shapes])
         for name, shape, part in zip(names, shapes, parts, strict=True):
             yield Piece(name, part if len(shape) == 1 else part.view(shape), holds=True)
-    except (KeyError, TypeError, RuntimeError) as error:
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"the table of tensors that came together does not describe them: {error!r}") from None
 
 
