@@ -1,10 +1,12 @@
-"""Only what changed since the engines' last weights: tensors, or the values within them; all of it where that is not known.
+"""Only what changed since the engines' last weights: tensors, values within them, or their adapters; all of it where that is
+not known.
 
     a tensor whose stamp is the last sync's     left out, unread
     one that is equal to what engines have      left out
     one that changed in few places              places and values        (where the engine can take them)
     small ones that changed                     together, as one         (``together.py``)
     any other                                   whole
+    one with a low-rank adapter                 the adapter: engines keep what it is added to, and add it up as the trainer does
 
 Carried by another carrier (``by``). The trainer keeps a copy of what the engines have, in their precision. Each sync says
 which one it builds on; an engine that has another (it was started anew, or lost a sync) answers so, and gets everything.
@@ -22,10 +24,22 @@ from torch import Tensor
 
 from ramify.errors import ConfigError
 from ramify.inference.weights import bits
-from ramify.inference.weights.base import Carrier, Chunk, Info, Piece, Receiver, Source, Stale, carrier_class
+from ramify.inference.weights.base import (
+    Adapted,
+    Carrier,
+    Chunk,
+    Info,
+    Piece,
+    Receiver,
+    Source,
+    Stale,
+    added,
+    carrier_class,
+)
 from ramify.inference.weights.together import Together, apart
 
 _PLACES, _VALUES = "::places", "::values"
+_BASE, _A, _B = "::base", "::a", "::b"
 _FEW = 0.25
 """Share of changed values up to which places and values are sent: a place takes four bytes, a value two or four."""
 _MOST_PLACES = 2**31 - 1
@@ -38,12 +52,13 @@ _MOST_TOGETHER = 1024
 class Delta:
     """Implements ``Carrier``."""
 
-    def __init__(self, *, by: str = "shared", places: bool = True, **options: Any) -> None:
-        """``by`` carries the bytes, with ``options``; ``places``: send values within tensors, where that is less."""
+    def __init__(self, *, by: str = "shared", places: bool = True, adapters: bool = True, **options: Any) -> None:
+        """``by`` carries the bytes, with ``options``; ``places``: send values within tensors, where that is less; ``adapters``:
+        send those of low-rank adapters, for which an engine keeps the matrices that they are added to in main memory."""
         if by == "delta" or by == "file":
             raise ConfigError(f"the carrier 'delta' cannot be carried by '{by}': give shared, gloo or nccl")
         self._by: Carrier = carrier_class(by)(**options)
-        self._places = places
+        self._places, self._adapters = places, adapters
         self._have: dict[str, Tensor] = {}
         """What the engines have, but for small ones."""
         self._stamps: dict[str, Hashable] = {}
@@ -53,6 +68,10 @@ class Delta:
         """What engines had and have, to be copied while they read the chunk: it is not on anybody's way then."""
         self._tables: dict[str, dict[str, Any]] = {}
         """Of what was joined in the sync that is under way."""
+        self._bases: set[str] = set()
+        """Names of matrices of which engines have what adapters are added to."""
+        self._sums: dict[str, tuple[float, str, str]] = {}
+        """Name of a b -> (scale, the precision of the sum, and of the matrix)."""
         self._told = ""
         """Names the sync that the engines took last."""
         self.num_bytes = 0
@@ -67,15 +86,17 @@ class Delta:
     def chunks(self, sources: Iterable[Source], version: int, *, whole: bool) -> Iterator[Chunk]:
         base = "" if whole else self._told
         if not base:
-            self._have, self._stamps, self._small = {}, {}, {}
+            self._have, self._stamps, self._small, self._bases = {}, {}, {}, set()
         self._told = ""  # until all of it was carried, nobody knows what the engines have
         now, self.num_bytes, self._tables, self._later = secrets.token_hex(8), 0, {}, []
         about = {"base": base, "now": now}
         any_chunk = False
         for chunk in self._by.chunks(self._changed(sources, bool(base)), version, whole=whole):
             any_chunk = True
-            tables = {name: self._tables[name] for name in chunk.info["names"] if name in self._tables}
-            yield Chunk({**chunk.info, **about, "together": tables}, chunk.is_last, chunk.send)
+            names = chunk.info["names"]
+            tables = {name: self._tables[name] for name in names if name in self._tables}
+            sums = {name: self._sums[name] for name in names if name.endswith(_B)}
+            yield Chunk({**chunk.info, **about, "together": tables, "sums": sums}, chunk.is_last, chunk.send)
             self._keep()
         if not any_chunk:
             yield Chunk({"names": [], "dtype_names": [], "shapes": [], "version": version, **about}, True)
@@ -83,7 +104,7 @@ class Delta:
 
     def close(self) -> None:
         self._by.close()
-        self._have, self._stamps, self._small, self._told, self._later = {}, {}, {}, "", []
+        self._have, self._stamps, self._small, self._bases, self._told, self._later = {}, {}, {}, set(), "", []
 
     def _changed(self, sources: Iterable[Source], has_base: bool) -> Iterator[Source]:
         small: dict[torch.dtype, list[Source]] = {}
@@ -92,7 +113,9 @@ class Delta:
             self._stamps[source.name] = source.stamp
             if has_base and source.stamp is not None and source.stamp == stamps.get(source.name):
                 continue
-            if math.prod(source.shape) > _SMALL:
+            if source.adapted is not None and self._adapters:
+                yield from self._counted(self._adapter(source, source.adapted))
+            elif math.prod(source.shape) > _SMALL:
                 yield from self._counted(self._difference(source))
             else:
                 small.setdefault(source.dtype, []).append(source)
@@ -105,9 +128,10 @@ class Delta:
             had.copy_(now)
         self._later.clear()
 
-    def _counted(self, parts: list[Source]) -> list[Source]:
-        self.num_bytes += sum(part.num_bytes for part in parts)
-        return parts
+    def _counted(self, parts: Iterable[Source]) -> Iterator[Source]:
+        for part in parts:
+            self.num_bytes += part.num_bytes
+            yield part
 
     def _joined(self, sources: list[Source], which: tuple[torch.dtype, int]) -> list[Source]:
         """Those of small ones that changed, as one."""
@@ -133,9 +157,21 @@ class Delta:
         values = now.flatten()[index]
         self._have[source.name].view(-1).index_copy_(0, index.cpu(), values.cpu())
         return [
-            Source(source.name + _PLACES, tuple(index.shape), torch.int32, None, lambda: index.to(torch.int32)),
-            Source(source.name + _VALUES, tuple(values.shape), values.dtype, None, lambda: values),
+            _source(source.name + _PLACES, index.to(torch.int32)),
+            _source(source.name + _VALUES, values),
         ]
+
+    def _adapter(self, source: Source, adapted: Adapted) -> Iterator[Source]:
+        """a and b, and before them what they are added to where engines do not have it."""
+        name = source.name
+        self._have.pop(name, None)
+        if name not in self._bases:
+            yield _source(name + _BASE, _shortest(adapted.base, source.dtype))
+            self._bases.add(name)
+        a, b = adapted.pair()
+        self._sums[name + _B] = (adapted.scale, _name(adapted.base.dtype), _name(source.dtype))
+        yield _source(name + _A, a)
+        yield _source(name + _B, b)
 
     def _changed_places(self, now_N: Tensor, had_N: Tensor) -> Tensor | None:
         """Where they differ; None where the tensor is to be sent whole."""
@@ -163,6 +199,9 @@ class DeltaReceiver:
         self._has = ""
         self._taking = ""
         self._places: dict[str, Tensor] = {}
+        self._bases: dict[str, Tensor] = {}
+        """What adapters are added to, on the CPU."""
+        self._a: dict[str, Tensor] = {}
 
     def take(self, info: Info) -> Iterator[Piece]:
         base, now = str(info["base"]), str(info["now"])
@@ -179,8 +218,19 @@ class DeltaReceiver:
                 yield Piece(name, piece.tensor, self._places.pop(name))
             elif piece.name in info["together"]:
                 yield from apart(piece.tensor, info["together"][piece.name])
+            elif piece.name.endswith(_BASE):
+                self._bases[piece.name.removesuffix(_BASE)] = piece.tensor.to("cpu", copy=True)
+            elif piece.name.endswith(_A):
+                self._a[piece.name.removesuffix(_A)] = piece.tensor.clone()
+            elif piece.name.endswith(_B):
+                yield self._added(piece.name.removesuffix(_B), piece.tensor, info)
             else:
                 yield piece
+
+    def _added(self, name: str, b: Tensor, info: Info) -> Piece:
+        scale, kind, dtype = info["sums"][name + _B]
+        base = self._bases[name].to(b.device, getattr(torch, kind))
+        return Piece(name, added(base, self._a.pop(name), b, float(scale)).to(getattr(torch, dtype)))
 
     def finished(self, version: str) -> None:
         self._has, self._taking = self._taking, ""
@@ -188,3 +238,17 @@ class DeltaReceiver:
 
     def close(self) -> None:
         self._by.close()
+
+
+def _source(name: str, tensor: Tensor) -> Source:
+    return Source(name, tuple(tensor.shape), tensor.dtype, None, lambda: tensor)
+
+
+def _shortest(base: Tensor, dtype: torch.dtype) -> Tensor:
+    """In the engine's precision where that loses nothing, as with a checkpoint that was in it."""
+    short = base.to(dtype)
+    return short if torch.equal(short.to(base.dtype), base) else base
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
