@@ -380,8 +380,8 @@ async def other_server(answers: dict[str, Any]) -> tuple[web.AppRunner, str]:
         ("vllm", {"version": "0.11.0"}, r"is vllm 0\.11\.0, and its protocol is known from 0\.29 to before 0\.33"),
         ("vllm", {"version": "0.32.0"}, r"has no route /pause: start vLLM with VLLM_SERVER_DEV_MODE=1"),
         ("ramify", {"version": "0.32.0"}, "is no `ramify serve-policy`"),
-        ("ramify", {"version": "9", "ramify_protocol": 3}, "speaks protocol 3 .ramify 9., and this is protocol 2"),
-        ("ramify", {"version": "1", "ramify_protocol": 2, "weight_transfer": False}, "takes no weights: start it with"),
+        ("ramify", {"version": "9", "ramify_protocol": 2}, "speaks protocol 2 .ramify 9., and this is protocol 3"),
+        ("ramify", {"version": "1", "ramify_protocol": 3, "weight_transfer": False}, "takes no weights: start it with"),
         ("sglang", {"version": "0.4.1"}, r"is sglang 0\.4\.1, and its protocol is known from 0\.5\.23"),
     ],
 )

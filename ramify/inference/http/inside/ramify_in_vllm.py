@@ -77,7 +77,7 @@ class CarriedEngine(WeightTransferEngine[CarriedInit, CarriedUpdate]):  # type: 
 
     def receive_weights(self, update_info: CarriedUpdate) -> None:
         def whole() -> Any:
-            for name, tensor, places, _ in self._receiver.take(update_info.info):
+            for name, tensor, places, *_ in self._receiver.take(update_info.info):
                 if places is not None:
                     raise ValueError("vLLM takes whole tensors: set carrier_options.places=false")
                 # A layer is loaded when all of it is there, which may be after the carrier used its memory again.
