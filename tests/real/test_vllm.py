@@ -37,10 +37,8 @@ def test_weights_through_vllms_own_routes(carrier: str, tmp_path: Path, monkeypa
     for name, value in OPTIONS.items():
         monkeypatch.setenv(name, value)
     policy = load(TINY)
-    options = {"places": False} if carrier == "delta" else {}
     spec = InferenceSpec(
-        engine="vllm", command=(VLLM, "serve"), args=("--enforce-eager",), carrier=carrier, carrier_options=options,
-        probe_s=30,
+        engine="vllm", command=(VLLM, "serve"), args=("--enforce-eager",), carrier=carrier, probe_s=30,
     )  # fmt: skip
     asked = Request(
         (Message("user", "count rows of 'red'\nlen 812"),), Sampling(24, 1.0, seed=5, logprobs=True), affinity="0"
@@ -89,8 +87,7 @@ def test_adapters_are_added_up_inside_vllm(tmp_path: Path, monkeypatch: pytest.M
     serving, trained = load(TINY), load(TINY)
     attach(trained.model, 2, 4.0, ("q_proj", "down_proj"))
     spec = InferenceSpec(
-        engine="vllm", command=(VLLM, "serve"), args=("--enforce-eager",), carrier="delta",
-        carrier_options={"places": False}, probe_s=30,
+        engine="vllm", command=(VLLM, "serve"), args=("--enforce-eager",), carrier="delta", probe_s=30,
     )  # fmt: skip
     asked = Request((Message("user", "count rows of 'red'\nlen 812"),), Sampling(24, 1.0, seed=5, logprobs=True))
 
