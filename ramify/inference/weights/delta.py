@@ -14,9 +14,11 @@ which one it builds on; an engine that has another (it was started anew, or lost
 
 from __future__ import annotations
 
+import itertools
 import math
 import secrets
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,13 +54,17 @@ _MOST_TOGETHER = 1024
 class Delta:
     """Implements ``Carrier``."""
 
-    def __init__(self, *, by: str = "shared", places: bool = True, adapters: bool = True, **options: Any) -> None:
+    def __init__(
+        self, *, by: str = "shared", places: bool = True, adapters: bool = True, layers: bool = False, **options: Any
+    ) -> None:
         """``by`` carries the bytes, with ``options``; ``places``: send values within tensors, where that is less; ``adapters``:
-        send those of low-rank adapters, for which an engine keeps the matrices that they are added to in main memory."""
+        send those of low-rank adapters, for which an engine keeps the matrices that they are added to in main memory;
+        ``layers``: where one tensor of a layer's part (its attention) changed, send all of that, as engines need it that have
+        fused several into one."""
         if by == "delta" or by == "file":
             raise ConfigError(f"the carrier 'delta' cannot be carried by '{by}': give shared, gloo or nccl")
         self._by: Carrier = carrier_class(by)(**options)
-        self._places, self._adapters = places, adapters
+        self._places, self._adapters, self._layers = places, adapters, layers
         self._have: dict[str, Tensor] = {}
         """What the engines have, but for small ones."""
         self._stamps: dict[str, Hashable] = {}
@@ -109,19 +115,39 @@ class Delta:
     def _changed(self, sources: Iterable[Source], has_base: bool) -> Iterator[Source]:
         small: dict[torch.dtype, list[Source]] = {}
         stamps, self._stamps = self._stamps, {}
+        is_known = partial(_is_known, stamps if has_base else {})
+        if self._layers:
+            yield from self._counted(self._whole_layers(sources, is_known))
+            return
         for source in sources:
             self._stamps[source.name] = source.stamp
-            if has_base and source.stamp is not None and source.stamp == stamps.get(source.name):
+            if is_known(source):
                 continue
-            if source.adapted is not None and self._adapters:
-                yield from self._counted(self._adapter(source, source.adapted))
-            elif math.prod(source.shape) > _SMALL:
-                yield from self._counted(self._difference(source))
+            if math.prod(source.shape) > _SMALL or (source.adapted is not None and self._adapters):
+                yield from self._counted(self._part(source))
             else:
                 small.setdefault(source.dtype, []).append(source)
         for dtype, alike in small.items():
             for number, start in enumerate(range(0, len(alike), _MOST_TOGETHER)):
                 yield from self._counted(self._joined(alike[start : start + _MOST_TOGETHER], (dtype, number)))
+
+    def _whole_layers(self, sources: Iterable[Source], is_known: Callable[[Source], bool]) -> Iterator[Source]:
+        for _, group in itertools.groupby(sources, _part_of_layer):
+            together = list(group)
+            self._stamps |= {source.name: source.stamp for source in together}
+            if all(map(is_known, together)):
+                continue
+            parts = [[*self._part(source)] for source in together]
+            if not any(parts):
+                continue
+            for source, found in zip(together, parts, strict=True):
+                yield from found or [source]
+
+    def _part(self, source: Source) -> Iterable[Source]:
+        """What engines do not have of it; nothing where they have it."""
+        if source.adapted is not None and self._adapters:
+            return self._adapter(source, source.adapted)
+        return self._difference(source)
 
     def _keep(self) -> None:
         for had, now in self._later:
@@ -176,7 +202,7 @@ class Delta:
     def _changed_places(self, now_N: Tensor, had_N: Tensor) -> Tensor | None:
         """Where they differ; None where the tensor is to be sent whole."""
         num = now_N.numel()
-        if bits.share(now_N, had_N) > 2 * _FEW:  # no need to look at the rest
+        if num > _SMALL and bits.share(now_N, had_N) > 2 * _FEW:  # no need to look at the rest
             return None
         if not self._places or num > _MOST_PLACES:
             return torch.empty(0) if torch.equal(now_N, had_N) else None
@@ -238,6 +264,18 @@ class DeltaReceiver:
 
     def close(self) -> None:
         self._by.close()
+
+
+def _is_known(stamps: Mapping[str, Hashable], source: Source) -> bool:
+    """Whether it is what it was when it had one of ``stamps``."""
+    return source.stamp is not None and source.stamp == stamps.get(source.name)
+
+
+def _part_of_layer(source: Source) -> str:
+    """``model.layers.3.self_attn`` of all that is in there; of what is in no layer its own name."""
+    parts = source.name.split(".")
+    number = next((index for index, part in enumerate(parts) if part.isdigit()), len(parts))
+    return ".".join(parts[: number + 2])
 
 
 def _source(name: str, tensor: Tensor) -> Source:

@@ -463,7 +463,7 @@ def test_a_process_that_does_not_come_up(tmp_path: Path) -> None:
         ({"urls": ("localhost:8000",)}, "'localhost:8000' is no address"),
         ({"urls": ("http://a",), "num": 2}, "with urls nothing is started"),
         ({"engine": "sglang", "carrier": "shared"}, "SGLang takes weights from files"),
-        ({"engine": "vllm", "carrier": "delta"}, "vLLM takes whole tensors"),
+        ({"engine": "vllm", "carrier": "delta", "carrier_options": {"places": True}}, "vLLM takes whole layers"),
         ({"request_s": 0}, "must be positive"),
     ],
 )

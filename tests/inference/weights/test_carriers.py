@@ -219,6 +219,26 @@ def test_of_a_matrix_with_an_adapter_only_that_is_carried(by: str, dtype: torch.
         assert carrier.num_bytes == 3000 * dtype.itemsize
 
 
+def test_of_a_layer_all_is_carried_where_engines_fuse() -> None:
+    with carrying("delta", layers=True, places=False) as (carrier, receivers):
+        make = torch.Generator().manual_seed(0)
+        shapes = {
+            "embed.weight": (40, 20), "layers.0.attn.q.weight": (30, 20), "layers.0.attn.k.weight": (10, 20),
+            "layers.0.attn.k.bias": (10,), "layers.0.mlp.up.weight": (30, 20), "layers.1.attn.q.weight": (30, 20), "norm": (20,),
+        }  # fmt: skip
+        trained, have = {name: torch.randn(shape, generator=make) for name, shape in shapes.items()}, [{}]
+        sync(carrier, receivers, trained, have, 1)
+        assert same(trained, have[0])
+        trained["layers.0.attn.k.bias"][3] += 1
+        trained["norm"] += 1
+        have[0].clear()
+        sync(carrier, receivers, trained, have, 2)
+        assert same(have[0], {name: each for name, each in trained.items() if "0.attn" in name or name == "norm"})
+        have[0].clear()
+        sync(carrier, receivers, trained, have, 3)
+        assert not have[0]
+
+
 def test_not_a_number_and_the_sign_of_zero_are_changes() -> None:
     with carrying("delta") as (carrier, receivers):
         trained, have = {"x": torch.zeros(1000)}, [{}]
