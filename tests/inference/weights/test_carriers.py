@@ -224,7 +224,8 @@ def test_of_a_layer_all_is_carried_where_engines_fuse() -> None:
         make = torch.Generator().manual_seed(0)
         shapes = {
             "embed.weight": (40, 20), "layers.0.attn.q.weight": (30, 20), "layers.0.attn.k.weight": (10, 20),
-            "layers.0.attn.k.bias": (10,), "layers.0.mlp.up.weight": (30, 20), "layers.1.attn.q.weight": (30, 20), "norm": (20,),
+            "layers.0.attn.k.bias": (10,), "layers.0.mlp.up.weight": (30, 20), "layers.1.attn.q.weight": (30, 20),
+            "norm": (20,),
         }  # fmt: skip
         trained, have = {name: torch.randn(shape, generator=make) for name, shape in shapes.items()}, [{}]
         sync(carrier, receivers, trained, have, 1)
