@@ -9,18 +9,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol
 
 from ramify.errors import ConfigError
 from ramify.inference.http.following import following
-from ramify.inference.http.spec import InferenceSpec
+from ramify.inference.http.spec import VERSIONS, InferenceSpec
 
+PROGRAMS = {
+    "ramify": (sys.executable, "-m", "ramify", "serve-policy"), "vllm": ("vllm", "serve"),
+    "sglang": (sys.executable, "-m", "sglang.launch_server"),
+}  # fmt: skip
+"""Engine -> what starts one, where ``InferenceSpec.command`` is empty."""
 INSIDE = Path(__file__).parent / "inside"
 """The folder of the one file that is loaded inside vLLM."""
 _HOST = "127.0.0.1"
@@ -161,26 +168,41 @@ def ports_for(spec: InferenceSpec) -> list[int]:
         return taken
 
 
+def check_program(spec: InferenceSpec) -> None:
+    """Raises ConfigError where this machine does not have what starts an engine."""
+    if spec.urls:
+        return
+    program = (spec.command or PROGRAMS[spec.engine])[0]
+    lacks = "" if shutil.which(program) else f"no program '{program}' is there, or on PATH"
+    if spec.engine == "sglang" and not spec.command and find_spec("sglang") is None:
+        lacks = f"the package sglang is not installed for {sys.executable}"
+    if lacks:
+        first, beyond = (".".join(map(str, each)) for each in VERSIONS.get(spec.engine, ((), ())))
+        known = f"pip install '{spec.engine}>={first},<{beyond}', " if first else ""
+        raise ConfigError(
+            f"inference.engine={spec.engine} is to be started, and {lacks}: {known}name what starts it in inference.command, "
+            "or give inference.urls of servers that run already"
+        )
+
+
 def engine_command(
     spec: InferenceSpec, checkpoint: Path, port: int, dtype: str, window: int, host: str = _HOST
 ) -> list[str]:
     """What starts an engine that listens on ``host``, this machine's loopback where nothing else is said."""
+    begin = list(spec.command or PROGRAMS[spec.engine])
     folder, at = str(checkpoint), ["--host", host, "--port", str(port), "--dtype", dtype]
     if spec.engine == "ramify":
-        begin = list(spec.command) or [sys.executable, "-m", "ramify", "serve-policy"]
         own = [*at, "--weight-transfer"]
         if ":" in spec.carried_by:
             own += ["--carrier", spec.carried_by]
         return [*begin, folder, *own, *spec.args]
     if spec.engine == "vllm":
-        begin = list(spec.command) or ["vllm", "serve"]
         own = [
             *at, "--max-model-len", str(window), "--logprobs-mode", "processed_logprobs",
             "--worker-extension-cls", "ramify_in_vllm.Carried", "--weight-transfer-config", '{"backend": "ramify"}',
         ]  # fmt: skip
         own += ["--enable-sleep-mode"] if spec.level else []
         return [*begin, folder, *own, *spec.args]
-    begin = list(spec.command) or [sys.executable, "-m", "sglang.launch_server"]
     own = ["--enable-memory-saver"] if spec.level else []
     own += ["--enable-weights-cpu-backup"] if spec.level == 1 else []
     return [*begin, "--model-path", folder, *at, "--context-length", str(window), *own, *spec.args]
