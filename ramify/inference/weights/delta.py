@@ -1,9 +1,11 @@
-"""Only what changed since the engines' last weights: tensors, or the values within them; all of it where that is not known.
+"""Only what changed since the engines' last weights: tensors, values within them, or their adapters; all of it where that is
+not known.
 
     a tensor whose stamp is the last sync's     left out, unread
     one that is equal to what engines have      left out
     one that changed in few places              places and values        (where the engine can take them)
     any other                                   whole
+    one with a low-rank adapter                 the adapter: engines keep what it is added to, and add it up as the trainer does
 
 Carried by another carrier (``by``). The trainer keeps a copy of what the engines have, in their precision. Each sync says
 which one it builds on; an engine that has another (it was started anew, or lost a sync) answers so, and gets everything.
@@ -19,9 +21,21 @@ import torch
 from torch import Tensor
 
 from ramify.errors import ConfigError
-from ramify.inference.weights.base import Carrier, Chunk, Info, Piece, Receiver, Source, Stale, carrier_class
+from ramify.inference.weights.base import (
+    Adapted,
+    Carrier,
+    Chunk,
+    Info,
+    Piece,
+    Receiver,
+    Source,
+    Stale,
+    added,
+    carrier_class,
+)
 
 _PLACES, _VALUES = "::places", "::values"
+_BASE, _A, _B = "::base", "::a", "::b"
 _FEW = 0.25
 """Share of changed values up to which places and values are sent: a place takes four bytes, a value two or four."""
 _MOST_PLACES = 2**31 - 1
@@ -32,15 +46,20 @@ _SAMPLE = 512
 class Delta:
     """Implements ``Carrier``."""
 
-    def __init__(self, *, by: str = "shared", places: bool = True, **options: Any) -> None:
-        """``by`` carries the bytes, with ``options``; ``places``: send values within tensors, where that is less."""
+    def __init__(self, *, by: str = "shared", places: bool = True, adapters: bool = True, **options: Any) -> None:
+        """``by`` carries the bytes, with ``options``; ``places``: send values within tensors, where that is less; ``adapters``:
+        send those of low-rank adapters, for which an engine keeps the matrices that they are added to in main memory."""
         if by == "delta" or by == "file":
             raise ConfigError(f"the carrier 'delta' cannot be carried by '{by}': give shared, gloo or nccl")
         self._by: Carrier = carrier_class(by)(**options)
-        self._places = places
+        self._places, self._adapters = places, adapters
         self._have: dict[str, Tensor] = {}
         """What the engines have."""
         self._stamps: dict[str, Hashable] = {}
+        self._bases: set[str] = set()
+        """Names of matrices of which engines have what adapters are added to."""
+        self._sums: dict[str, tuple[float, str, str]] = {}
+        """Name of a b -> (scale, the precision of the sum, and of the matrix)."""
         self._told = ""
         """Names the sync that the engines took last."""
         self.num_bytes = 0
@@ -55,28 +74,30 @@ class Delta:
     def chunks(self, sources: Iterable[Source], version: int, *, whole: bool) -> Iterator[Chunk]:
         base = "" if whole else self._told
         if not base:
-            self._have, self._stamps = {}, {}
+            self._have, self._stamps, self._bases = {}, {}, set()
         self._told = ""  # until all of it was carried, nobody knows what the engines have
         now, self.num_bytes = secrets.token_hex(8), 0
         about = {"base": base, "now": now}
         any_chunk = False
         for chunk in self._by.chunks(self._changed(sources, bool(base)), version, whole=whole):
             any_chunk = True
-            yield Chunk({**chunk.info, **about}, chunk.is_last, chunk.send)
+            sums = {name: self._sums[name] for name in chunk.info["names"] if name.endswith(_B)}
+            yield Chunk({**chunk.info, **about, "sums": sums}, chunk.is_last, chunk.send)
         if not any_chunk:
             yield Chunk({"names": [], "dtype_names": [], "shapes": [], "version": version, **about}, True)
         self._told = now
 
     def close(self) -> None:
         self._by.close()
-        self._have, self._stamps, self._told = {}, {}, ""
+        self._have, self._stamps, self._bases, self._told = {}, {}, set(), ""
 
     def _changed(self, sources: Iterable[Source], has_base: bool) -> Iterator[Source]:
         for source in sources:
             known = self._stamps.get(source.name)
             if has_base and source.stamp is not None and source.stamp == known:
                 continue
-            for part in self._difference(source):
+            adapted = source.adapted if self._adapters else None
+            for part in self._difference(source) if adapted is None else self._adapter(source, adapted):
                 self.num_bytes += part.num_bytes
                 yield part
             self._stamps[source.name] = source.stamp
@@ -97,9 +118,21 @@ class Delta:
         values = now.flatten()[index]
         self._have[source.name].view(-1).index_copy_(0, index.cpu(), values.cpu())
         return [
-            Source(source.name + _PLACES, tuple(index.shape), torch.int32, None, lambda: index.to(torch.int32)),
-            Source(source.name + _VALUES, tuple(values.shape), values.dtype, None, lambda: values),
+            _source(source.name + _PLACES, index.to(torch.int32)),
+            _source(source.name + _VALUES, values),
         ]
+
+    def _adapter(self, source: Source, adapted: Adapted) -> Iterator[Source]:
+        """a and b, and before them what they are added to where engines do not have it."""
+        name = source.name
+        self._have.pop(name, None)
+        if name not in self._bases:
+            yield _source(name + _BASE, _shortest(adapted.base, source.dtype))
+            self._bases.add(name)
+        a, b = adapted.pair()
+        self._sums[name + _B] = (adapted.scale, _name(adapted.base.dtype), _name(source.dtype))
+        yield _source(name + _A, a)
+        yield _source(name + _B, b)
 
     def _changed_places(self, now_N: Tensor, had_N: Tensor) -> Tensor | None:
         """Where they differ; None where the tensor is to be sent whole."""
@@ -128,6 +161,9 @@ class DeltaReceiver:
         self._has = ""
         self._taking = ""
         self._places: dict[str, Tensor] = {}
+        self._bases: dict[str, Tensor] = {}
+        """What adapters are added to, on the CPU."""
+        self._a: dict[str, Tensor] = {}
 
     def take(self, info: Info) -> Iterator[Piece]:
         base, now = str(info["base"]), str(info["now"])
@@ -142,8 +178,19 @@ class DeltaReceiver:
             elif piece.name.endswith(_VALUES):
                 name = piece.name.removesuffix(_VALUES)
                 yield Piece(name, piece.tensor, self._places.pop(name))
+            elif piece.name.endswith(_BASE):
+                self._bases[piece.name.removesuffix(_BASE)] = piece.tensor.to("cpu", copy=True)
+            elif piece.name.endswith(_A):
+                self._a[piece.name.removesuffix(_A)] = piece.tensor.clone()
+            elif piece.name.endswith(_B):
+                yield self._added(piece.name.removesuffix(_B), piece.tensor, info)
             else:
                 yield piece
+
+    def _added(self, name: str, b: Tensor, info: Info) -> Piece:
+        scale, kind, dtype = info["sums"][name + _B]
+        base = self._bases[name].to(b.device, getattr(torch, kind))
+        return Piece(name, added(base, self._a.pop(name), b, float(scale)).to(getattr(torch, dtype)))
 
     def finished(self, version: str) -> None:
         self._has, self._taking = self._taking, ""
@@ -151,6 +198,20 @@ class DeltaReceiver:
 
     def close(self) -> None:
         self._by.close()
+
+
+def _source(name: str, tensor: Tensor) -> Source:
+    return Source(name, tuple(tensor.shape), tensor.dtype, None, lambda: tensor)
+
+
+def _shortest(base: Tensor, dtype: torch.dtype) -> Tensor:
+    """In the engine's precision where that loses nothing, as with a checkpoint that was in it."""
+    short = base.to(dtype)
+    return short if torch.equal(short.to(base.dtype), base) else base
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _share(now_N: Tensor, had_N: Tensor) -> float:

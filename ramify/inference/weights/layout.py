@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from ramify.inference.weights.base import Source
+from ramify.inference.weights.base import Adapted, Source
 
 Lazy = Callable[[], Tensor]
 """A tensor that is made when it is asked for."""
@@ -31,7 +31,8 @@ def source(name: str, tensor: Tensor, dtype: torch.dtype, make: Lazy | None = No
     """Of one parameter; with ``make``, of what is computed from it (an adapter added) and has its shape."""
     kind = dtype if tensor.is_floating_point() else tensor.dtype
     stamp = stamp_of(tensor) if make is None else None
-    return Source(name, tuple(tensor.shape), kind, stamp, partial(_full, make or (lambda: tensor), dtype))
+    adapted = make if isinstance(make, Adapted) else None
+    return Source(name, tuple(tensor.shape), kind, stamp, partial(_full, make or (lambda: tensor), dtype), adapted)
 
 
 def stamp_of(tensor: Tensor) -> Hashable:
