@@ -14,7 +14,6 @@ import contextlib
 import os
 import secrets
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+from ramify.child import Child
 from ramify.errors import ConfigError, TrainError
 from ramify.train.backends.attempt import began, come, gather
 from ramify.train.backends.base import Shard
@@ -151,7 +151,9 @@ def join(shard: Shard, device: str, stacks: Path, hosts: Hosts | None = None) ->
             world = World(0, size, 0, here, store.port)
             for other in range(1, size):
                 told = _environment(other, world, shard.timeout_s, device)
-                processes.append(_started(told) if hosts is None else _placed(hosts, told, other, stacks))
+                processes.append(
+                    Child(_COMMAND, environment=told) if hosts is None else _placed(hosts, told, other, stacks)
+                )
         else:
             store = _store(world)
         name = gather(store, size, _START_S, lambda other: _look(processes, other))
@@ -212,17 +214,6 @@ def _environment(rank: int, world: World, timeout_s: float, device: str) -> dict
 
 
 _COMMAND = (sys.executable, "-m", "ramify.train.backends.launch")
-
-
-def _started(told: Mapping[str, str]) -> Process:
-    # A session of its own: Ctrl-C is for rank 0, which lets the others end.
-    return subprocess.Popen(
-        _COMMAND,
-        env={**os.environ, **told},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        start_new_session=True,
-    )
 
 
 def _placed(hosts: Hosts, told: Mapping[str, str], rank: int, out: Path) -> Process:
