@@ -23,7 +23,7 @@ from ramify.train.config import Run
 from ramify.train.metrics import Measured
 from ramify.train.placement.counted import by
 from ramify.train.placement.spec import PlacementSpec, Pool, Role
-from tests.train.backends.test_ranks import RANKS, steady, tuned
+from tests.train.backends.test_ranks import RANKS, check_measured, tuned
 
 pytest.importorskip("ray", reason="needs the extra ray")
 JOINS = """
