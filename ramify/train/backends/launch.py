@@ -226,8 +226,8 @@ def _look(processes: Sequence[Process], rank: int) -> None:
     """Raises TrainError where a rank that was started here has ended."""
     if not processes or (status := processes[rank - 1].poll()) is None:
         return
-    said = getattr(processes[rank - 1], "said", None)
-    why = f"its log ends: {said()}" if said is not None else "it says why on stderr"
+    said = getattr(processes[rank - 1], "said", str)()
+    why = f"its log ends: {said}" if said else "it says why on stderr"
     raise TrainError(f"rank {rank} did not start: exit status {status}; {why}")
 
 
