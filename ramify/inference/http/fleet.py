@@ -191,20 +191,18 @@ class Fleet:
                 self.absent.expect(url)
 
     async def all(self, act: Callable[[Server], Awaitable[None]]) -> None:
-        """``act`` at every server. Raises what one refuses; Lost where some went."""
+        """``act`` at every server. Raises Lost where some went, which may be why another refuses; else what one refuses."""
         servers = list(self.alive)
         results = await asyncio.gather(*map(act, servers), return_exceptions=True)
         failed = [
             (server, each) for server, each in zip(servers, results, strict=True) if isinstance(each, BaseException)
         ]
-        lost = False
-        for server, error in failed:
-            gone = (Unreachable, ReplyLost, ServerFailed)
-            if not isinstance(error, gone) or not await self.is_gone(server, error):
-                raise error
-            lost = True
-        if lost:
+        gone = (Unreachable, ReplyLost, ServerFailed)
+        left = [error for server, error in failed if not isinstance(error, gone) or not await self.is_gone(server, error)]
+        if len(left) < len(failed):
             raise Lost
+        if left:
+            raise left[0]
 
     # --- servers that go and come --------------------------------------------------------------------------------
 
