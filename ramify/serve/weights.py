@@ -80,7 +80,7 @@ class WeightRoutes:
             app.router.add_get(path, _answered(tell))
 
     def close(self) -> None:
-        """Leave the trainer's group, or let go of its memory: who broadcasts would wait for a server that is gone. Idempotent."""
+        """Leave the trainer's group, or let go of its memory: a broadcast would wait for who is gone. Idempotent."""
         receiver, self._receiver = self._receiver, None
         if receiver is not None:
             receiver.close()

@@ -198,7 +198,9 @@ class Fleet:
             (server, each) for server, each in zip(servers, results, strict=True) if isinstance(each, BaseException)
         ]
         gone = (Unreachable, ReplyLost, ServerFailed)
-        left = [error for server, error in failed if not isinstance(error, gone) or not await self.is_gone(server, error)]
+        left = [
+            error for server, error in failed if not isinstance(error, gone) or not await self.is_gone(server, error)
+        ]
         if len(left) < len(failed):
             raise Lost
         if left:
