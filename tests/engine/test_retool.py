@@ -80,7 +80,8 @@ def test_a_whole_conversation() -> None:
     model = client(
         [
             "<tool_call>{oops</tool_call>", "I think that it is 34.", "<code>1/0</code>",
-            '<code>import time\nx = 7\ntext = """a\n  b"""</code>', "<code>while True: time.sleep(0.01)</code>", "<code>print('y'*5000)</code>",
+            '<code>import time\nx = 7\ntext = """a\n  b"""</code>', "<code>while True: time.sleep(0.01)</code>",
+            "<code>print('y'*5000)</code>",
             "<code>x * 6 if text == 'a\\n  b' else text</code>", r"It is \boxed{42}.",
         ]
     )  # fmt: skip
