@@ -22,6 +22,7 @@ from pathlib import Path
 from ramify.errors import ModelError, ReplyLost, ServerFailed, Unreachable
 from ramify.inference.base import TAGS
 from ramify.inference.http.absent import Absent
+from ramify.inference.http.api import Conflict
 from ramify.inference.http.checks import check, until_up
 from ramify.inference.http.listed import Listed
 from ramify.inference.http.process import Engine, EngineProcess, ended_soon, ports_for, status_of
@@ -191,7 +192,8 @@ class Fleet:
                 self.absent.expect(url)
 
     async def all(self, act: Callable[[Server], Awaitable[None]]) -> None:
-        """``act`` at every server. Raises Lost where some went, which may be why another refuses; else what one refuses."""
+        """``act`` at every server. Raises Lost where some went, else Conflict where one is in another state, for either may be
+        why others refuse; else what the first refuses."""
         servers = list(self.alive)
         results = await asyncio.gather(*map(act, servers), return_exceptions=True)
         failed = [
@@ -204,7 +206,7 @@ class Fleet:
         if len(left) < len(failed):
             raise Lost
         if left:
-            raise left[0]
+            raise min(left, key=lambda error: not isinstance(error, Conflict))
 
     # --- servers that go and come --------------------------------------------------------------------------------
 

@@ -90,7 +90,9 @@ class Gloo:
             return
         except RuntimeError as error:
             why = str(error)
-        self._group = None  # here nothing holds it any more, neither a frame nor an error's traceback: its connections close
+        self._group = (
+            None  # here nothing holds it any more, neither a frame nor an error's traceback: its connections close
+        )
         raise RuntimeError(why)
 
     def close(self) -> None:
