@@ -32,7 +32,7 @@ from ramify.policy.fingerprint import fingerprint
 from ramify.policy.load import Policy, from_config
 from ramify.serve.policy import PolicyServer
 from ramify.types.message import Message, VersionSpan
-from tests.inference.helpers import WINDOW, policy
+from tests.inference.helpers import WINDOW, pauses, policy
 
 USER = Message("user", "count rows of 'red'\nlen 812")
 
@@ -184,10 +184,10 @@ def test_a_reply_in_the_middle_goes_on_under_the_new_weights(engine: str) -> Non
             seed = 0
             while (await old.complete(request(seed, 60))).finish != "length":
                 seed += 1
+            pauses(made.locals[0], after=9)  # until the update is over
             long = asyncio.ensure_future(made.engines.complete(request(seed, 60)))
-            while not long.done() and made.locals[0].engine.num_steps <= 8:
+            while made.locals[0].engine.num_steps < 9:
                 await asyncio.sleep(0)
-            made.locals[0].pause()  # until the update is over
             await made.train(1)
             reply = await long
             assert reply.prompt_ids is not None
