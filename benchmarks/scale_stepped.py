@@ -98,7 +98,7 @@ class Engine:
             await asyncio.sleep(max(0.0, at - time.monotonic()))
             for each in self._running:
                 each.versions.append(self._version())
-                if len(each.versions) >= each.tokens:
+                if len(each.versions) >= each.tokens and not each.ended.done():  # cut as a straggler
                     each.ended.set_result(None)
             self._running = [each for each in self._running if not each.ended.done()]
 

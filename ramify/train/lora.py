@@ -11,8 +11,7 @@ module, ours or transformers', computes with it unawares. Leaves out adapters on
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from typing import cast
 
 import torch
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ramify.errors import ConfigError
+from ramify.inference.weights.base import Adapted, added
 
 _ORIGINAL = "parametrizations.weight.original"
 
@@ -38,7 +38,7 @@ class LowRank(nn.Module):
     def forward(self, weight: Tensor) -> Tensor:
         if self.is_off:
             return weight
-        return weight + (self.scale * self.B @ self.A).to(weight.dtype)
+        return added(weight, self.A, self.B, self.scale)
 
 
 def attach(
@@ -70,14 +70,20 @@ def merged(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield f"{owner}.weight", cast(Tensor, model.get_submodule(owner).weight).detach()
 
 
-def unmerged(model: nn.Module) -> Iterator[tuple[str, Tensor, Callable[[], Tensor] | None]]:
-    """As ``merged``, with nothing computed yet: (name, the parameter below, what adds its adapter to it or None)."""
+def unmerged(model: nn.Module) -> Iterator[tuple[str, Tensor, Adapted | None]]:
+    """As ``merged``, with nothing computed yet: (name, the parameter below, it with its adapter or None)."""
     for name, parameter in model.named_parameters():
         owner, _, _ = name.partition(".parametrizations.")
         if owner == name:
             yield name, parameter, None
         elif name.endswith(_ORIGINAL):
-            yield f"{owner}.weight", parameter, partial(getattr, model.get_submodule(owner), "weight")
+            yield f"{owner}.weight", parameter, _adapted(model.get_submodule(owner), parameter)
+
+
+def _adapted(linear: nn.Module, base: Tensor) -> Adapted:
+    (adapter,) = cast(nn.ModuleDict, linear.parametrizations)["weight"].children()
+    assert isinstance(adapter, LowRank)
+    return Adapted(base.detach(), lambda: (adapter.A.detach(), adapter.B.detach()), adapter.scale)
 
 
 @contextlib.contextmanager

@@ -144,7 +144,8 @@ class Fleet:
 
     async def wake(self, tag: str) -> None:
         """All where it sleeps take ``tag`` back. Raises as ``sleep``."""
-        await self.all(lambda server: self._wake(server, tag))
+        if self._asleep:
+            await self.all(lambda server: self._wake(server, tag))
 
     async def _wake(self, server: Server, tag: str) -> None:
         asleep = self._asleep.get(server.url, [])

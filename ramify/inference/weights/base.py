@@ -44,6 +44,24 @@ _ALLOCATE: Callable[[int, int, int], None] | None = getattr(os, "posix_fallocate
 Info = Mapping[str, Any]
 
 
+class Adapted(msgspec.Struct, frozen=True, eq=False):
+    """A matrix with a low-rank adapter: base + scale * b @ a (LoRA, 2106.09685). Called, it is that sum."""
+
+    base: Tensor
+    """[rows, columns], held still."""
+    pair: Callable[[], tuple[Tensor, Tensor]]
+    """(a [rank, columns], b [rows, rank])"""
+    scale: float
+
+    def __call__(self) -> Tensor:
+        return added(self.base, *self.pair(), self.scale)
+
+
+def added(base: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """base + scale * b @ a, rounded in one way wherever it is computed."""
+    return base + (scale * b @ a).to(base.dtype)
+
+
 class Source(NamedTuple):
     """One tensor of the trained policy as an engine is to have it. Nothing is gathered or cast until ``full`` is called."""
 
@@ -55,6 +73,8 @@ class Source(NamedTuple):
     """Equal stamps of two syncs say that the tensor has not changed between them; None where nobody knows."""
     full: Callable[[], Tensor]
     """The whole tensor, contiguous, detached."""
+    adapted: Adapted | None = None
+    """What ``full`` adds up, for a carrier whose engines can do that."""
 
     @property
     def num_bytes(self) -> int:
@@ -70,6 +90,8 @@ class Piece(NamedTuple):
     """Places of ``tensor``'s values in the flattened parameter; None: the tensor is whole."""
     stays: bool = False
     """Its memory stays as it is until another sync was taken: an engine may compute with it, and needs no copy."""
+    holds: bool = False
+    """It stays at least until the chunk was taken: an engine may copy it together with others."""
 
 
 class Chunk(msgspec.Struct, eq=False):

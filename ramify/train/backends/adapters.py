@@ -2,7 +2,6 @@
 
     inject(model, lora)          on the meta device, before the model is spread
     begin(...)                   A random by seed, B zero: the numbers that ``train/lora.py`` begins with
-    merged(W, A, B, lora)        what the matrix is for whoever knows nothing of adapters
     without(model)               the base model: a reference that costs no memory
     save(folder, lora, tensors)  as peft and inference servers load them
 
@@ -82,11 +81,6 @@ def pair(name: str) -> tuple[str, str]:
     """Names of A and B of the matrix with the plain name ``name``."""
     owner = name.removesuffix(".weight")
     return f"{owner}.{_A}", f"{owner}.{_B}"
-
-
-def merged(weight: Tensor, a: Tensor, b: Tensor, lora: Lora) -> Tensor:
-    """W + (alpha / rank) B A, with the rounding of ``train/lora.py``."""
-    return weight + (lora.alpha / lora.rank * b @ a).to(weight.dtype)
 
 
 @contextmanager

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from ramify.errors import ConfigError
+from ramify.inference.weights.base import Adapted
 from ramify.policy.load import Policy
 from ramify.policy.weights import check_weights, read_weights
 from ramify.train import whole_step
@@ -211,7 +212,7 @@ class OverRanks:
             if self.lora is None:
                 yield name, torch.empty(shape, device="meta"), partial(self._one, name)
             else:
-                yield name, self._base[name], partial(self._merged, name) if name in matrices else None
+                yield name, self._base[name], self._with_adapter(name) if name in matrices else None
 
     def adapters(self) -> Iterator[tuple[str, Tensor]]:
         """Name -> tensor of every A and B: all that is new since the last sync."""
@@ -254,10 +255,14 @@ class OverRanks:
         ((_, tensor),) = self._gathered([name])
         return tensor
 
-    def _merged(self, name: str) -> Tensor:
+    def _with_adapter(self, name: str) -> Adapted:
         assert self.lora is not None
-        (_, a), (_, b) = self._gathered(list(adapters.pair(name)))
-        return adapters.merged(self._base[name].detach(), a, b, self.lora)
+
+        def pair() -> tuple[Tensor, Tensor]:
+            (_, a), (_, b) = self._gathered(list(adapters.pair(name)))
+            return a, b
+
+        return Adapted(self._base[name].detach(), pair, self.lora.alpha / self.lora.rank)
 
     def _gathered(self, names: list[str], gradients: bool = False) -> Iterator[tuple[str, Tensor]]:
         empty = {name: torch.empty(self._shapes[name], device="meta") for name in names}

@@ -90,13 +90,14 @@ def check_reach(run: Run, hosts: Hosts, num: int) -> None:
     if spec is None or not away:
         return
     where = hosts.address_of(Member("inference", away[0]))
-    if spec.carried_by in ("shared", "cuda_ipc"):
+    carrier = spec.carried_by if spec.carried_by != "delta" else spec.carrier_options.get("by", "shared")
+    if carrier in ("shared", "cuda_ipc"):
         raise ConfigError(
-            f"inference.carrier={spec.carried_by} ends at this machine, and engine {away[0]} was placed on {where}: use "
-            "'nccl' or 'gloo', or 'file' on a file system that both see"
+            f"inference.carrier={carrier} ends at this machine, and engine {away[0]} was placed on {where}: use 'nccl' or "
+            "'gloo', or 'file' on a file system that both see"
         )
-    if spec.carried_by in ("gloo", "nccl") and spec.carrier_options.get("address", "127.0.0.1") == "127.0.0.1":
+    if carrier in ("gloo", "nccl") and spec.carrier_options.get("address", "127.0.0.1") == "127.0.0.1":
         raise ConfigError(
-            f"inference.carrier={spec.carried_by} waits at the loopback, and engine {away[0]} was placed on {where}: set "
+            f"inference.carrier={carrier} waits at the loopback, and engine {away[0]} was placed on {where}: set "
             f"inference.carrier_options.address={hosts.address}"
         )

@@ -27,10 +27,11 @@ from ramify.inference.http.client import HttpEngines
 from ramify.inference.http.spec import InferenceSpec, check_version
 from ramify.inference.local.client import LocalClient
 from ramify.inference.weights.base import Piece, Source
-from ramify.inference.weights.layout import sources
-from ramify.policy.fingerprint import fingerprint
+from ramify.inference.weights.layout import source, sources
+from ramify.policy.fingerprint import fingerprint, fingerprint_of
 from ramify.policy.load import Policy, from_config
 from ramify.serve.policy import PolicyServer
+from ramify.train.lora import attach, merged, unmerged
 from ramify.types.message import Message, VersionSpan
 from tests.inference.helpers import WINDOW, pauses, policy
 
@@ -120,6 +121,36 @@ def test_the_protocols_of_others_over_our_own_server(engine: str) -> None:
             assert [each.version for each in made.locals] == [1, 1]
             assert (await made.engines.complete(request())).versions == (VersionSpan(0, 12, 1),)
             await local.close()
+
+    run(test)
+
+
+def test_adapters_are_added_up_by_the_engines_to_the_bit_also_by_one_that_was_started_anew() -> None:
+    async def test() -> None:
+        async with world(carrier="delta") as made:
+            attach(made.trained.model, rank=2, alpha=4.0)
+
+            async def update(version: int) -> None:
+                with torch.no_grad():
+                    for parameter in made.trained.model.parameters():
+                        if parameter.requires_grad:
+                            parameter += 0.1 * torch.randn(parameter.shape)
+                named = unmerged(made.trained.model)
+                await made.engines.update([source(*each[:2], torch.float32, each[2]) for each in named], version)
+                expected = fingerprint_of(merged(made.trained.model))
+                assert {fingerprint(local.policy.model) for local in made.locals} == {expected}
+
+            await update(1)
+            await update(2)
+            with torch.no_grad():
+                made.locals[0].policy.model.get_parameter("model.layers.0.mlp.up_proj.weight").zero_()
+            await update(3)  # a sum is written whole
+            async with aiohttp.ClientSession() as asking:
+                url = made.servers[1].url.removesuffix("/v1")
+                async with asking.post(f"{url}/shutdown_weight_transfer_engine", json={}) as answer:
+                    assert answer.status == 200
+            await update(4)
+            assert made.said[-1].endswith("was this engine started anew?: all weights are sent")
 
     run(test)
 
@@ -349,8 +380,8 @@ async def other_server(answers: dict[str, Any]) -> tuple[web.AppRunner, str]:
         ("vllm", {"version": "0.11.0"}, r"is vllm 0\.11\.0, and its protocol is known from 0\.29 to before 0\.33"),
         ("vllm", {"version": "0.32.0"}, r"has no route /pause: start vLLM with VLLM_SERVER_DEV_MODE=1"),
         ("ramify", {"version": "0.32.0"}, "is no `ramify serve-policy`"),
-        ("ramify", {"version": "9", "ramify_protocol": 3}, "speaks protocol 3 .ramify 9., and this is protocol 2"),
-        ("ramify", {"version": "1", "ramify_protocol": 2, "weight_transfer": False}, "takes no weights: start it with"),
+        ("ramify", {"version": "9", "ramify_protocol": 2}, "speaks protocol 2 .ramify 9., and this is protocol 3"),
+        ("ramify", {"version": "1", "ramify_protocol": 3, "weight_transfer": False}, "takes no weights: start it with"),
         ("sglang", {"version": "0.4.1"}, r"is sglang 0\.4\.1, and its protocol is known from 0\.5\.23"),
     ],
 )
@@ -432,7 +463,7 @@ def test_a_process_that_does_not_come_up(tmp_path: Path) -> None:
         ({"urls": ("localhost:8000",)}, "'localhost:8000' is no address"),
         ({"urls": ("http://a",), "num": 2}, "with urls nothing is started"),
         ({"engine": "sglang", "carrier": "shared"}, "SGLang takes weights from files"),
-        ({"engine": "vllm", "carrier": "delta"}, "vLLM takes whole tensors"),
+        ({"engine": "vllm", "carrier": "delta", "carrier_options": {"places": True}}, "vLLM takes whole layers"),
         ({"request_s": 0}, "must be positive"),
     ],
 )

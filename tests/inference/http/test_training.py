@@ -16,7 +16,7 @@ import pytest
 from ramify.build.run import train
 from ramify.errors import ConfigError
 from ramify.inference.http.spec import InferenceSpec
-from ramify.train.config import EvaluateSpec, Run
+from ramify.train.config import EvaluateSpec, LoraSpec, Run
 from ramify.train.metrics import Measured
 from tests.train.small import small
 
@@ -62,6 +62,19 @@ def test_a_run_is_the_same_over_http(tmp_path: Path) -> None:
     assert (
         (tmp_path / "http/inference/server-0.log").read_text().startswith(str(tmp_path / "http/inference/checkpoint"))
     )
+
+
+@pytest.mark.slow
+def test_a_run_with_adapters_is_the_same_where_only_these_are_sent(tmp_path: Path) -> None:
+    """Each sync is held against the fingerprint of the sums."""
+    base = short()
+    run = msgspec.structs.replace(base, policy=msgspec.structs.replace(base.policy, lora=LoraSpec(rank=2, alpha=4.0)))
+    train(run, tmp_path / "embedded", say=lambda _: None)
+    apart = msgspec.structs.replace(run, inference=InferenceSpec(carrier="delta", carrier_options={"by": "gloo"}))
+    train(apart, tmp_path / "http", say=lambda _: None)
+    ours, theirs = measured(tmp_path / "http"), measured(tmp_path / "embedded")
+    assert sum("rl_loss" in row for row in ours) == 2
+    assert ours == [pytest.approx(row, abs=1e-4) for row in theirs]
 
 
 def test_what_cannot_be_trained_on_is_said_before_anything_starts(tmp_path: Path) -> None:

@@ -192,7 +192,9 @@ def test_a_service_that_ends_is_started_again_and_keeps_its_address(hosts: type[
             {},
             "inference.carrier=shared ends at this machine, and engine 1 was placed on 10.0.0.2: use 'nccl' or 'gloo'",
         ),
+        ({"carrier": "delta"}, "inference.carrier=shared ends at this machine, and engine 1 was placed on 10.0.0.2"),
         ({"carrier": "gloo"}, "set inference.carrier_options.address=127.0.0.1"),
+        ({"carrier": "delta", "carrier_options": {"by": "gloo"}}, "inference.carrier=gloo waits at the loopback, and"),
     ],
 )
 def test_weights_must_reach_engines(fields: Any, said: str) -> None:
