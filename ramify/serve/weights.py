@@ -79,6 +79,12 @@ class WeightRoutes:
         }.items():  # fmt: skip
             app.router.add_get(path, _answered(tell))
 
+    def close(self) -> None:
+        """Leave the trainer's group, or let go of its memory: a broadcast would wait for who is gone. Idempotent."""
+        receiver, self._receiver = self._receiver, None
+        if receiver is not None:
+            receiver.close()
+
     # --- pause -----------------------------------------------------------------------------------------
 
     async def _pause(self, http: web.Request, _: Body) -> Body:
@@ -133,9 +139,7 @@ class WeightRoutes:
         return {"message": "Weight transfer initialized"}
 
     async def _shut_down(self, _: web.Request, __: Body) -> Body:
-        receiver, self._receiver = self._receiver, None
-        if receiver is not None:
-            receiver.close()
+        self.close()
         return {"message": "Weight transfer shut down"}
 
     async def _start(self, _: web.Request, __: Body) -> Body:

@@ -80,7 +80,20 @@ class Gloo:
             buffer = self._buffer.of(length)
             fill(buffer, part)
             about = {**described(part, version), "length": length}
-            yield Chunk(about, is_last, partial(_broadcast, self._group, buffer))
+            yield Chunk(about, is_last, partial(self._send, buffer))
+
+    def _send(self, buffer: Tensor) -> None:
+        """Raises RuntimeError where somebody is gone. The group ends with it: who is still there, and has not begun to receive,
+        would wait for the rest of the timeout otherwise."""
+        try:
+            _broadcast(self._group, buffer)
+            return
+        except RuntimeError as error:
+            why = str(error)
+        self._group = (
+            None  # here nothing holds it any more, neither a frame nor an error's traceback: its connections close
+        )
+        raise RuntimeError(why)
 
     def close(self) -> None:
         self._group = self._store = None
