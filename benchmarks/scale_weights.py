@@ -5,8 +5,9 @@
     python benchmarks/scale_weights.py --json     also prints {"figures": […]} as engine.py does
 
 The engine is `ramify serve-policy`'s own server over a model without attention to speak of; timed is the whole update as the
-trainer sees it: pause, chunks, end, resume. The fingerprint that follows every sync is a figure of its own. One thread on
-each side.
+trainer sees it: pause, chunks, end, resume. Copies and syncs take turns, so that both meet the same load of the machine, and
+a sync finds the caches as a step of training leaves them. The fingerprint that follows every sync is a figure of its own. One
+thread on each side.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -58,7 +60,8 @@ async def _measured(folder: Path, rounds: int) -> list[Figure]:
     num_bytes = sum(4 * parameter.numel() for parameter in policy.model.parameters())
     flat = [parameter.detach() for parameter in policy.model.parameters()]
     into = [tensor.clone() for tensor in flat]
-    copy_s = _median(lambda: [a.copy_(b) for a, b in zip(into, flat, strict=True)])
+    copy = partial(_copied, into, flat)
+    copy_s = median(copy() for _ in range(ROUNDS))
     figures = [Figure("a plain copy", num_bytes / copy_s / 1e9, "GB/s", {})]
     started = time.perf_counter()
     fingerprint(policy.model)
@@ -66,12 +69,19 @@ async def _measured(folder: Path, rounds: int) -> list[Figure]:
     save(policy, folder / "model")
     with _server(folder) as url:
         for name, options in CARRIERS.items():
-            figures += await _of_carrier(name, options, policy, url, copy_s, rounds)
+            figures += await _of_carrier(name, options, policy, url, copy, rounds)
     return figures
 
 
+def _copied(into: list[Any], given: list[Any]) -> float:
+    started = time.perf_counter()
+    for ours, theirs in zip(into, given, strict=True):
+        ours.copy_(theirs)
+    return time.perf_counter() - started
+
+
 async def _of_carrier(
-    name: str, options: dict[str, Any], policy: Any, url: str, copy_s: float, rounds: int
+    name: str, options: dict[str, Any], policy: Any, url: str, copy: Callable[[], float], rounds: int
 ) -> list[Figure]:  # fmt: skip
     from ramify.inference.http.client import HttpEngines
     from ramify.inference.http.spec import InferenceSpec
@@ -84,11 +94,10 @@ async def _of_carrier(
     try:
         first_s = await _sync(engines, policy, 1)
         if name == "delta":
-            return await _deltas(engines, policy, copy_s, rounds)
-        seconds = [await _sync(engines, policy, version) for version in range(2, 2 + rounds)]
-        whole = Figure(
-            f"sync by {label}", median(seconds) / copy_s, "copies", {"the first": first_s / copy_s}, FLOORS.get(label)
-        )
+            return await _deltas(engines, policy, copy, rounds)
+        pairs = [(copy(), await _sync(engines, policy, version)) for version in range(2, 2 + rounds)]
+        first = {"the first": first_s / median(copied for copied, _ in pairs)}
+        whole = Figure(f"sync by {label}", _ratio(pairs), "copies", first, FLOORS.get(label))
         return [whole._replace(valid=await _agrees(engines, policy))]
     finally:
         await engines.close()
@@ -96,7 +105,7 @@ async def _of_carrier(
             shutil.rmtree(options["folder"], ignore_errors=True)
 
 
-async def _deltas(engines: Any, policy: Any, copy_s: float, rounds: int) -> list[Figure]:
+async def _deltas(engines: Any, policy: Any, copy: Callable[[], float], rounds: int) -> list[Figure]:
     """A step that moves 1 % of the parameters while the rest is held still; one that moves 1 % of all values."""
     import torch
 
@@ -130,12 +139,12 @@ async def _deltas(engines: Any, policy: Any, copy_s: float, rounds: int) -> list
         if change is scattered:
             for parameter in parameters:
                 parameter.requires_grad_(True)
-        seconds = []
-        for _ in range(rounds):
+        pairs = []
+        for _ in range(3 * rounds):  # they are short, and one that met something else is half of a median of three
             change()
             version += 1
-            seconds.append(await _sync(engines, policy, version))
-        figure = Figure(f"sync by {name}", median(seconds) / copy_s, "copies", {}, floor)
+            pairs.append((copy(), await _sync(engines, policy, version)))
+        figure = Figure(f"sync by {name}", _ratio(pairs), "copies", {}, floor)
         found.append(figure._replace(valid=await _agrees(engines, policy)))
     return found
 
@@ -200,13 +209,9 @@ def _server(folder: Path) -> Iterator[str]:
         process.stderr.close()
 
 
-def _median(work: Callable[[], object]) -> float:
-    seconds = []
-    for _ in range(ROUNDS + 1):
-        started = time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - started)
-    return median(seconds[1:])
+def _ratio(pairs: list[tuple[float, float]]) -> float:
+    """Of medians: of the syncs, and of the copies beside them."""
+    return median(synced for _, synced in pairs) / median(copied for copied, _ in pairs)
 
 
 def main() -> None:

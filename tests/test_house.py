@@ -16,7 +16,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "ramify"
 FLOORS = [
-    {"types", "errors", "progress"},
+    {"types", "errors", "progress", "secrets", "child"},
     {"clients", "sandbox", "policy", "inference", "store", "sources", "tasks"},
     {"engine"},
     {"combinators"},
@@ -28,7 +28,7 @@ FLOORS = [
     {"__main__"},
 ]
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
-ALSO = {("inference", "policy")}
+ALSO = {("inference", "policy"), ("child", "secrets")}
 STANDARD_LIBRARY_ONLY = [
     "__init__.py", *(f"sandbox/{name}" for name in ("guest", "shelf.py", "forkserver.py", "keeper.py")),
     *(f"sandbox/jail/{name}.py" for name in ("confine", "hooks", "primitives", "seccomp", "walls", "zygote")),

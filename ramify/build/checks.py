@@ -13,6 +13,7 @@ from ramify.engine import observe
 from ramify.engine.run import NATIVE_TOOLS
 from ramify.engine.scaffold import Scaffold
 from ramify.errors import ConfigError
+from ramify.inference.http.process import check_program
 from ramify.tasks.base import Item, Task, items_of
 from ramify.tasks.validate import validate
 from ramify.train.config import Run
@@ -58,15 +59,18 @@ def check_device(run: Run) -> None:
 
 
 def check_inference(run: Run) -> None:
-    """Another engine does not say what top-p and top-k left, so nobody could compute the same probabilities."""
+    """Another engine does not say what top-p and top-k left, so nobody could compute the same probabilities. What starts
+    engines is there, as far as they are to be on this machine."""
     spec, rl = run.inference, run.rl
-    if spec is None or spec.engine == "ramify" or rl is None:
+    if spec is None:
         return
-    if (rl.rollout.top_p or 1) < 1 or rl.rollout.top_k:
+    if rl is not None and spec.engine != "ramify" and ((rl.rollout.top_p or 1) < 1 or rl.rollout.top_k):
         raise ConfigError(
             f"rl.rollout.top_p={rl.rollout.top_p} and top_k={rl.rollout.top_k} cannot be trained on with "
             f"inference.engine={spec.engine}, which does not say what they left to draw from: leave them out"
         )
+    if run.placement is None or run.placement.kind == "local":
+        check_program(spec)
 
 
 def check_signals(run: Run) -> None:

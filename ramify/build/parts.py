@@ -314,16 +314,13 @@ class Made:
         self, out: Path, listener: Callable[[Measured], None] | None, on_stall: Callable[[str], None] | None = None
     ) -> Loop:
         from ramify.inference.local.client import LocalClient
-        from ramify.policy.fingerprint import fingerprint_of
 
         run = self.run
         prompt = first_prompt(self.scaffold, run, items_of(self.task, "validation")[0])
         trained = self.trained = self._trained(out)
         published = Published(self.policy, self.serving, self.client, trained)
         starts_at_base = run.warmup is None and run.sft is None
-        check = SelfCheck(
-            self.seen, lambda: fingerprint_of(published.weights()), prompt, self._tolerance()
-        )  # fmt: skip
+        check = SelfCheck(self.seen, published.weights, prompt, self._tolerance())
         loop = Loop(
             out, self._stages(out, trained, published), self._backend_of(trained), published, self.evaluate,
             first=run.evaluate.first, final=run.evaluate.final, cadence=run.cadence, guard=run.guard,

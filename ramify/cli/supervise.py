@@ -18,10 +18,10 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from ramify.child import following
 from ramify.cli.exits import Exit
 from ramify.cli.notes import error_line
 from ramify.cli.parser import UsageError
-from ramify.inference.http.following import following
 from ramify.train.metrics import FILE, read
 
 _LONGEST_PAUSE_S = 30.0

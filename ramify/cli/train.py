@@ -69,6 +69,7 @@ def train(
         with doing("starting"):
             from ramify.build.recipe import recipe, stored  # everything heavy comes with it
             from ramify.build.run import train
+            from ramify.train.backends.launch import is_restarted
             from ramify.train.config import CHOICES
             from ramify.train.override import override
             from ramify.train.placement.counted import by
@@ -80,7 +81,7 @@ def train(
         folder = Path(out or _folder(resume) or f"runs/{run.name}")
         if folder.exists() and not folder.is_dir():
             raise UsageError(f"--out {folder} is a file: name a folder")
-        if _was_restarted() and any(folder.glob("checkpoints/step-*")):
+        if is_restarted() and any(folder.glob("checkpoints/step-*")):
             resume = str(folder)
         listener = _listener(run.name, folder, screen, resume is not None)
         try:
@@ -91,11 +92,6 @@ def train(
             return Exit.STOPPED
     print(f"{folder}/policy holds the trained policy: ramify ask --model local:{folder}/policy …")
     return Exit.ANSWERED
-
-
-def _was_restarted() -> bool:
-    """Whether torchrun has started this process anew."""
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") not in ("", "0")
 
 
 def _end_soon(why: str) -> None:

@@ -3,7 +3,7 @@
     trainer rank      weights, gradients, optimizer: its share of each (fp32); whole layers while they are computed; a second
                       model for a KL, or a critic; activations of a batch, logits of some of its entries
     engine            weights; keys and values of its slots
-    sessions          what they may take in main memory, where rollouts are
+    sessions          what they take in main memory before they hold anything, where rollouts are; limits are said beside it
     rank 0 besides    the copy of the policy that engines are made of, and the engine itself where it is in this process
 
 Exact where bytes follow from sizes (weights, gradients, optimizer, keys and values: tests compare them with real ones);
@@ -13,7 +13,7 @@ buffers: a gigabyte or two on a GPU).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
 import msgspec
@@ -32,6 +32,8 @@ _CPU_CACHE_BYTES = 2 << 30
 _SHARE_OF_VLLM = 0.9
 """Of a GPU that vLLM and SGLang take by default: what weights leave is for keys and values."""
 _SHARE_OPTIONS = ("--gpu-memory-utilization", "--mem-fraction-static")
+_SESSION_BYTES = 2_500_000
+"""Of a session's own, before it holds anything (``docs/log.md``)."""
 _ACTIVATIONS, _LOGITS = "activations, at most", "logits"
 _LEARNING = ("gradients", "gathered", _ACTIVATIONS, _LOGITS)
 """Parts that are there while the trainer learns, and not while it waits for rollouts."""
@@ -90,11 +92,25 @@ def of_engine(run: Run, shape: Shape, device: Device) -> Memory:
 
 
 def of_sessions(run: Run, runners: int, room_gb: float) -> Memory:
-    """The sessions of the rollouts that one runner, or the run where there is none, has at once, each at its limit; those
-    of children come on top. Main memory."""
+    """The sessions of the rollouts that one runner, or the run where there is none, has at once; those of children come on top,
+    and what code makes of its context, which nobody knows before. Main memory."""
+    at_once = _at_once(run, runners)
+    return Memory({f"{at_once} sessions, empty": at_once * _SESSION_BYTES}, int(room_gb * 1e9))
+
+
+def limits_of_sessions(run: Run, runners: int) -> Iterator[tuple[str, int]]:
+    """(what, bytes; 0 where it is of the machine) that ends sessions which take more."""
+    one = run.sandbox.memory_bytes
+    yield "one session (sandbox.memory_bytes)", one
+    if run.sandbox.provider != "jail":
+        yield "all together, each at its limit", _at_once(run, runners) * one
+    else:
+        yield "all together (sandbox.all_memory_bytes)", run.sandbox.all_memory_bytes
+
+
+def _at_once(run: Run, runners: int) -> int:
     assert run.rl is not None
-    at_once = -(-run.rl.rollout.concurrency // runners)
-    return Memory({"sessions, at most": at_once * run.sandbox.memory_bytes}, int(room_gb * 1e9))
+    return -(-run.rl.rollout.concurrency // runners)
 
 
 def itemsize_of(run: Run, device: Device) -> int:

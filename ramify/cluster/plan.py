@@ -23,6 +23,7 @@ from ramify.train.placement.seats import Seat, seats
 from ramify.train.placement.sharing import shared, sleeping
 from ramify.train.placement.spec import PlacementSpec, Pool
 
+_MACHINES = "three quarters of the machine's"
 _ROLES = {"rank 0": "trainer", "engine": "inference"}
 
 
@@ -48,6 +49,8 @@ class Part(msgspec.Struct, frozen=True):
     device: str
     memory: Memory
     """Of each, the first of them where they differ."""
+    limits: dict[str, int] = {}
+    """What may not take more -> bytes; 0: three quarters of what the machine has. What is expected is in ``memory``."""
 
 
 class Together(msgspec.Struct, frozen=True):
@@ -116,6 +119,9 @@ def lines(plan: Plan) -> Iterator[str]:
         yield f"  {part.role} x {part.count} ({part.device}): {_size(part.memory.total)}{room}"
         for name, num_bytes in part.memory.parts.items():
             yield f"    {name:<21} {_size(num_bytes):>10}"
+        if part.limits:
+            limits = [f"{what} {_size(most) if most else _MACHINES}" for what, most in part.limits.items()]
+            yield f"    what they hold comes on top; limits: {', '.join(limits)}"
     for each in plan.together:
         told = ", ".join(f"{_size(num_bytes)} while {name}" for name, num_bytes in each.bytes.items())
         yield f"  {' and '.join(each.roles)} on one device: {told}, of {_size(each.room)}"
@@ -152,7 +158,9 @@ def _parts(run: Run, shape: Shape, num: dict[str, int], devices: tuple[Device, D
         yield Part("engine", num["inference"], engine.name, memory.of_engine(run, shape, over))
     if run.rl is not None:
         room = run.placement.rollouts.memory_gb if run.placement is not None else 0.0
-        yield Part("sessions", max(1, num["rollouts"]), "cpu", memory.of_sessions(run, max(1, num["rollouts"]), room))
+        runners = max(1, num["rollouts"])
+        limits = dict(memory.limits_of_sessions(run, runners))
+        yield Part("sessions", runners, "cpu", memory.of_sessions(run, runners, room), limits)
 
 
 def _together(

@@ -19,7 +19,7 @@ from ramify.clients.base import Client
 from ramify.errors import ConfigError, ModelError
 from ramify.progress import doing
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Of ``ramify serve-policy --weight-transfer``: counts up with every change that an older trainer or engine would
 misunderstand. Both sides say theirs at the start."""
 TINY = Path(__file__).parents[1] / "policy" / "tiny"

@@ -93,7 +93,7 @@ class ProcessDoor:
     def send_branch(self, frame: list[Any]) -> tuple[socket.socket, Files]:
         """Send ``frame`` with a socket and files for a branch; our ends of them."""
         ours, theirs = socket.socketpair()
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)  # before the branch can speak: later would be too late
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)  # before the branch can speak
         files = Files.make(self.buffers.shelf)
         with theirs:
             try:

@@ -89,6 +89,8 @@ class PolicyServer:
 
     async def __aexit__(self, *exc: object) -> None:
         await self._listener.close()
+        if self._weights is not None:
+            self._weights.close()
 
     @web.middleware
     async def _guarded(self, request: web.Request, handler: web.Handler) -> web.StreamResponse:  # type: ignore[name-defined]

@@ -79,6 +79,12 @@ class WeightRoutes:
         }.items():  # fmt: skip
             app.router.add_get(path, _answered(tell))
 
+    def close(self) -> None:
+        """Leave the trainer's group, or let go of its memory: a broadcast would wait for who is gone. Idempotent."""
+        receiver, self._receiver = self._receiver, None
+        if receiver is not None:
+            receiver.close()
+
     # --- pause -----------------------------------------------------------------------------------------
 
     async def _pause(self, http: web.Request, _: Body) -> Body:
@@ -133,9 +139,7 @@ class WeightRoutes:
         return {"message": "Weight transfer initialized"}
 
     async def _shut_down(self, _: web.Request, __: Body) -> Body:
-        receiver, self._receiver = self._receiver, None
-        if receiver is not None:
-            receiver.close()
+        self.close()
         return {"message": "Weight transfer shut down"}
 
     async def _start(self, _: web.Request, __: Body) -> Body:
@@ -154,14 +158,15 @@ class WeightRoutes:
         receiver = self._receiver
         if receiver is None or not self._is_updating:
             raise RuntimeError("start_weight_update comes before update_weights")
-        await self._take(lambda: receiver.take(info))
-        if "weight_version" in body:
-            await self._finish(http, body)
+        ends = "weight_version" in body
+        await self._take(lambda: receiver.take(info), self._number(body["weight_version"]) if ends else None)
+        if ends:
+            self._finished(receiver, body["weight_version"])
         return {"message": "Weights updated"}
 
-    async def _take(self, pieces: Callable[[], Iterator[Piece]]) -> None:
+    async def _take(self, pieces: Callable[[], Iterator[Piece]], version: int | None = None) -> None:
         try:
-            await self._client.take(pieces)
+            await self._client.take(pieces, version)
         except Stale:  # nothing of it was taken
             self.broken = self.broken or (f"an update broke off: {_NOT_WHOLE}" if self._num_taken else "")
             raise
@@ -174,17 +179,25 @@ class WeightRoutes:
         if self._receiver is None or not self._is_updating:
             raise RuntimeError("start_weight_update comes before finish_weight_update")
         version = body.get("weight_version")
-        if self._client.missing:
-            raise Stale(self.sleep.why())
-        self._receiver.finished(str(version))
-        await self._end(version)
+        if not self._client.missing:
+            await self._client.forget(self._number(version))
+        self._finished(self._receiver, version)
         return {"message": "Weight update finished"}
 
-    async def _end(self, version: object) -> None:
-        text = str(version)
-        await self._client.forget(int(text) if text.isdigit() else self._client.version + 1)
+    def _finished(self, receiver: Receiver, version: object) -> None:
+        if self._client.missing:
+            raise Stale(self.sleep.why())
+        receiver.finished(str(version))
+        self._end()
+
+    def _end(self) -> None:
         self.broken, self._is_updating = "", False
         self._go_on()
+
+    def _number(self, version: object) -> int:
+        """What weights that are called ``version`` are called here."""
+        text = str(version)
+        return int(text) if text.isdigit() else self._client.version + 1
 
     async def _from_disk(self, _: web.Request, body: Body) -> Body:
         from ramify.policy.weights import check_weights, read_weights
@@ -196,8 +209,9 @@ class WeightRoutes:
         check_weights(self._client.policy.model, found, str(path))
         self._client.pause(abort=bool(body.get("abort_all_requests")))
         self._is_updating, self._num_taken = True, 0
-        await self._take(lambda: (Piece(name, tensor) for name, tensor in found.items()))
-        await self._end(body.get("weight_version"))
+        version = self._number(body.get("weight_version"))
+        await self._take(lambda: (Piece(name, tensor) for name, tensor in found.items()), version)
+        self._end()
         return {"success": True, "message": "Succeeded to update model weights."}
 
     def _check_awake(self) -> None:

@@ -17,11 +17,11 @@ from types import TracebackType
 import msgspec
 
 from ramify.errors import StoreError
+from ramify.secrets import Secrets
 from ramify.store.blobs import Blobs
 from ramify.store.files import FILE_MODE, Bytes, write_all
 from ramify.store.flusher import Flusher
 from ramify.store.line import encode_line
-from ramify.store.secrets import Secrets
 from ramify.types.event import AnyEvent, Replied
 
 _PATIENCE_S = 0.3

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from ramify.errors import StoreError
-from ramify.store.secrets import Secrets
+from ramify.secrets import Secrets
 from ramify.types.event import AnyEvent, Replied
 
 _encoder = msgspec.json.Encoder()

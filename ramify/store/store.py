@@ -18,6 +18,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from ramify.errors import StoreError, UnknownRun
+from ramify.secrets import Secrets
 from ramify.store.blobs import Blobs
 from ramify.store.files import make_folder
 from ramify.store.flusher import Flusher
@@ -25,7 +26,6 @@ from ramify.store.index import Index, RunSummary
 from ramify.store.journal import Journal, cut_torn_line, open_locked, writer
 from ramify.store.prune import Pruned, Pruner
 from ramify.store.reading import follow, read_events
-from ramify.store.secrets import Secrets
 from ramify.types.event import AnyEvent, Fold
 from ramify.types.trajectory import Trajectory
 

@@ -4,7 +4,7 @@
     {"task": {"options": {"api_key": "«redacted»", "url": "https://«redacted»@host/v1?key=«redacted»"}}}
 
 Cut out are strings under a name that says so, what follows such a name in a list of arguments or an address, who logs in to an
-address, and values of environment variables that hold keys (``store/secrets.py``). What was cut out cannot be compared
+address, and values of environment variables that hold keys (``secrets.py``). What was cut out cannot be compared
 or had back: a run that is resumed from it needs the recipe. Leaves out secrets under names that say nothing.
 """
 
@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ramify.store.secrets import Secrets
+from ramify.secrets import Secrets
 
 _START = "«redacted"
 MARK = f"{_START}»"

@@ -83,8 +83,20 @@ def test_the_budget() -> None:
     assert "red" in {str(span.style) for span in row.spans}
 
 
+SHOWN = (
+    r"│ # \[bold\]not markup\[/\] wiped", r"llm_query × 20: 20 done", r"\[dim\]child\[/\]",
+    r"0\.20 scripted:sub\.json · turn \d · ", r"calls \d+/1,000 · tokens [\d,]+/20M · [\d.]+ s/30 min",
+)  # fmt: skip
+"""What the view shows of the run below before its last cell ends."""
+
+
+def seen(written: bytes) -> str:
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written.decode(errors="replace"))
+
+
 def on_a_terminal(shell: Shell, *arguments: str) -> str:
-    """All that the command writes to a terminal that is both its stdout and its stderr."""
+    """All that the command writes to a terminal that is both its stdout and its stderr. Once ``SHOWN`` is there, a file named
+    ``shown`` is, too."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
     process = shell.start(*arguments, stdout=theirs, stderr=theirs)
@@ -93,6 +105,8 @@ def on_a_terminal(shell: Shell, *arguments: str) -> str:
     try:
         while block := os.read(ours, 1 << 16):
             written += block
+            if all(re.search(each, seen(written)) for each in SHOWN):
+                shell.write("shown", "")
     except OSError:
         pass  # Linux says so where the other end is closed
     os.close(ours)
@@ -104,20 +118,18 @@ def test_on_a_terminal(shell: Shell) -> None:
     evil = "[bold]not markup[/] \x1b]0;stolen title\x07\x1b[2Jwiped"
     sub = shell.model([{"match": "", "reply": evil}], "sub.json")
     first = code(
-        f"import time\n# {evil}\nreplies = llm_query_batched(['x'] * 20)\n"
-        "child = rlm_query('[dim]child[/]', context='y')\ntime.sleep(1.5)"
+        f"import os, time\n# {evil}\nreplies = llm_query_batched(['x'] * 20)\n"
+        "child = rlm_query('[dim]child[/]', context='y')\n"
+        f"for _ in range(1000):\n    if not os.path.exists({str(shell.folder / 'shown')!r}): time.sleep(0.05)"
     )
     shell.write("log.txt", "abc")
     model = shell.model([first, code(f"FINAL({evil!r})")])
-    written = on_a_terminal(shell, "ask", "-m", model, "--sub-model", sub, "--no-direct", "q?", "log.txt")
+    here = ("--sandbox", "process", "--allow-weaker")  # whose sessions see the file
+    written = on_a_terminal(shell, "ask", "-m", model, "--sub-model", sub, *here, "--no-direct", "q?", "log.txt")
     assert "\x1b]0;" not in written  # the title as text, in code that was caught in the view, does no harm
     assert "\x1b[2J" not in written
-    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written)
-    assert "│ # [bold]not markup[/] wiped" in shown
-    assert "llm_query × 20: 20 done" in shown
-    assert "[dim]child[/]" in shown
-    assert re.search(r"0\.20 scripted:sub\.json · turn \d · ", shown)
-    assert re.search(r"calls \d+/1,000 · tokens [\d,]+/20M · [\d.]+ s/30 min", shown)
+    shown = seen(written.encode())
+    assert [each for each in SHOWN if not re.search(each, shown)] == []
     *_, answer, summary = shown.strip().splitlines()
     assert answer.endswith("[bold]not markup[/] wiped")
     assert summary.startswith("final · 2 turns, ")

@@ -57,10 +57,10 @@ def test_everyone_waits_for_the_pause_and_the_longest_pause_counts():
     async def main():
         gate, loop = Limiter(8), asyncio.get_running_loop()
         entered = await gate.acquire()
+        started, waits = loop.time(), []
         gate.slow_down(entered, 0.2)
         gate.slow_down(entered, 0.05)
         gate.release()
-        started, waits = loop.time(), []
 
         async def one():
             await gate.acquire()

@@ -18,6 +18,7 @@ from ramify.cluster.shape import Shape
 from ramify.cluster.steps import Tokens
 from ramify.errors import ConfigError
 from ramify.inference.http.spec import InferenceSpec
+from ramify.sandbox.base import SandboxSpec
 from ramify.train.backends.base import Compute, Shard
 from ramify.train.checkpoint import Checkpoints, State
 from ramify.train.config import Run, plain
@@ -64,7 +65,15 @@ def test_a_plan_says_who_goes_where_and_what_each_holds() -> None:
     text = "\n".join(lines(found))
     assert "pool main node 0 (2 GPUs, 8 CPUs)\n  seat 0: 1 GPUs, 2 CPUs: trainer 0, inference 0\n" in text
     assert "494,032,768 parameters, 24 layers of width 896, window 32768" in text
-    assert found.parts[-1].memory.parts == {"sessions, at most": 128 * (2 << 30)}
+    assert found.parts[-1].memory.parts == {"128 sessions, empty": 128 * 2_500_000}
+    assert text.split("  sessions x 1 (cpu): ")[1].splitlines()[:3] == [
+        "320 MB",
+        "    128 sessions, empty       320 MB",
+        "    what they hold comes on top; limits: one session (sandbox.memory_bytes) 2.15 GB, all together "
+        "(sandbox.all_memory_bytes) three quarters of the machine's",
+    ]
+    weak = plan(placed(sandbox=SandboxSpec("process", allow_weaker=True)))
+    assert weak.parts[-1].limits["all together, each at its limit"] == 128 * (2 << 30)
     assert found.too_large == []
     small_ones = plan(placed(), Options(device="l4"))
     assert "share a device of 24 GB and hold" in small_ones.too_large[-1]

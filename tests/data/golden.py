@@ -11,8 +11,8 @@ from pathlib import Path
 
 import msgspec
 
+from ramify.secrets import Secrets
 from ramify.store.line import encode_line
-from ramify.store.secrets import Secrets
 from ramify.types.event import (
     AnyEvent,
     Attempted,

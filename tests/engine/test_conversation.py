@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from ramify import Limits, ModelError, Stop
+from ramify import Limits, ModelError, SandboxSpec, Stop
 from ramify.clients.scripted import refused
 from tests.engine.helpers import client, code, rlm
 
@@ -27,8 +27,9 @@ def test_a_session_that_a_question_did_not_need_serves_the_next() -> None:
 
 
 def test_a_deadline_stops_a_later_questions_code() -> None:
-    script = [code("x = 5", "FINAL(x)"), code("x = 6\nwhile True: pass"), "FINAL(9)", code("FINAL(x)")]
-    with rlm(script, limits=Limits(max_seconds=6)) as r, r.conversation("text") as c:
+    endless = code("import time\nx = 6\nwhile True: time.sleep(0.01)")
+    script = [code("x = 5", "FINAL(x)"), endless, "FINAL(9)", code("FINAL(x)")]
+    with rlm(script, limits=Limits(max_seconds=8), sandbox=SandboxSpec(grace_s=60.0)) as r, r.conversation("text") as c:
         results = [c.ask("?") for _ in range(3)]
     assert [(each.stop, each.answer) for each in results] == [(Stop.FINAL, 5), (Stop.DEADLINE, "9"), (Stop.FINAL, 6)]
 

@@ -139,9 +139,9 @@ def _texts(trajectory: Any) -> list[Any]:
         ("import os; os.abort()", "killed by signal", {}),
         ("import ctypes; ctypes.string_at(0)", "SIGSEGV", {}),
         (
-            "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\nwhile True: pass",
+            "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN)\nwhile True: time.sleep(0.01)",
             "did not stop within 0.2 s of an interrupt (time)",
-            {"cell_s": 0.4, "grace_s": 0.2},
+            {"cell_s": 5.0, "grace_s": 0.2},
         ),
     ],
 )
@@ -260,8 +260,8 @@ def test_threads_may_ask_in_another_order() -> None:
 
 
 def test_a_cell_that_was_stopped_is_stopped_again() -> None:
-    lines = ["n = 0\nwhile True: n = 1", ABORT, "FINAL(n)"]
-    with rlm(client([code(line) for line in lines]), sandbox=spec(cell_s=0.4)) as r:
+    lines = ["import time\nn = 1\nwhile True: time.sleep(0.01)", ABORT, "FINAL(n)"]
+    with rlm(client([code(line) for line in lines]), sandbox=spec(cell_s=5.0, grace_s=60.0)) as r:
         assert r.completion("text", "?").answer == 1
 
 
@@ -293,9 +293,9 @@ def test_a_native_call_whose_session_dies_is_answered() -> None:
 def test_a_replay_in_which_the_cell_would_live_goes_as_it_was_recorded(tmp_path: Path) -> None:
     """It was too slow then, and is not now: what it binds was not there when the replies after it were given."""
     store = Store(tmp_path)
-    stubborn = "import signal, time\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\nuntil = time.time() + 3.0\n"
-    lines = ["x = 1", stubborn + "while time.time() < until: y = 2", "FINAL((x, 'y' in globals()))"]
-    with rlm(client([code(line) for line in lines]), store=store, sandbox=spec(cell_s=0.2, grace_s=0.2)) as r:
+    stubborn = "import signal, time\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\nuntil = time.time() + 8.0\n"
+    lines = ["x = 1", stubborn + "while time.time() < until: time.sleep(0.01); y = 2", "FINAL((x, 'y' in globals()))"]
+    with rlm(client([code(line) for line in lines]), store=store, sandbox=spec(cell_s=5.0, grace_s=0.2)) as r:
         result = r.completion("text", "?")
     assert (result.answer, result.trajectory.root.turns[1].cells[0].died) == ((1, False), True)
     with rlm(client([]), store=store, sandbox=spec()) as r:

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("pydantic_monty") is No
 
 def run(script: Any, context: Any = "alpha beta", **options: Any) -> tuple[Any, list[Cell]]:
     """The answer, and the cells of the root."""
-    with rlm(script, sandbox=SandboxSpec(provider="monty", cell_s=0.5), **options) as r:
+    with rlm(script, sandbox=SandboxSpec(provider="monty", cell_s=5.0), **options) as r:
         result = r.completion(context, "?")
     return result.answer, [cell for turn in result.trajectory.root.turns for cell in turn.cells]
 
@@ -74,7 +74,7 @@ def test_ways_to_an_answer(cells: list[str], answer: Any) -> None:
 def test_a_model_is_told_that_a_stopped_cell_is_undone() -> None:
     model = client([code("while True: pass"), code("FINAL(1)")])
     run(model)
-    assert "stopped after 0.5 s of work; what it had bound is undone" in model.requests[1].messages[-1].content
+    assert "stopped after 5 s of work; what it had bound is undone" in model.requests[1].messages[-1].content
 
 
 def test_the_context_of_the_host_is_not_what_the_session_changes() -> None:

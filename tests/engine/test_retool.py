@@ -80,11 +80,12 @@ def test_a_whole_conversation() -> None:
     model = client(
         [
             "<tool_call>{oops</tool_call>", "I think that it is 34.", "<code>1/0</code>",
-            '<code>x = 7\ntext = """a\n  b"""</code>', "<code>while True: pass</code>", "<code>print('y'*5000)</code>",
+            '<code>import time\nx = 7\ntext = """a\n  b"""</code>', "<code>while True: time.sleep(0.01)</code>",
+            "<code>print('y'*5000)</code>",
             "<code>x * 6 if text == 'a\\n  b' else text</code>", r"It is \boxed{42}.",
         ]
     )  # fmt: skip
-    with rlm(model, scaffold="retool", sandbox=SandboxSpec(cell_s=0.3), limits={"max_turns": 9}) as r:
+    with rlm(model, scaffold="retool", sandbox=SandboxSpec(cell_s=5.0, grace_s=60.0), limits={"max_turns": 9}) as r:
         result = r.completion("What is 6*7?")
     assert (result.answer, result.stop) == ("42", Stop.FINAL)
     first, *rest = [message for message in model.requests[-1].messages if message.role != "assistant"]
@@ -98,7 +99,7 @@ def test_a_whole_conversation() -> None:
     assert shown[2].endswith("ZeroDivisionError: division by zero\n</interpreter>")
     assert shown[3] == f"<interpreter>\n{SILENT}\n</interpreter>"
     assert "KeyboardInterrupt" in shown[4]
-    assert "(the cell was stopped after 0.3 s of work" in shown[4]
+    assert "(the cell was stopped after 5 s of work" in shown[4]
     assert "characters cut; the whole is in outputs" in shown[5]
     assert len(shown[5]) < 1200
     assert shown[6] == "<interpreter>\n42\n</interpreter>"

@@ -80,7 +80,17 @@ def test_attempts_differ_in_their_seed_alone_and_are_the_same_again() -> None:
 
 
 def test_concurrency_is_bounded() -> None:
-    model = client(right, latency_s=0.02)
+    here, all_here = 0, asyncio.Event()
+
+    async def together(messages: tuple[Message, ...]) -> str:
+        nonlocal here
+        here += 1
+        if here == 5:
+            all_here.set()
+        await asyncio.wait_for(all_here.wait(), 60)
+        return right(messages)
+
+    model = client(together, latency_s=0.02)
     evaluated(model, of=plan(attempts=3), concurrency=5)
     assert model.most_in_flight == 5
 
@@ -157,7 +167,7 @@ def test_a_reward_may_take_its_time_but_not_for_ever() -> None:
     import threading
 
     never = threading.Event()
-    task = SimpleTask("size", TASK.splits, lambda answer, item: float(never.wait(5)))
+    task = SimpleTask("size", TASK.splits, lambda answer, item: float(never.wait(60)))
     try:
         (outcome,) = evaluated(right, task, of=plan(items=1), grace_s=0.2).outcomes
     finally:

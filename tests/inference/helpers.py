@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import Qwen3Config
 
+from ramify.inference.local.client import LocalClient
 from ramify.inference.local.engine import Engine, Room
 from ramify.inference.local.generation import Generation
 from ramify.inference.local.runner import dense_runner
@@ -68,3 +69,14 @@ def expected(made: Policy, like: Generation) -> Generation:
         drawn = draw(logits(made, like.ids)[-1:], [like.draw], [like.uniform()])
         like.append(drawn.ids[0], drawn.logprobs[0], drawn.kept[0], 0)
     return like
+
+
+def pauses(client: LocalClient, after: int) -> None:
+    """Its engine will stand still after so many further steps, in the middle of what it is at, until ``client.resume``."""
+    last = client.engine.num_steps + after
+
+    def look(*_: object) -> None:
+        if client.engine.num_steps == last - 1:
+            client.pause()
+
+    client.policy.model.get_submodule("model.norm").register_forward_hook(look)

@@ -18,7 +18,7 @@ from ramify.inference.local.client import LocalClient
 from ramify.policy.fingerprint import fingerprint
 from ramify.policy.load import Defaults, save
 from ramify.types.message import Message, Reply
-from tests.inference.helpers import WINDOW, logits, policy
+from tests.inference.helpers import WINDOW, logits, pauses, policy
 
 USER = Message("user", "count rows of 'red'\nlen 812")
 
@@ -162,27 +162,31 @@ async def test_what_does_not_fit_is_said(client: LocalClient) -> None:
 @with_client
 async def test_a_cancelled_request_leaves_its_slot(client: LocalClient) -> None:
     for _ in range(3):
+        pauses(client, after=3)
         tasks = [asyncio.ensure_future(client.complete(asked(seed=seed, max_tokens=200))) for seed in range(30)]
         while not any(generation.logprobs for generation in await client.run(lambda: list(client.engine))):
             await asyncio.sleep(0)
         for task in tasks:
             task.cancel()
         assert {type(each) for each in await asyncio.gather(*tasks, return_exceptions=True)} == {asyncio.CancelledError}
+        client.resume()
     assert (await client.complete(asked())).usage.output_tokens == 12
     assert await client.run(lambda: client.engine.is_idle)
 
 
 @with_client
 async def test_weights_change_between_two_steps(client: LocalClient) -> None:
+    pauses(client, after=9)
     running = asyncio.ensure_future(client.complete(asked(max_tokens=200, temperature=0.9)))
     while not any(len(each.logprobs) > 3 for each in await client.run(lambda: list(client.engine))):
         await asyncio.sleep(0)
     other = policy(seed=1)
     await client.update(other, version=5)
+    client.resume()
     reply = await running
     assert reply.versions is not None
     assert [span.version for span in reply.versions] == [0, 5]
-    assert reply.token_ids is not None  # how many follows from when the update came
+    assert reply.token_ids is not None
     first, second = reply.versions
     assert (first.start, first.end, second.end) == (0, second.start, len(reply.token_ids))
     assert (client.version, await client.fingerprint()) == (5, fingerprint(other.model))

@@ -18,8 +18,9 @@ from ramify.inference.base import TINY
 from ramify.inference.http.client import HttpEngines
 from ramify.inference.http.spec import InferenceSpec
 from ramify.inference.local.client import LocalClient
-from ramify.inference.weights.layout import sources
+from ramify.inference.weights.layout import source, sources
 from ramify.policy.load import load, save
+from ramify.train.lora import attach, merged, unmerged
 from ramify.types.message import Message
 
 VLLM = os.environ.get("RAMIFY_VLLM", "")
@@ -36,10 +37,8 @@ def test_weights_through_vllms_own_routes(carrier: str, tmp_path: Path, monkeypa
     for name, value in OPTIONS.items():
         monkeypatch.setenv(name, value)
     policy = load(TINY)
-    options = {"places": False} if carrier == "delta" else {}
     spec = InferenceSpec(
-        engine="vllm", command=(VLLM, "serve"), args=("--enforce-eager",), carrier=carrier, carrier_options=options,
-        probe_s=30,
+        engine="vllm", command=(VLLM, "serve"), args=("--enforce-eager",), carrier=carrier, probe_s=30,
     )  # fmt: skip
     asked = Request(
         (Message("user", "count rows of 'red'\nlen 812"),), Sampling(24, 1.0, seed=5, logprobs=True), affinity="0"
@@ -71,6 +70,46 @@ def test_weights_through_vllms_own_routes(carrier: str, tmp_path: Path, monkeypa
             await asyncio.sleep(0.5)
             await engines.update(sources(policy.model.named_parameters(), torch.float32), 3)
             assert {span.version for span in (await running).versions or ()} <= {2, 3}
+        finally:
+            await engines.close()
+            await local.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(not VLLM, reason="RAMIFY_VLLM names no program of vLLM")
+def test_adapters_are_added_up_inside_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where vLLM has fused a matrix that has one with others that have none."""
+    for name, value in OPTIONS.items():
+        monkeypatch.setenv(name, value)
+    serving, trained = load(TINY), load(TINY)
+    attach(trained.model, 2, 4.0, ("q_proj", "down_proj"))
+    spec = InferenceSpec(
+        engine="vllm", command=(VLLM, "serve"), args=("--enforce-eager",), carrier="delta", probe_s=30,
+    )  # fmt: skip
+    asked = Request((Message("user", "count rows of 'red'\nlen 812"),), Sampling(24, 1.0, seed=5, logprobs=True))
+
+    async def run() -> None:
+        engines, local = HttpEngines(serving, spec, name="vllm:tiny"), LocalClient(serving)
+        await engines.start(tmp_path, lambda folder: save(serving, folder))
+        before: list[float] = []
+        try:
+            for version in (1, 2, 3):
+                with torch.no_grad():
+                    for parameter in trained.model.parameters():
+                        if parameter.requires_grad:
+                            parameter += 0.1 * torch.randn(parameter.shape)
+                await local.update(dict(merged(trained.model)), version)
+                named = unmerged(trained.model)
+                await engines.update([source(*each[:2], torch.float32, each[2]) for each in named], version)
+                reply = await engines.complete(asked)
+                path = (*(reply.prompt_ids or ()), *(reply.token_ids or ()))
+                ours = await local.logprobs(path)
+                assert await engines.logprobs(path) == pytest.approx(ours, abs=1e-3)
+                assert not before or before != pytest.approx(ours[:20], abs=1e-2)
+                before = ours[:20]
         finally:
             await engines.close()
             await local.close()

@@ -258,7 +258,7 @@ def test_a_cancelled_open_leaves_nothing() -> None:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await (await task).close()
-        assert await until(lambda: set(os.listdir("/proc/self/fd")) == before)
+        assert await until(lambda: set(os.listdir("/proc/self/fd")) <= before)  # the first may have been closing then
         assert await value(await sandbox.open(), "1") == "1"
 
     with_sandbox(test)

@@ -147,10 +147,17 @@ def test_a_flood_of_calls_waits_in_the_socket() -> None:
 async def run_and_interrupt(door: LyingDoor) -> None:
     session = GuestSession(door, cell_s=5, grace_s=0.05, max_output_bytes=1000)
     await session.ready()
-    asyncio.get_running_loop().call_later(0.3, session.interrupt, "enough")
+
+    async def interrupt() -> None:
+        while "pause" not in door.events:
+            await asyncio.sleep(0)
+        session.interrupt("enough")
+
+    interrupting = asyncio.ensure_future(interrupt())
     try:
         await session.run("1", answer=answer)
     finally:
+        interrupting.cancel()
         await session.close()
 
 

@@ -51,8 +51,9 @@ async def serving(
 
 @asynccontextmanager
 async def asking(server: RunServer, key: str = "none") -> AsyncIterator[openai.AsyncOpenAI]:
-    """OpenAI's client, with nothing changed but the base URL; it does not try again, so that errors are seen."""
-    async with openai.AsyncOpenAI(base_url=server.url, api_key=key, max_retries=0) as client:
+    """OpenAI's client, with nothing changed but the base URL; it does not try again, so that errors are seen, and gives a
+    connection more than its 5 s, for hundreds that begin at once on a slow machine."""
+    async with openai.AsyncOpenAI(base_url=server.url, api_key=key, max_retries=0, timeout=600.0) as client:
         yield client
 
 

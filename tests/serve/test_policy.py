@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -93,27 +95,37 @@ def test_a_conversation_goes_on_by_the_ids_that_it_had() -> None:
     run(test)
 
 
-async def events(server: PolicyServer, body: dict[str, Any]) -> list[dict[str, Any]]:
+async def events(server: PolicyServer, body: dict[str, Any], grows: threading.Event) -> list[dict[str, Any]]:
+    """``grows`` is set once some of the text is here."""
     found = []
     async with aiohttp.ClientSession() as http, http.post(f"{server.url}/chat/completions", json=body) as answer:
         assert (answer.status, answer.content_type) == (200, "text/event-stream")
         async for line in answer.content:
             if line.strip():
                 found.append(line.decode().removeprefix("data: ").strip())
+            if b'"content":"' in line.replace(b'"content":""', b""):
+                grows.set()
     assert found.pop() == "[DONE]"
     return [json.loads(each) for each in found]
 
 
 def test_a_stream_adds_up_to_the_reply() -> None:
     async def test() -> None:
-        async with serving() as (server, _):
+        async with serving() as (server, client):
             body = {
                 "messages": [{"role": "user", "content": USER.content}], "max_tokens": 150, "seed": 7, "temperature": 1,
                 "return_token_ids": True, "logprobs": True,
             }  # fmt: skip
             status, whole = await post(server, body)
             assert status == 200
-            parts = await events(server, {**body, "stream": True, "stream_options": {"include_usage": True}})
+            grows, steps = threading.Event(), itertools.count()
+
+            def waits_in_the_middle(*_: object) -> None:
+                if next(steps) == 60:
+                    grows.wait(60)
+
+            client.policy.model.get_submodule("model.norm").register_forward_hook(waits_in_the_middle)
+            parts = await events(server, {**body, "stream": True, "stream_options": {"include_usage": True}}, grows)
             text = "".join(part["choices"][0]["delta"].get("content", "") for part in parts if part["choices"])
             assert text == whole["choices"][0]["message"]["content"]
             assert len(parts) > 4
@@ -137,10 +149,14 @@ def test_whoever_hangs_up_frees_the_slot() -> None:
                 return len(await client.run(lambda: list(client.engine)))
 
             for stream in (False, True):
+                client.pause()  # so that it is in the middle of its reply when it is given up
                 request = asyncio.ensure_future(post(server, {**body, "stream": stream}))
                 while not await inside():
                     await asyncio.sleep(0)
                 request.cancel()
+                while not all(each.cancelled for each in await client.run(lambda: list(client.engine))):
+                    await asyncio.sleep(0)
+                client.resume()
                 while await inside():
                     await asyncio.sleep(0)
 
@@ -150,17 +166,18 @@ def test_whoever_hangs_up_frees_the_slot() -> None:
 def test_a_failure_in_the_middle_is_the_last_event() -> None:
     async def test() -> None:
         async with serving() as (server, client):
-            steps = 0
+            grows, steps = threading.Event(), 0
 
             def fails(*_: object) -> None:
                 nonlocal steps
                 steps += 1
                 if steps == 60:
+                    grows.wait(60)
                     raise ZeroDivisionError("broken")
 
             client.policy.model.get_submodule("model.norm").register_forward_hook(fails)
             body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 200, "seed": 1, "temperature": 1}
-            found = await events(server, {**body, "stream": True})
+            found = await events(server, {**body, "stream": True}, grows)
             assert "the engine failed: ZeroDivisionError: broken" in found[-1]["error"]["message"]
             steps = 59
             status, answer = await post(server, body)

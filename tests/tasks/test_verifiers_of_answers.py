@@ -112,13 +112,14 @@ ECHO = "a, b = map(int, input().split())\nprint(a + b)"
 
 
 def test_programs_against_their_tests() -> None:
-    tests = UnitTests(timeout_s=5.0, sandbox=SandboxSpec(provider="process", allow_weaker=True))
-    share = UnitTests(timeout_s=5.0, share=True, sandbox=tests.sandbox)
+    tests = UnitTests(timeout_s=60.0, sandbox=SandboxSpec(provider="process", allow_weaker=True))
+    share = UnitTests(timeout_s=60.0, share=True, sandbox=tests.sandbox)
+    hasty = UnitTests(timeout_s=1.0, sandbox=tests.sandbox)
     adds = item(tests=["assert add(2, 3) == 5", "assert add(-1, 1) == 0"])
     assert tests(PROGRAM, adds) == 1.0
     assert tests(PROGRAM.replace("a + b", "a * b"), adds) == 0.0
     assert share(PROGRAM.replace("a + b", "5"), adds) == 0.5
-    assert tests("def add(:", adds) == tests(None, adds) == tests("while True: pass", item(tests=["1"])) == 0.0
+    assert tests("def add(:", adds) == tests(None, adds) == hasty("while True: pass", item(tests=["1"])) == 0.0
     assert tests(ECHO, item(tests=[{"input": "2 3", "output": "5\n"}])) == 1.0
     assert tests("print(6)", item(tests=[{"input": "2 3", "output": "5"}])) == 0.0
     assert tests("import os; os._exit(0)", adds) == 0.0

@@ -75,7 +75,17 @@ def test_each_rollout_has_a_seed_of_its_own_that_a_second_run_repeats() -> None:
 
 
 def test_no_more_at_once_than_asked() -> None:
-    client = ScriptedClient(say("FINAL(1)"), ids=ByteIds(), latency_s=0.002)
+    here, all_here = 0, asyncio.Event()
+
+    async def together(messages: tuple[Message, ...]) -> str:
+        nonlocal here
+        here += 1
+        if here == 3:
+            all_here.set()
+        await asyncio.wait_for(all_here.wait(), 60)
+        return "FINAL(1)"
+
+    client = ScriptedClient(together, ids=ByteIds(), latency_s=0.002)
     rolled(None, client=client, group=4, concurrency=3)
     assert (client.most_in_flight, len(client.requests)) == (3, 8)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,9 +16,12 @@ from ramify.build.checks import first_prompt
 from ramify.build.parts import Made
 from ramify.clients.base import Request
 from ramify.errors import TrainError
+from ramify.inference.http.client import HttpEngines
+from ramify.inference.http.spec import InferenceSpec
 from ramify.inference.local.client import LocalClient
-from ramify.policy.fingerprint import fingerprint
-from ramify.policy.load import from_config
+from ramify.inference.weights.layout import sources
+from ramify.policy.load import Policy, from_config
+from ramify.serve.policy import PolicyServer
 from ramify.tasks.base import items_of
 from ramify.train.backends.single import Single
 from ramify.train.pack import pack
@@ -41,7 +45,7 @@ async def at_once(work: Callable[..., Any], *arguments: Any) -> Any:
 
 def check(made: Made, client: Any = None, model: Any = None) -> SelfCheck:
     prompt = first_prompt(made.scaffold, made.run, items_of(made.task, "validation")[0])
-    return SelfCheck(Seen(client or made.client), lambda: fingerprint(model or made.policy.model), prompt)
+    return SelfCheck(Seen(client or made.client), (model or made.policy.model).named_parameters, prompt)
 
 
 def test_one_policy_on_both_sides_passes(made: Made) -> None:
@@ -119,6 +123,67 @@ def test_an_old_output_matrix_is_found_where_samples_hide_it(made: Made) -> None
         asyncio.run(run())
     finally:
         asyncio.run(old.close())
+
+
+class Unmoved(LocalClient):
+    """An engine that takes all weights, says that it did, and answers with those that it began with."""
+
+    async def take(self, pieces: Any) -> None:
+        for _ in pieces():
+            pass
+
+
+def changed(policy: Policy, by: float, seed: int) -> None:
+    drawn = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in policy.model.parameters():
+            parameter += by * torch.randn(parameter.shape, generator=drawn)
+
+
+@pytest.mark.parametrize("kind", [LocalClient, Unmoved])
+def test_a_sync_that_did_nothing_is_found_where_the_canary_is_too_coarse(made: Made, kind: type[LocalClient]) -> None:
+    """vLLM's protocol, which says no fingerprint, in bf16, where 0.3 is allowed. Steps that bf16 may round away are none."""
+    trained, served = (from_config(made.policy.config, made.policy.tokenizer, seed=6) for _ in range(2))
+    served.model.to(torch.bfloat16)
+    prompt = [Message("user", "count rows of 'red' in a table with more columns than any other")]
+
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        return ((name, each.detach().bfloat16()) for name, each in trained.model.named_parameters())
+
+    async def run() -> None:
+        client = kind(served, slots=2)
+        async with PolicyServer(client, name="mine", port=0, weight_transfer=True) as server:
+            spec = InferenceSpec(engine="vllm", urls=(server.url.removesuffix("/v1"),), restarts=0)
+            engines = HttpEngines(served, spec, name="vllm:test")
+            await engines.start(Path("unused"), lambda _: None)
+            checked, version = SelfCheck(Seen(engines), weights, prompt, 0.3), 0
+
+            async def step(by: float) -> None:
+                nonlocal version
+                changed(trained, by, version)
+                version += 1
+                await engines.update(sources(trained.model.named_parameters(), torch.bfloat16), version)
+                await checked.engine(Single(trained), at_once)
+
+            try:
+                await checked.engine(Single(trained), at_once)
+                for _ in range(3):
+                    await step(1e-8)
+                if kind is LocalClient:
+                    for _ in range(3):
+                        await step(2e-4)
+                else:
+                    told = (
+                        r"as it did at version 0, bit for bit, though \d+\.\d% .* version 4; the last good version is 0"
+                    )
+                    with pytest.raises(TrainError, match=told):
+                        await step(2e-4)
+                assert checked.worst < 0.1
+            finally:
+                await engines.close()
+        await client.close()
+
+    asyncio.run(run())
 
 
 def rolled(made: Made, seen: Seen) -> list[Group]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from ramify.secrets import Secrets
 from ramify.store.line import encode_line
 from ramify.store.reading import decode_line, read_events
-from ramify.store.secrets import Secrets
 from ramify.types.event import CallStarted, Fold, RunEnded, RunStarted, Scored, scores_of
 from ramify.types.message import Message, Usage
 from ramify.types.trajectory import Mark, Stop, Trajectory

@@ -236,8 +236,8 @@ def training(folder: Path, trajectories: list[Trajectory], steps: int = 40, seed
 
 def journal_of(num_calls: int, path: Path) -> Path:
     """A journal of one session with ``num_calls`` plain sub-calls, 64 at once, as the engine writes it."""
+    from ramify.secrets import Secrets
     from ramify.store.line import encode_line
-    from ramify.store.secrets import Secrets
     from ramify.types.event import AnyEvent, CallEnded, CallStarted, CellRan, Replied, Requested, RunEnded, RunStarted
     from ramify.types.message import Reply, Usage
     from ramify.types.trajectory import Cell, Parent, Stop

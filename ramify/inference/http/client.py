@@ -248,6 +248,8 @@ def _carrier(spec: InferenceSpec, policy: Policy) -> Carrier:
     options = dict(spec.carrier_options)
     if spec.carried_by == "shared" and spec.engine == "ramify" and policy.device.type == "cpu":
         options = {"in_place": True, **options}
+    if spec.carried_by == "delta" and spec.engine == "vllm":
+        options |= {"places": False, "layers": True}
     carrier: Carrier = carrier_class(spec.carried_by)(**options)
     return carrier
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from ramify.errors import ModelError, ReplyLost, ServerFailed, Unreachable
 from ramify.inference.base import TAGS
 from ramify.inference.http.absent import Absent
+from ramify.inference.http.api import Conflict
 from ramify.inference.http.checks import check, until_up
 from ramify.inference.http.listed import Listed
 from ramify.inference.http.process import Engine, EngineProcess, ended_soon, ports_for, status_of
@@ -143,7 +144,8 @@ class Fleet:
 
     async def wake(self, tag: str) -> None:
         """All where it sleeps take ``tag`` back. Raises as ``sleep``."""
-        await self.all(lambda server: self._wake(server, tag))
+        if self._asleep:
+            await self.all(lambda server: self._wake(server, tag))
 
     async def _wake(self, server: Server, tag: str) -> None:
         asleep = self._asleep.get(server.url, [])
@@ -191,20 +193,21 @@ class Fleet:
                 self.absent.expect(url)
 
     async def all(self, act: Callable[[Server], Awaitable[None]]) -> None:
-        """``act`` at every server. Raises what one refuses; Lost where some went."""
+        """``act`` at every server. Raises Lost where some went, else Conflict where one is in another state, for either may be
+        why others refuse; else what the first refuses."""
         servers = list(self.alive)
         results = await asyncio.gather(*map(act, servers), return_exceptions=True)
         failed = [
             (server, each) for server, each in zip(servers, results, strict=True) if isinstance(each, BaseException)
         ]
-        lost = False
-        for server, error in failed:
-            gone = (Unreachable, ReplyLost, ServerFailed)
-            if not isinstance(error, gone) or not await self.is_gone(server, error):
-                raise error
-            lost = True
-        if lost:
+        gone = (Unreachable, ReplyLost, ServerFailed)
+        left = [
+            error for server, error in failed if not isinstance(error, gone) or not await self.is_gone(server, error)
+        ]
+        if len(left) < len(failed):
             raise Lost
+        if left:
+            raise min(left, key=lambda error: not isinstance(error, Conflict))
 
     # --- servers that go and come --------------------------------------------------------------------------------
 

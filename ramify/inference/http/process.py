@@ -1,7 +1,6 @@
 """Engines as processes of this run: which command starts one, on which port, and what is said where it does not come up.
 
-Started in sessions of their own, so that what they start themselves ends with them; the kernel ends them where the trainer
-was killed. Their output goes to a file, whose last lines are quoted where they fail.
+Their output goes to a file, whose last lines are quoted where they fail; they end with the trainer (``ramify/child.py``).
 """
 
 from __future__ import annotations
@@ -9,26 +8,30 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import socket
-import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol
 
+from ramify.child import Child
 from ramify.errors import ConfigError
-from ramify.inference.http.following import following
-from ramify.inference.http.spec import InferenceSpec
+from ramify.inference.http.spec import VERSIONS, InferenceSpec
 
+PROGRAMS = {
+    "ramify": (sys.executable, "-m", "ramify", "serve-policy"), "vllm": ("vllm", "serve"),
+    "sglang": (sys.executable, "-m", "sglang.launch_server"),
+}  # fmt: skip
+"""Engine -> what starts one, where ``InferenceSpec.command`` is empty."""
 INSIDE = Path(__file__).parent / "inside"
 """The folder of the one file that is loaded inside vLLM."""
 _HOST = "127.0.0.1"
 _END_S = 10.0
 _POLL_S = 0.01
 _GONE_S = 1.0
-_QUOTED = 600
-"""Characters of a log in an error."""
 
 
 class Engine(Protocol):
@@ -57,7 +60,7 @@ class Engine(Protocol):
 
 
 class EngineProcess:
-    """One engine that was started here."""
+    """Implements ``Engine``: one that was started here."""
 
     def __init__(
         self, spec: InferenceSpec, index: int, port: int, checkpoint: Path, dtype: str, window: int, log: Path
@@ -66,20 +69,15 @@ class EngineProcess:
         self.url, self.log = f"http://{_HOST}:{port}", log
         self._spec, self._index = spec, index
         self._command = engine_command(spec, checkpoint, port, dtype, window)
-        log.parent.mkdir(parents=True, exist_ok=True)
         log.unlink(missing_ok=True)
         self.start()
 
     def start(self) -> None:
         """Start it, the first time or again once ``close`` has returned. Belongs into a thread that lasts: with the one it is
         called in the engine ends. Raises ConfigError as above."""
+        environment = engine_environment(self._spec, self._index)
         try:
-            command = following(self._command, signal.SIGTERM)
-            with self.log.open("ab") as out:
-                self._process = subprocess.Popen(
-                    command, env={**os.environ, **engine_environment(self._spec, self._index)}, stdin=subprocess.DEVNULL,
-                    stdout=out, stderr=out, start_new_session=True,
-                )  # fmt: skip
+            self._child = Child(self._command, environment=environment, log=self.log, follow=signal.SIGTERM)
         except OSError as error:
             raise ConfigError(
                 f"an engine cannot be started: {self._command[0]}: {error.strerror}; give inference.command, or install "
@@ -93,37 +91,13 @@ class EngineProcess:
 
     @property
     def ended(self) -> int | None:
-        """Its exit status; None while it runs. It is not reaped: its number still stands for what it started itself."""
-        if self._process.returncode is not None or not hasattr(os, "waitid"):
-            return self._process.poll()
-        found = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if found is None:
-            return None
-        return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+        return self._child.poll()
 
     def said(self) -> str:
-        """The end of its log, on one line."""
-        with contextlib.suppress(OSError):
-            text = self.log.read_text(errors="replace")[-_QUOTED:]
-            return " | ".join(line.strip() for line in text.splitlines() if line.strip())
-        return ""
+        return self._child.said()
 
     def close(self) -> None:
-        """End it and what it started. Idempotent."""
-        if self._process.returncode is not None:
-            return
-        if self.ended is None:
-            self._signal(signal.SIGTERM)
-            until = time.monotonic() + _END_S
-            while self.ended is None and time.monotonic() < until:
-                time.sleep(_POLL_S)
-        self._signal(signal.SIGKILL)  # also for what it left behind
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_END_S)
-
-    def _signal(self, kind: signal.Signals) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, kind)
+        self._child.end(_END_S)
 
 
 async def status_of(engine: Engine | None) -> int | None:
@@ -161,26 +135,41 @@ def ports_for(spec: InferenceSpec) -> list[int]:
         return taken
 
 
+def check_program(spec: InferenceSpec) -> None:
+    """Raises ConfigError where this machine does not have what starts an engine."""
+    if spec.urls:
+        return
+    program = (spec.command or PROGRAMS[spec.engine])[0]
+    lacks = "" if shutil.which(program) else f"no program '{program}' is there, or on PATH"
+    if spec.engine == "sglang" and not spec.command and find_spec("sglang") is None:
+        lacks = f"the package sglang is not installed for {sys.executable}"
+    if lacks:
+        first, beyond = (".".join(map(str, each)) for each in VERSIONS.get(spec.engine, ((), ())))
+        known = f"pip install '{spec.engine}>={first},<{beyond}', " if first else ""
+        raise ConfigError(
+            f"inference.engine={spec.engine} is to be started, and {lacks}: {known}name what starts it in inference.command, "
+            "or give inference.urls of servers that run already"
+        )
+
+
 def engine_command(
     spec: InferenceSpec, checkpoint: Path, port: int, dtype: str, window: int, host: str = _HOST
 ) -> list[str]:
     """What starts an engine that listens on ``host``, this machine's loopback where nothing else is said."""
+    begin = list(spec.command or PROGRAMS[spec.engine])
     folder, at = str(checkpoint), ["--host", host, "--port", str(port), "--dtype", dtype]
     if spec.engine == "ramify":
-        begin = list(spec.command) or [sys.executable, "-m", "ramify", "serve-policy"]
         own = [*at, "--weight-transfer"]
         if ":" in spec.carried_by:
             own += ["--carrier", spec.carried_by]
         return [*begin, folder, *own, *spec.args]
     if spec.engine == "vllm":
-        begin = list(spec.command) or ["vllm", "serve"]
         own = [
             *at, "--max-model-len", str(window), "--logprobs-mode", "processed_logprobs",
             "--worker-extension-cls", "ramify_in_vllm.Carried", "--weight-transfer-config", '{"backend": "ramify"}',
         ]  # fmt: skip
         own += ["--enable-sleep-mode"] if spec.level else []
         return [*begin, folder, *own, *spec.args]
-    begin = list(spec.command) or [sys.executable, "-m", "sglang.launch_server"]
     own = ["--enable-memory-saver"] if spec.level else []
     own += ["--enable-weights-cpu-backup"] if spec.level == 1 else []
     return [*begin, "--model-path", folder, *at, "--context-length", str(window), *own, *spec.args]

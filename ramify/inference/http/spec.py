@@ -98,10 +98,12 @@ class InferenceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             raise ConfigError("inference: with urls nothing is started: leave num, ports, gpus, command and args out")
         if self.engine == "sglang" and self.carrier not in ("", "file"):
             raise ConfigError(f"inference.carrier={self.carrier}: SGLang takes weights from files: use 'file'")
-        if self.engine == "vllm" and self.carrier == "delta" and self.carrier_options.get("places", True):
-            raise ConfigError(
-                "inference: vLLM takes whole tensors: set carrier_options.places=false for the carrier 'delta'"
-            )
+        if self.engine == "vllm" and self.carrier == "delta":
+            asked = self.carrier_options
+            if asked.get("places", False) or not asked.get("layers", True):
+                raise ConfigError(
+                    "inference: vLLM takes whole layers: leave carrier_options.places and layers out for the carrier 'delta'"
+                )
 
     @property
     def level(self) -> int:

@@ -58,6 +58,8 @@ class LocalClient:
         ``cache_bytes``: for keys and values (2 GiB, else a third of the GPU's memory). Without ``reuse``, nothing computed
         for one request serves another."""
         self.policy = policy
+        self._weights: dict[str, Tensor] = {}
+        """Name -> weight, once one was brought. They stay the objects that they are, whatever becomes of their memory."""
         self._lent: set[str] = set()
         """Names of weights that lie in memory which other engines compute with, too."""
         self.name = name or f"local:{policy.name}"
@@ -160,10 +162,11 @@ class LocalClient:
         """Bytes of ``weights`` and ``kv_cache`` that it takes now, where it computes."""
         return {"weights": self._resting.num_bytes, "kv_cache": self.engine.runner.cache_bytes}
 
-    async def take(self, pieces: Callable[[], Iterator[Piece]]) -> None:
-        """Copy what a carrier brings into the weights, between two steps; ``forget`` comes when all of it is there. Raises
-        ValueError that names the first tensor that is not this model's, Stale for a part of one that is ``missing``."""
-        await self.run(partial(self._take_pieces, pieces))
+    async def take(self, pieces: Callable[[], Iterator[Piece]], version: int | None = None) -> None:
+        """Copy what a carrier brings into the weights, between two steps; ``forget`` comes when all of it is there, or at once
+        with ``version``, where none is ``missing``. Raises ValueError that names the first tensor that is not this model's,
+        Stale for a part of one that is ``missing``."""
+        await self.run(partial(self._take_pieces, pieces, version))
 
     async def forget(self, version: int) -> None:
         """The weights have changed and are now called ``version``."""
@@ -261,21 +264,16 @@ class LocalClient:
             load_weights(self.policy.model, cast("Mapping[str, Tensor]", state), "the update")
         self.engine.forget(version)
 
-    def _take_pieces(self, pieces: Callable[[], Iterator[Piece]]) -> None:
+    def _take_pieces(self, pieces: Callable[[], Iterator[Piece]], version: int | None) -> None:
         if self._resting.is_away:
             raise RuntimeError(
                 "the memory of the weights was given back: wake it up first (POST /wake_up?tags=weights)"
             )
-        held = self.policy.model.state_dict(keep_vars=True)
-        for name, tensor, places, stays in pieces():
-            ours = held.get(name)
-            if ours is None:
-                raise ValueError(f"this model has no tensor '{name}': the trainer's policy is another one")
-            if tensor.dtype != ours.dtype or (places is None and tensor.shape != ours.shape):
-                theirs, mine = (f"{tuple(each.shape)} of {each.dtype}" for each in (tensor, ours))
-                raise ValueError(
-                    f"tensor '{name}' is {theirs} and here {mine}: serve it in the trainer's precision and shape"
-                )
+        self._weights = self._weights or self.policy.model.state_dict(keep_vars=True)
+        into: list[Tensor] = []
+        brought: list[Tensor] = []
+        for name, tensor, places, stays, holds in pieces():
+            ours = self._alike(name, tensor, places is None)
             if stays and tensor.device == ours.device:
                 ours.data = tensor
                 self._lent.add(name)
@@ -285,14 +283,34 @@ class LocalClient:
                 self._lent.remove(name)
                 ours.data = ours.data.clone()
             if places is None:
-                ours.data.copy_(tensor)
                 self._resting.arrived(ours)
+                if holds:
+                    into.append(ours.data)
+                    brought.append(tensor)
+                else:
+                    ours.data.copy_(tensor)
             elif self._resting.lacks(ours):
                 raise Stale(
                     f"tensor '{name}' was given back while this engine slept, and comes in part: send all of it"
                 )
             else:
                 ours.data.view(-1).index_copy_(0, places.to(ours.device), tensor.to(ours.device))
+        if into:
+            torch._foreach_copy_(into, brought)
+        if version is not None and not self._resting.missing:
+            self.engine.forget(version)
+
+    def _alike(self, name: str, tensor: Tensor, whole: bool) -> Tensor:
+        """The weight of this name. Raises ValueError where it is not as ``tensor``."""
+        ours = self._weights.get(name)
+        if ours is None:
+            raise ValueError(f"this model has no tensor '{name}': the trainer's policy is another one")
+        if tensor.dtype != ours.dtype or (whole and tensor.shape != ours.shape):
+            theirs, mine = (f"{tuple(each.shape)} of {each.dtype}" for each in (tensor, ours))
+            raise ValueError(
+                f"tensor '{name}' is {theirs} and here {mine}: serve it in the trainer's precision and shape"
+            )
+        return ours
 
     def _rest(self, tags: Collection[str], keep: bool) -> None:
         if "kv_cache" in tags:

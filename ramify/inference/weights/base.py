@@ -90,6 +90,8 @@ class Piece(NamedTuple):
     """Places of ``tensor``'s values in the flattened parameter; None: the tensor is whole."""
     stays: bool = False
     """Its memory stays as it is until another sync was taken: an engine may compute with it, and needs no copy."""
+    holds: bool = False
+    """It stays at least until the chunk was taken: an engine may copy it together with others."""
 
 
 class Chunk(msgspec.Struct, eq=False):

@@ -47,6 +47,7 @@ class Gloo:
         self._group: Any = None
         self._size = 0
         self._name = secrets.token_hex(4)
+        self._buffer = _Buffer(self.backend)
 
     def open(self, num_engines: int) -> list[dict[str, Any]]:
         _need(self.backend)
@@ -74,16 +75,29 @@ class Gloo:
         self._group = _group(self.backend, self._store, self._name, 0, self._size, self._timeout_s)
 
     def chunks(self, sources: Iterable[Source], version: int, *, whole: bool) -> Iterator[Chunk]:
-        device = _device(self.backend)
         for part, is_last in in_chunks(sources, self._chunk_bytes):
             _, length = offsets(source.num_bytes for source in part)
-            buffer = torch.empty(length, dtype=torch.uint8, device=device)
+            buffer = self._buffer.of(length)
             fill(buffer, part)
             about = {**described(part, version), "length": length}
-            yield Chunk(about, is_last, partial(_broadcast, self._group, buffer))
+            yield Chunk(about, is_last, partial(self._send, buffer))
+
+    def _send(self, buffer: Tensor) -> None:
+        """Raises RuntimeError where somebody is gone. The group ends with it: who is still there, and has not begun to receive,
+        would wait for the rest of the timeout otherwise."""
+        try:
+            _broadcast(self._group, buffer)
+            return
+        except RuntimeError as error:
+            why = str(error)
+        self._group = (
+            None  # here nothing holds it any more, neither a frame nor an error's traceback: its connections close
+        )
+        raise RuntimeError(why)
 
     def close(self) -> None:
         self._group = self._store = None
+        self._buffer = _Buffer(self.backend)
 
     @staticmethod
     def receiver(info: Info) -> BroadcastReceiver:
@@ -118,10 +132,10 @@ class BroadcastReceiver:
                 f"the trainer's group at {info['master_address']}:{info['master_port']} was not joined: {_first(error)}"
             ) from None
         self._store: Any = store
-        self._device = _device(backend)
+        self._backend, self._buffer = backend, _Buffer(backend)
 
     def take(self, info: Info) -> Iterator[Piece]:
-        buffer = torch.empty(int(info["length"]), dtype=torch.uint8, device=self._device)
+        buffer = self._buffer.of(int(info["length"]))
         try:
             _broadcast(self._group, buffer)
         except (RuntimeError, dist.DistError) as error:
@@ -132,6 +146,20 @@ class BroadcastReceiver:
 
     def close(self) -> None:
         self._group = self._store = None
+        self._buffer = _Buffer(self._backend)
+
+
+class _Buffer:
+    """One for all chunks, each of which has arrived before the next is begun: fresh memory costs more than a copy."""
+
+    def __init__(self, backend: str) -> None:
+        self._backend = backend
+        self._bytes: Tensor | None = None
+
+    def of(self, length: int) -> Tensor:
+        if self._bytes is None or len(self._bytes) < length:
+            self._bytes = torch.empty(length, dtype=torch.uint8, device=_device(self._backend))
+        return self._bytes[:length]
 
 
 def _need(backend: str) -> None:

@@ -4,6 +4,7 @@ not known.
     a tensor whose stamp is the last sync's     left out, unread
     one that is equal to what engines have      left out
     one that changed in few places              places and values        (where the engine can take them)
+    small ones that changed                     together, as one         (``together.py``)
     any other                                   whole
     one with a low-rank adapter                 the adapter: engines keep what it is added to, and add it up as the trainer does
 
@@ -13,14 +14,18 @@ which one it builds on; an engine that has another (it was started anew, or lost
 
 from __future__ import annotations
 
+import itertools
+import math
 import secrets
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ramify.errors import ConfigError
+from ramify.inference.weights import bits
 from ramify.inference.weights.base import (
     Adapted,
     Carrier,
@@ -33,29 +38,42 @@ from ramify.inference.weights.base import (
     added,
     carrier_class,
 )
+from ramify.inference.weights.together import Together, apart
 
 _PLACES, _VALUES = "::places", "::values"
 _BASE, _A, _B = "::base", "::a", "::b"
 _FEW = 0.25
 """Share of changed values up to which places and values are sent: a place takes four bytes, a value two or four."""
 _MOST_PLACES = 2**31 - 1
-_SAMPLE = 512
-"""Values that are looked at first; smaller tensors are sent whole."""
+_SMALL = bits.SAMPLE
+"""Values up to which a tensor is sent whole, together with others."""
+_MOST_TOGETHER = 1024
+"""Small tensors."""
 
 
 class Delta:
     """Implements ``Carrier``."""
 
-    def __init__(self, *, by: str = "shared", places: bool = True, adapters: bool = True, **options: Any) -> None:
+    def __init__(
+        self, *, by: str = "shared", places: bool = True, adapters: bool = True, layers: bool = False, **options: Any
+    ) -> None:
         """``by`` carries the bytes, with ``options``; ``places``: send values within tensors, where that is less; ``adapters``:
-        send those of low-rank adapters, for which an engine keeps the matrices that they are added to in main memory."""
+        send those of low-rank adapters, for which an engine keeps the matrices that they are added to in main memory;
+        ``layers``: where one tensor of a layer's part (its attention) changed, send all of that, as engines need it that have
+        fused several into one."""
         if by == "delta" or by == "file":
             raise ConfigError(f"the carrier 'delta' cannot be carried by '{by}': give shared, gloo or nccl")
         self._by: Carrier = carrier_class(by)(**options)
-        self._places, self._adapters = places, adapters
+        self._places, self._adapters, self._layers = places, adapters, layers
         self._have: dict[str, Tensor] = {}
-        """What the engines have."""
+        """What the engines have, but for small ones."""
         self._stamps: dict[str, Hashable] = {}
+        self._small: dict[tuple[torch.dtype, int], Together] = {}
+        """Those of one precision, a thousand at a time."""
+        self._later: list[tuple[Tensor, Tensor]] = []
+        """What engines had and have, to be copied while they read the chunk: it is not on anybody's way then."""
+        self._tables: dict[str, dict[str, Any]] = {}
+        """Of what was joined in the sync that is under way."""
         self._bases: set[str] = set()
         """Names of matrices of which engines have what adapters are added to."""
         self._sums: dict[str, tuple[float, str, str]] = {}
@@ -74,33 +92,80 @@ class Delta:
     def chunks(self, sources: Iterable[Source], version: int, *, whole: bool) -> Iterator[Chunk]:
         base = "" if whole else self._told
         if not base:
-            self._have, self._stamps, self._bases = {}, {}, set()
+            self._have, self._stamps, self._small, self._bases = {}, {}, {}, set()
         self._told = ""  # until all of it was carried, nobody knows what the engines have
-        now, self.num_bytes = secrets.token_hex(8), 0
+        now, self.num_bytes, self._tables, self._later = secrets.token_hex(8), 0, {}, []
         about = {"base": base, "now": now}
         any_chunk = False
         for chunk in self._by.chunks(self._changed(sources, bool(base)), version, whole=whole):
             any_chunk = True
-            sums = {name: self._sums[name] for name in chunk.info["names"] if name.endswith(_B)}
-            yield Chunk({**chunk.info, **about, "sums": sums}, chunk.is_last, chunk.send)
+            names = chunk.info["names"]
+            tables = {name: self._tables[name] for name in names if name in self._tables}
+            sums = {name: self._sums[name] for name in names if name.endswith(_B)}
+            yield Chunk({**chunk.info, **about, "together": tables, "sums": sums}, chunk.is_last, chunk.send)
+            self._keep()
         if not any_chunk:
             yield Chunk({"names": [], "dtype_names": [], "shapes": [], "version": version, **about}, True)
         self._told = now
 
     def close(self) -> None:
         self._by.close()
-        self._have, self._stamps, self._bases, self._told = {}, {}, set(), ""
+        self._have, self._stamps, self._small, self._bases, self._told, self._later = {}, {}, {}, set(), "", []
 
     def _changed(self, sources: Iterable[Source], has_base: bool) -> Iterator[Source]:
+        small: dict[torch.dtype, list[Source]] = {}
+        stamps, self._stamps = self._stamps, {}
+        is_known = partial(_is_known, stamps if has_base else {})
+        if self._layers:
+            yield from self._counted(self._whole_layers(sources, is_known))
+            return
         for source in sources:
-            known = self._stamps.get(source.name)
-            if has_base and source.stamp is not None and source.stamp == known:
-                continue
-            adapted = source.adapted if self._adapters else None
-            for part in self._difference(source) if adapted is None else self._adapter(source, adapted):
-                self.num_bytes += part.num_bytes
-                yield part
             self._stamps[source.name] = source.stamp
+            if is_known(source):
+                continue
+            if math.prod(source.shape) > _SMALL or (source.adapted is not None and self._adapters):
+                yield from self._counted(self._part(source))
+            else:
+                small.setdefault(source.dtype, []).append(source)
+        for dtype, alike in small.items():
+            for number, start in enumerate(range(0, len(alike), _MOST_TOGETHER)):
+                yield from self._counted(self._joined(alike[start : start + _MOST_TOGETHER], (dtype, number)))
+
+    def _whole_layers(self, sources: Iterable[Source], is_known: Callable[[Source], bool]) -> Iterator[Source]:
+        for _, group in itertools.groupby(sources, _part_of_layer):
+            together = list(group)
+            self._stamps |= {source.name: source.stamp for source in together}
+            if all(map(is_known, together)):
+                continue
+            parts = [[*self._part(source)] for source in together]
+            if not any(parts):
+                continue
+            for source, found in zip(together, parts, strict=True):
+                yield from found or [source]
+
+    def _part(self, source: Source) -> Iterable[Source]:
+        """What engines do not have of it; nothing where they have it."""
+        if source.adapted is not None and self._adapters:
+            return self._adapter(source, source.adapted)
+        return self._difference(source)
+
+    def _keep(self) -> None:
+        for had, now in self._later:
+            had.copy_(now)
+        self._later.clear()
+
+    def _counted(self, parts: Iterable[Source]) -> Iterator[Source]:
+        for part in parts:
+            self.num_bytes += part.num_bytes
+            yield part
+
+    def _joined(self, sources: list[Source], which: tuple[torch.dtype, int]) -> list[Source]:
+        """Those of small ones that changed, as one."""
+        found = self._small.setdefault(which, Together()).changed(sources, len(self._tables))
+        if found is None:
+            return []
+        made, self._tables[made.name] = found
+        return [made]
 
     def _difference(self, source: Source) -> list[Source]:
         now, had = source.full(), self._have.get(source.name)
@@ -109,9 +174,9 @@ class Delta:
             return [source._replace(full=lambda: now)]
         if now.is_cuda:
             had = had.to(now.device)
-        index = self._changed_places(_bits(now), _bits(had))
+        index = self._changed_places(bits.bits(now), bits.bits(had))
         if index is None:
-            self._have[source.name].copy_(now)
+            self._later.append((self._have[source.name], now))
             return [source._replace(full=lambda: now)]
         if not len(index):
             return []
@@ -137,13 +202,12 @@ class Delta:
     def _changed_places(self, now_N: Tensor, had_N: Tensor) -> Tensor | None:
         """Where they differ; None where the tensor is to be sent whole."""
         num = now_N.numel()
-        is_mostly = num > _SAMPLE and _share(now_N[:: num // _SAMPLE], had_N[:: num // _SAMPLE]) > 2 * _FEW
-        if is_mostly:  # no need to look at the rest
+        if num > _SMALL and bits.share(now_N, had_N) > 2 * _FEW:  # no need to look at the rest
             return None
-        if not self._places or num <= _SAMPLE or num > _MOST_PLACES:
+        if not self._places or num > _MOST_PLACES:
             return torch.empty(0) if torch.equal(now_N, had_N) else None
-        differs = now_N != had_N
-        return differs.nonzero()[:, 0] if torch.count_nonzero(differs) <= _FEW * num else None
+        places_P = bits.places(now_N, had_N)
+        return places_P if len(places_P) <= _FEW * num else None
 
     @staticmethod
     def receiver(info: Info) -> DeltaReceiver:
@@ -178,6 +242,8 @@ class DeltaReceiver:
             elif piece.name.endswith(_VALUES):
                 name = piece.name.removesuffix(_VALUES)
                 yield Piece(name, piece.tensor, self._places.pop(name))
+            elif piece.name in info["together"]:
+                yield from apart(piece.tensor, info["together"][piece.name])
             elif piece.name.endswith(_BASE):
                 self._bases[piece.name.removesuffix(_BASE)] = piece.tensor.to("cpu", copy=True)
             elif piece.name.endswith(_A):
@@ -200,6 +266,18 @@ class DeltaReceiver:
         self._by.close()
 
 
+def _is_known(stamps: Mapping[str, Hashable], source: Source) -> bool:
+    """Whether it is what it was when it had one of ``stamps``."""
+    return source.stamp is not None and source.stamp == stamps.get(source.name)
+
+
+def _part_of_layer(source: Source) -> str:
+    """``model.layers.3.self_attn`` of all that is in there; of what is in no layer its own name."""
+    parts = source.name.split(".")
+    number = next((index for index, part in enumerate(parts) if part.isdigit()), len(parts))
+    return ".".join(parts[: number + 2])
+
+
 def _source(name: str, tensor: Tensor) -> Source:
     return Source(name, tuple(tensor.shape), tensor.dtype, None, lambda: tensor)
 
@@ -212,14 +290,3 @@ def _shortest(base: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _share(now_N: Tensor, had_N: Tensor) -> float:
-    """Of values that differ."""
-    return int(torch.count_nonzero(now_N != had_N)) / now_N.numel()
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    """As integers, flat: equal bits are equal, also those of NaN and of the two zeros."""
-    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return tensor.contiguous().view(-1).view(kinds[tensor.element_size()])

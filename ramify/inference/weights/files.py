@@ -5,15 +5,15 @@
     FOLDER/current.json                           which version is whole: written aside and renamed, last of all
 
 Each file's length and a sum of its bytes stand in the pointer: a file that was torn by a full disk or a kill is refused by
-name before a tensor of it is used. The last two versions stay; of what else is in FOLDER nothing is touched. A folder of its
-own, where none was given, goes with the carrier; that of a trainer that was killed is removed by the next (``held.py``).
+name before a tensor of it is used. The last two versions stay; the older of them makes room for the next one, in memory by
+being written over where nobody has it open. Of what else is in FOLDER nothing is touched. A folder of its own, where none was
+given, goes with the carrier; that of a trainer that was killed is removed by the next (``held.py``).
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import mmap
 import os
 import re
 import shutil
@@ -23,23 +23,17 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
-from torch import Tensor
 
 from ramify.errors import ConfigError, StoreError
-from ramify.inference.weights.base import Chunk, Info, Piece, Source, in_chunks, reserve
-from ramify.inference.weights.held import hold_folder, sweep
+from ramify.inference.weights import tensor_file
+from ramify.inference.weights.base import Chunk, Info, Piece, Source, in_chunks
+from ramify.inference.weights.held import MEMORY, hold_folder, sweep
 
 POINTER = "current.json"
 _FILE_BYTES = 1 << 30
 _VERSION = re.compile(r"v\d{6,}")
 _WRITTEN = re.compile(r"model-\d{5,}\.safetensors|model\.safetensors\.index\.json|(generation_)?config\.json")
 """The files of one version."""
-_DTYPES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
-    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
-"""As safetensors names them."""
 
 
 class Pointer(msgspec.Struct):
@@ -61,8 +55,8 @@ class Files:
         self._is_own = not folder
         self._folder, self._lock = (Path(folder), -1) if folder else hold_folder(Path(tempfile.gettempdir()))
         self._file_bytes, self._configuration = file_bytes, configuration
-        self._before = ""
-        """The version that was whole before the last: an engine may be reading it."""
+        self._last = self._before = ""
+        """The version that is whole, and the one before it."""
 
     def open(self, num_engines: int) -> list[dict[str, Any]]:
         if self._is_own:
@@ -109,26 +103,41 @@ class Files:
             raise FileExistsError(f"{final} holds other files: give the carrier a folder of its own")
         for old in (fresh, final):
             shutil.rmtree(old, ignore_errors=True)
-        fresh.mkdir()
+        if not self._begun_over(fresh):
+            fresh.mkdir()
         files: dict[str, tuple[int, int]] = {}
         places: dict[str, str] = {}
         total = 0
         for number, (part, _) in enumerate(in_chunks(sources, self._file_bytes), 1):
             name = f"model-{number:05d}.safetensors"
-            files[name] = _save(fresh / name, part)
+            files[name] = tensor_file.write(fresh / name, part)
             places |= dict.fromkeys((source.name for source in part), name)
             total += sum(source.num_bytes for source in part)
         index = {"metadata": {"total_size": total}, "weight_map": places}
+        for beyond in fresh.glob("model-*.safetensors"):  # of the version that lay here
+            if beyond.name not in files:
+                beyond.unlink()
         (fresh / "model.safetensors.index.json").write_text(json.dumps(index))
         for name in ("config.json", "generation_config.json"):
             if self._configuration and (Path(self._configuration) / name).is_file():
                 shutil.copyfile(Path(self._configuration) / name, fresh / name)
         fresh.rename(final)
         _replace(self._folder / POINTER, msgspec.json.encode(Pointer(version, final.name, files)))
-        kept, self._before = {self._before, final.name}, final.name
+        self._before, self._last = self._last, final.name
         for old in self._folder.glob("v*"):  # also those of an earlier run, which may have got further
-            if old.name not in kept and _is_version(old):
+            if old.name not in (self._before, self._last) and _is_version(old):
                 shutil.rmtree(old, ignore_errors=True)
+
+    def _begun_over(self, fresh: Path) -> bool:
+        """Whether ``fresh`` is now the version before the last, to be written over: new pages of memory cost as much as
+        several copies. No engine needs it, for all have taken the last one."""
+        old = self._folder / self._before
+        if not self._before or self._before == self._last or not _is_version(old) or not _is_in_memory(old):
+            return False
+        if not all(tensor_file.is_free(path) for path in old.glob("model-*.safetensors")):
+            return False
+        old.rename(fresh)
+        return True
 
     @staticmethod
     def receiver(info: Info) -> FilesReceiver:
@@ -149,7 +158,7 @@ class FilesReceiver:
                 "another trainer writes to this folder, or its disk shows old files"
             )
         for name, expected in pointer.files.items():
-            yield from _tensors(folder / name, expected)
+            yield from tensor_file.read(folder / name, expected)
 
     def finished(self, version: str) -> None: ...
 
@@ -171,63 +180,6 @@ def read_pointer(folder: Path) -> tuple[Path, Pointer]:
     return folder / pointer.folder, pointer
 
 
-def _tensors(path: Path, expected: tuple[int, int]) -> Iterator[Piece]:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        found = _measured(path)
-        if found != expected:
-            what = (
-                f"it has {found[0]} bytes instead of {expected[0]}" if found[0] != expected[0] else "its bytes differ"
-            )
-            raise ValueError(f"{path} is torn: {what}; let the trainer write it again")
-        with safe_open(path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118 (no mapping)
-                yield Piece(name, file.get_tensor(name))
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
-    except SafetensorError as error:
-        raise ValueError(f"{path} is no whole safetensors file: {error}") from None
-
-
-def _save(path: Path, sources: list[Source]) -> tuple[int, int]:
-    """Write a safetensors file, each tensor straight to its place: (bytes, their sum)."""
-    about: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    at = 0
-    for source in sources:
-        about[source.name] = {
-            "dtype": _DTYPES[source.dtype], "shape": list(source.shape), "data_offsets": [at, at + source.num_bytes]
-        }  # fmt: skip
-        at += source.num_bytes
-    header = json.dumps(about, separators=(",", ":")).encode()
-    header += b" " * (-len(header) % 64 + 56)  # so that tensors begin at a multiple of 64
-    start = 8 + len(header)
-    with path.open("w+b") as file:
-        reserve(file.fileno(), start + at)
-        mapped = mmap.mmap(file.fileno(), start + at)
-    mapped[:start] = len(header).to_bytes(8, "little") + header
-    whole = torch.frombuffer(mapped, dtype=torch.uint8)
-    for source in sources:
-        begin, end = (start + place for place in about[source.name]["data_offsets"])
-        if end > begin:
-            whole[begin:end].copy_(source.full().contiguous().view(-1).view(torch.uint8))
-    return len(whole), _sum(whole)
-
-
-def _measured(path: Path) -> tuple[int, int]:
-    """(bytes, their sum as 64-bit numbers), at the speed of memory: for torn files, not against an attacker."""
-    if not path.stat().st_size:
-        return 0, 0
-    with path.open("r+b") as file:
-        whole = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
-    return len(whole), _sum(whole)
-
-
-def _sum(whole: Tensor) -> int:
-    words = len(whole) // 8 * 8
-    return (int(whole[:words].view(torch.int64).sum()) + int(whole[words:].sum())) % (1 << 63)
-
-
 def _replace(path: Path, data: bytes) -> None:
     """Put ``data`` at ``path`` so that whoever reads it sees all of it or what was there before."""
     aside = path.with_name(f".{path.name}.tmp")
@@ -247,6 +199,10 @@ def _is_version(path: Path) -> bool:
         return all(_WRITTEN.fullmatch(entry.name) for entry in path.iterdir())
     except OSError:  # somebody else's
         return False
+
+
+def _is_in_memory(path: Path) -> bool:
+    return MEMORY.is_dir() and path.stat().st_dev == MEMORY.stat().st_dev
 
 
 def _named(version: int) -> str:

@@ -14,6 +14,8 @@ import shutil
 from pathlib import Path
 
 PREFIX = "ramify-weights-"
+MEMORY = Path("/dev/shm")
+"""Where files are in memory, on Linux."""
 _HELD = "held-"
 """In the names of those whose makers hold a lock."""
 

@@ -19,6 +19,8 @@ from ramify.inference.weights.base import Adapted, Source
 
 Lazy = Callable[[], Tensor]
 """A tensor that is made when it is asked for."""
+_WHOLE = (Tensor, nn.Parameter)
+"""Types of tensors that are not spread over ranks."""
 
 
 def sources(named: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> list[Source]:
@@ -32,20 +34,22 @@ def source(name: str, tensor: Tensor, dtype: torch.dtype, make: Lazy | None = No
     kind = dtype if tensor.is_floating_point() else tensor.dtype
     stamp = stamp_of(tensor) if make is None else None
     adapted = make if isinstance(make, Adapted) else None
-    return Source(name, tuple(tensor.shape), kind, stamp, partial(_full, make or (lambda: tensor), dtype), adapted)
+    return Source(
+        name, tuple(tensor.shape), kind, stamp, partial(_full, tensor if make is None else make, kind), adapted
+    )
 
 
 def stamp_of(tensor: Tensor) -> Hashable:
     """The same as long as nobody writes into a parameter that is held still; None for others. Of one that is trained torch's
     own count cannot be believed: its fused AdamW writes and does not count (2.13)."""
-    if not isinstance(tensor, nn.Parameter) or tensor.requires_grad:
+    if tensor.requires_grad or not isinstance(tensor, nn.Parameter):
         return None
-    local = getattr(tensor, "_local_tensor", tensor)
+    local = tensor if type(tensor) in _WHOLE else getattr(tensor, "_local_tensor", tensor)
     return (id(tensor), local.data_ptr(), local._version)
 
 
-def _full(make: Lazy, dtype: torch.dtype) -> Tensor:
-    tensor = make()
-    gather = getattr(tensor, "full_tensor", None)
+def _full(made: Tensor | Lazy, dtype: torch.dtype) -> Tensor:
+    tensor = made if isinstance(made, Tensor) else made()
+    gather = None if type(tensor) in _WHOLE else getattr(tensor, "full_tensor", None)
     whole: Tensor = (gather() if callable(gather) else tensor).detach()
-    return whole.to(dtype) if whole.is_floating_point() else whole
+    return whole if whole.dtype == dtype else whole.to(dtype)

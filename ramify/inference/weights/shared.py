@@ -37,9 +37,7 @@ from ramify.inference.weights.base import (
     pieces_of,
     reserve,
 )
-from ramify.inference.weights.held import PREFIX, hold_file, new_name, sweep
-
-_MEMORY = Path("/dev/shm")
+from ramify.inference.weights.held import MEMORY, PREFIX, hold_file, new_name, sweep
 
 
 class Shared:
@@ -51,7 +49,7 @@ class Shared:
         self._chunk_bytes, self._in_place = chunk_bytes, in_place
         self._next = 0
         """The buffer that no engine computes with."""
-        self._folder = Path(folder) if folder else _MEMORY if _MEMORY.is_dir() else Path(tempfile.gettempdir())
+        self._folder = Path(folder) if folder else MEMORY if MEMORY.is_dir() else Path(tempfile.gettempdir())
         self._name = new_name()
         self._locks: dict[int, int] = {}
         """Buffer -> a descriptor that holds its lock."""

@@ -14,7 +14,6 @@ import contextlib
 import os
 import secrets
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +22,9 @@ from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+from ramify.child import Child
 from ramify.errors import ConfigError, TrainError
+from ramify.train.backends.attempt import began, come, gather
 from ramify.train.backends.base import Shard
 from ramify.train.backends.team import Process
 from ramify.train.meeting import proved
@@ -60,6 +61,16 @@ def follow_if_told() -> None:
     world = World.of_environment()
     if world is not None and world.rank > 0:
         follow(world)
+
+
+def is_restarted() -> bool:
+    """Whether torchrun has started this process anew, after an attempt that was checked and began."""
+    world = World.of_environment()
+    if world is None or world.rank:
+        return False
+    if _is_agents():  # also where another machine's torchrun counted it
+        return began(_store(world))
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") not in ("", "0")
 
 
 def check(shard: Shard, device: str, *, elsewhere: bool = False) -> int:
@@ -140,11 +151,13 @@ def join(shard: Shard, device: str, stacks: Path, hosts: Hosts | None = None) ->
             world = World(0, size, 0, here, store.port)
             for other in range(1, size):
                 told = _environment(other, world, shard.timeout_s, device)
-                processes.append(_started(told) if hosts is None else _placed(hosts, told, other, stacks))
-            _await(store, processes)
+                processes.append(
+                    Child(_COMMAND, environment=told) if hosts is None else _placed(hosts, told, other, stacks)
+                )
         else:
             store = _store(world)
-        _enter(store, world, device, shard.timeout_s)
+        name = gather(store, size, _START_S, lambda other: _look(processes, other))
+        _enter(store, name, world, device, shard.timeout_s)
         rank = Rank(0, size, _device(device, world), shard.timeout_s, pulse)
         links = _links(world, size, Link)
     return Joined(Team(rank, pulse, links, processes, shard.timeout_s, stacks), rank)
@@ -168,12 +181,12 @@ def follow(world: World) -> NoReturn:
 
     device, timeout_s = os.environ.get(_DEVICE, ""), float(os.environ.get(_TIMEOUT, Shard().timeout_s))
     store = _store(world)
-    store.set(f"ramify/here/{world.rank}", "")
+    name = come(store, world.rank, _behind(timeout_s))
     if not device:
         import torch
 
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    _enter(store, world, device, timeout_s)
+    _enter(store, name, world, device, timeout_s)
     pulse = Pulse()
     rank = Rank(world.rank, world.size, _device(device, world), timeout_s, pulse)
     talk, watch = _connected(world)
@@ -203,42 +216,31 @@ def _environment(rank: int, world: World, timeout_s: float, device: str) -> dict
 _COMMAND = (sys.executable, "-m", "ramify.train.backends.launch")
 
 
-def _started(told: Mapping[str, str]) -> Process:
-    # A session of its own: Ctrl-C is for rank 0, which lets the others end.
-    return subprocess.Popen(
-        _COMMAND,
-        env={**os.environ, **told},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-
-
 def _placed(hosts: Hosts, told: Mapping[str, str], rank: int, out: Path) -> Process:
     """On its seat, which shows it the GPUs that are its own and no others."""
     log = out.resolve() / "ranks" / f"rank-{rank}.log"
     return hosts.start(Member("trainer", rank), _COMMAND, {**told, "LOCAL_RANK": "0"}, log)
 
 
-def _await(store: Any, processes: Sequence[Process]) -> None:
-    """Until every rank has come up."""
-    until = time.monotonic() + _START_S
-    for rank, process in enumerate(processes, 1):
-        while not store.check([f"ramify/here/{rank}"]):
-            if (status := process.poll()) is not None:
-                said = getattr(process, "said", None)
-                why = f"its log ends: {said()}" if said is not None else "it says why on stderr"
-                raise TrainError(f"rank {rank} did not start: exit status {status}; {why}")
-            if time.monotonic() > until:
-                raise TrainError(f"rank {rank} (process {process.pid}) did not start within {_START_S:g} s")
-            time.sleep(0.02)
+def _look(processes: Sequence[Process], rank: int) -> None:
+    """Raises TrainError where a rank that was started here has ended."""
+    if not processes or (status := processes[rank - 1].poll()) is None:
+        return
+    said = getattr(processes[rank - 1], "said", str)()
+    why = f"its log ends: {said}" if said else "it says why on stderr"
+    raise TrainError(f"rank {rank} did not start: exit status {status}; {why}")
+
+
+def _is_agents() -> bool:
+    """Whether the store is torchrun's, and lasts as long."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _store(world: World) -> Any:
     """The store that ranks meet at: torchrun's own, or that of rank 0."""
     from torch._C._distributed_c10d import TCPStore
 
-    is_host = world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    is_host = world.rank == 0 and not _is_agents()
     try:
         return TCPStore(
             world.address, world.port, world.size, is_host, timedelta(seconds=_START_S), wait_for_workers=False
@@ -249,8 +251,13 @@ def _store(world: World) -> Any:
         ) from error
 
 
-def _enter(store: Any, world: World, device: str, timeout_s: float) -> None:
-    """Join the process group. Its own timeout is behind ours, so that ours can say who stands still."""
+def _behind(timeout_s: float) -> float:
+    """What torch may wait, so that ours, which says who stands still, is up before."""
+    return 2 * timeout_s + 30
+
+
+def _enter(store: Any, name: str, world: World, device: str, timeout_s: float) -> None:
+    """Join the process group of the attempt ``name``."""
     import torch
     import torch.distributed as dist
     from torch._C._distributed_c10d import PrefixStore
@@ -260,8 +267,8 @@ def _enter(store: Any, world: World, device: str, timeout_s: float) -> None:
         torch.cuda.set_device(world.local_rank)
     with _on_this_machine(world):
         dist.init_process_group(
-            backend, store=PrefixStore("ramify", store), rank=world.rank, world_size=world.size,
-            timeout=timedelta(seconds=2 * timeout_s + 30),
+            backend, store=PrefixStore(f"ramify/{name}", store), rank=world.rank, world_size=world.size,
+            timeout=timedelta(seconds=_behind(timeout_s)),
         )  # fmt: skip
 
 

@@ -234,8 +234,9 @@ class _Watch:
             self._thread.join()
 
     def _run(self) -> None:
-        last, since = list(self._counts), time.monotonic()
+        last, quiet_s = list(self._counts), 0.0
         while not self._closing.wait(self._beat_s) and not self._reason:
+            quiet_s += self._beat_s  # counted in waits, so that a process that was stopped for a while has not waited
             for link in self._links:
                 self._send(link, "ping")
             self._read()
@@ -247,8 +248,8 @@ class _Watch:
             if self._counts != last:
                 moved()
             if self._counts != last or not self._pulse.verb:
-                last, since = list(self._counts), time.monotonic()
-            elif time.monotonic() - since > self._timeout_s:
+                last, quiet_s = list(self._counts), 0.0
+            elif quiet_s > self._timeout_s:
                 self._stalled()
                 return
 

@@ -2,7 +2,7 @@
 
     hosts.start(Member("trainer", 1), command, environment, log)   ->   Started: is it alive, what did it say, end it
 
-Without one, processes are started by ``subprocess`` on this machine (``backends/launch.py``, ``inference/http/process.py``);
+Without one, processes are started on this machine (``backends/launch.py``, ``inference/http/process.py``);
 ``on_ray.py`` has the one by Ray. What processes say to each other, and who leads, is the same in either case.
 """
 
@@ -113,7 +113,7 @@ class Placed:
         self._ask("signal", self._name, int(signal.SIGTERM))
         while self.poll() is None and time.monotonic() < until:
             time.sleep(_POLL_S)
-        self.kill()
+        self._ask("end", self._name)
         self.wait()
 
     def said(self) -> str:

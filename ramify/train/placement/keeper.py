@@ -1,24 +1,18 @@
 """What sits on a seat: it starts the processes of the seat, says how they are, and takes them with it when it ends.
 
-One per seat, in a process of its own that a cluster's software starts. Needs nothing of it, and nothing heavy: it is the
-standard library around ``subprocess``.
+One per seat, in a process of its own that a cluster's software starts. Needs nothing of it, and nothing heavy.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
 import socket
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-from ramify.inference.http.following import following
+from ramify.child import Child, end_all
 
-_QUOTED = 600
-"""Characters of a log that are told."""
 _END_S = 5.0
 
 
@@ -26,8 +20,7 @@ class Keeper:
     """Belongs to one thread, which lasts: with it end the processes that it started."""
 
     def __init__(self) -> None:
-        self._processes: dict[str, subprocess.Popen[bytes]] = {}
-        self._logs: dict[str, Path] = {}
+        self._children: dict[str, Child] = {}
 
     def about(self) -> dict[str, Any]:
         """Where this is: the name of its host, an address, and the GPUs that it was given."""
@@ -49,35 +42,30 @@ class Keeper:
         in ``folder``, where that is there. Its process id; why not, where it cannot be started."""
         if command[0] == python:
             command = [sys.executable, *command[1:]]
-        path = self._logs[name] = Path(log)
+        if name in self._children:
+            self.end(name)
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("ab") as out:
-                process = self._processes[name] = subprocess.Popen(
-                    following(command, signal.SIGKILL),
-                    env={**os.environ, **environment}, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
-                    start_new_session=True, cwd=folder if Path(folder).is_dir() else None,
-                )  # fmt: skip
+            child = self._children[name] = Child(command, environment=environment, log=Path(log), folder=Path(folder))
         except OSError as error:
             return f"{error.filename or command[0]}: {error.strerror}"
-        return process.pid
+        return child.pid
 
     def poll(self, name: str) -> tuple[bool, int]:
         """(whether it has ended, its exit status)"""
-        status = self._processes[name].poll()
+        status = self._children[name].poll()
         return status is not None, status or 0
 
     def signal(self, name: str, number: int) -> None:
         """To it and to what it started."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._processes[name].pid, number)
+        self._children[name].signal(number)
+
+    def end(self, name: str) -> None:
+        """Kill what is left of it and of what it started."""
+        self._children[name].end(0.0)
 
     def said(self, name: str) -> str:
         """The end of its log, on one line."""
-        with contextlib.suppress(OSError):
-            text = self._logs[name].read_text(errors="replace")[-_QUOTED:]
-            return " | ".join(line.strip() for line in text.splitlines() if line.strip())
-        return ""
+        return self._children[name].said()
 
     def free_port(self) -> int:
         with socket.socket() as probe:
@@ -85,10 +73,4 @@ class Keeper:
             return int(probe.getsockname()[1])
 
     def end_all(self) -> None:
-        for kind in (signal.SIGTERM, signal.SIGKILL):
-            alive = [name for name, process in self._processes.items() if process.poll() is None]
-            for name in alive:
-                self.signal(name, kind)
-            for name in alive:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    self._processes[name].wait(_END_S)
+        end_all(self._children.values(), _END_S)

@@ -84,7 +84,7 @@ async def sleepers(engine: str = "ramify", wait_s: float = 60.0, **options: Any)
         made = Sleepers(policy(), [server], [local], [])
         made.seen = []
         made.url = await stack.enter_async_context(recorded(server.url.removesuffix("/v1"), made.seen))
-        fields = {"engine": engine, "urls": (made.url,), "sleep": "learn", "probe_s": 2.0, "restarts": 0, **options}
+        fields = {"engine": engine, "urls": (made.url,), "sleep": "learn", "probe_s": 60.0, "restarts": 0, **options}
         made.engines = HttpEngines(made.trained, InferenceSpec(**fields), name="test", say=made.said.append)
         await made.engines.start(Path("unused"), lambda _: None)
         stack.push_async_callback(made.engines.close)
@@ -225,7 +225,7 @@ def test_one_that_outlives_the_run_is_left_awake_and_found_asleep_it_is_woken() 
             await made.engines.close()  # as after an error in the middle of learning
             assert (await got(*asked))[1]["choices"] == before[1]["choices"]
             await got(f"{made.url}/sleep?level=1", {})  # the trainer is killed now
-            spec = InferenceSpec(urls=(made.url,), probe_s=2.0)
+            spec = InferenceSpec(urls=(made.url,), probe_s=60.0)
             asks = HttpEngines(made.trained, msgspec.structs.replace(spec, sleep="never"), name="asks")
             await asks.start(Path("unused"), lambda _: None, gone=lambda _: None)
             assert made.locals[0].held()["kv_cache"] < 1 << 20  # who only asks wakes nobody

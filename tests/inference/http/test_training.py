@@ -16,7 +16,7 @@ import pytest
 from ramify.build.run import train
 from ramify.errors import ConfigError
 from ramify.inference.http.spec import InferenceSpec
-from ramify.train.config import EvaluateSpec, LoraSpec, Run
+from ramify.train.config import EvaluateSpec, LoraSpec, PolicySpec, Run
 from ramify.train.metrics import Measured
 from tests.train.small import small
 
@@ -83,4 +83,28 @@ def test_what_cannot_be_trained_on_is_said_before_anything_starts(tmp_path: Path
     cut = msgspec.structs.replace(run.rl, rollout=msgspec.structs.replace(run.rl.rollout, top_p=0.9))
     with pytest.raises(ConfigError, match=r"top_p=0.9 and top_k=None cannot be trained on with inference.engine=vllm"):
         train(msgspec.structs.replace(run, rl=cut), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("spec", "told"),
+    [
+        (
+            InferenceSpec(engine="vllm"),
+            r"inference\.engine=vllm is to be started, and no program 'vllm' is there, or on PATH: pip install "
+            r"'vllm>=0\.29,<0\.33', name what starts it in inference\.command, or give inference\.urls of servers that run",
+        ),
+        (
+            InferenceSpec(engine="sglang"),
+            r"the package sglang is not installed for .*: pip install 'sglang>=0\.5\.23,<0\.6'",
+        ),
+        (InferenceSpec(command=("/nowhere/ramify", "serve-policy")), "and no program '/nowhere/ramify' is there"),
+    ],
+)
+def test_a_program_that_is_not_there_is_said_before_a_model_is_loaded(
+    spec: InferenceSpec, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match=told):
+        train(short(inference=spec, policy=PolicySpec(path="/no/model/is/looked/for")), tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -37,7 +37,7 @@ def weights(seed: int = 0) -> Weights:
 
 @contextmanager
 def carrying(name: str, num_engines: int = 1, **options: Any) -> Iterator[tuple[Carrier, list[Receiver]]]:
-    carrier: Carrier = carrier_class(name.split()[0])(**({"chunk_bytes": 600} if name != "file" else {}), **options)
+    carrier: Carrier = carrier_class(name.split()[0])(**{**({"chunk_bytes": 600} if name != "file" else {}), **options})
     receivers: list[Receiver | None] = [None] * num_engines
     try:
         infos = [msgspec.json.decode(msgspec.json.encode(info)) for info in carrier.open(num_engines)]
@@ -140,6 +140,37 @@ def test_a_delta_is_what_changed() -> None:
         assert same(trained, have[0])
 
 
+def test_small_tensors_of_a_delta_come_as_one_and_are_taken_apart() -> None:
+    """Whichever of them are trained: those that are held still are not looked at, and may be trained again."""
+    shapes: dict[str, tuple[int, ...]] = {"a": (4,), "b": (2, 3), "none": (0,), "c": (), "d": (512,), "large": (513,)}
+    trained = {name: torch.nn.Parameter(torch.ones(shape)) for name, shape in shapes.items()}
+    with carrying("delta", chunk_bytes=1 << 20) as (carrier, receivers), torch.no_grad():
+        have: list[Weights] = [{}]
+        sync(carrier, receivers, trained, have, 1)
+        for changes, still, expected in (
+            ({"a", "d"}, set(), 4 + 512), ({"b"}, {"a", "c"}, 6), (set(), {"a", "c"}, 0), ({"a"}, {"b"}, 4 + 1),
+        ):  # fmt: skip
+            for name, tensor in trained.items():
+                tensor.requires_grad_(name not in still)
+                if name in changes:
+                    tensor += 1
+            sync(carrier, receivers, trained, have, 2)
+            assert same(trained, have[0])
+            assert carrier.num_bytes == 4 * expected  # 'c' was held still and is not: it is sent, whatever it is
+        trained["a"] += 1
+        chunk = next(carrier.chunks(sources(trained.items(), torch.float32), 3, whole=False))
+        assert chunk.info["names"] == ["::together-0"]
+        assert chunk.info["together"] == {"::together-0": {"names": ["a"], "shapes": [(4,)]}}
+        for wrong in (
+            {},
+            {"names": ["a"], "shapes": [[5]]},
+            {"names": ["a", "b"], "shapes": [[4]]},
+            {"names": 1, "shapes": 2},
+        ):
+            with pytest.raises(ValueError, match="the table of tensors that came together does not describe them"):
+                list(receivers[0].take({**chunk.info, "together": {"::together-0": wrong}}))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("by", ["shared", "gloo"])
 def test_of_a_matrix_with_an_adapter_only_that_is_carried(by: str, dtype: torch.dtype) -> None:
@@ -186,6 +217,27 @@ def test_of_a_matrix_with_an_adapter_only_that_is_carried(by: str, dtype: torch.
         pair[1] = pair[1] + 0.25
         assert same(carried(carrier, receivers[0], adapted, 2), {"w": adapted().to(dtype)})
         assert carrier.num_bytes == 3000 * dtype.itemsize
+
+
+def test_of_a_layer_all_is_carried_where_engines_fuse() -> None:
+    with carrying("delta", layers=True, places=False) as (carrier, receivers):
+        make = torch.Generator().manual_seed(0)
+        shapes = {
+            "embed.weight": (40, 20), "layers.0.attn.q.weight": (30, 20), "layers.0.attn.k.weight": (10, 20),
+            "layers.0.attn.k.bias": (10,), "layers.0.mlp.up.weight": (30, 20), "layers.1.attn.q.weight": (30, 20),
+            "norm": (20,),
+        }  # fmt: skip
+        trained, have = {name: torch.randn(shape, generator=make) for name, shape in shapes.items()}, [{}]
+        sync(carrier, receivers, trained, have, 1)
+        assert same(trained, have[0])
+        trained["layers.0.attn.k.bias"][3] += 1
+        trained["norm"] += 1
+        have[0].clear()
+        sync(carrier, receivers, trained, have, 2)
+        assert same(have[0], {name: each for name, each in trained.items() if "0.attn" in name or name == "norm"})
+        have[0].clear()
+        sync(carrier, receivers, trained, have, 3)
+        assert not have[0]
 
 
 def test_not_a_number_and_the_sign_of_zero_are_changes() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,8 @@ import torch
 
 from ramify.errors import ConfigError, StoreError
 from ramify.inference.weights.files import Files, FilesReceiver, read_pointer
-from ramify.inference.weights.layout import sources
+from ramify.inference.weights.held import MEMORY
+from ramify.inference.weights.layout import source, sources
 
 WEIGHTS = {"a": torch.arange(600.0), "b": torch.ones(3, 3)}
 
@@ -49,6 +52,59 @@ def test_a_torn_file_is_refused_by_name(tear: object, says: str, tmp_path: Path)
     path.write_bytes(tear(path.read_bytes()))  # type: ignore[operator]
     with pytest.raises(ValueError, match=says):
         list(receiver.take(info))
+
+
+def test_tensors_of_odd_lengths_are_read_as_they_were_written(tmp_path: Path) -> None:
+    """Their sum does not depend on the pieces in which they were written, nor how they lie in 64-bit words."""
+    from safetensors.torch import load_file
+
+    odd = {
+        "true": torch.tensor([True, False, True]), "half": torch.arange(5.0).to(torch.bfloat16), "none": torch.zeros(0),
+        "one": torch.tensor(7.0), "long": torch.arange(3, dtype=torch.int64), "many": torch.randn(700_001),
+        "b": torch.ones(2, 3).T,
+    }  # fmt: skip
+    given = [source(name, tensor, tensor.dtype) for name, tensor in odd.items()]
+    carrier = Files(folder=str(tmp_path))
+    info = carrier.open(1)[0]
+    (chunk,) = carrier.chunks(given, 1, whole=False)
+    for found in (
+        {piece.name: piece.tensor for piece in carrier.receiver(info).take(chunk.info)},
+        load_file(tmp_path / "v000001/model-00001.safetensors"),
+    ):
+        assert found.keys() == odd.keys()
+        assert all(torch.equal(found[name], odd[name]) and found[name].dtype == odd[name].dtype for name in odd)
+
+
+@pytest.mark.skipif(not MEMORY.is_dir(), reason="files in memory are Linux's")
+def test_in_memory_a_version_is_written_over_where_nobody_has_it_open() -> None:
+    with tempfile.TemporaryDirectory(dir=MEMORY) as below:
+        folder = Path(below)
+        carrier = Files(folder=below, file_bytes=1000)
+        carrier.open(1)
+
+        def write(version: int, weights: dict[str, torch.Tensor]) -> Path:
+            list(carrier.chunks(sources(weights.items(), torch.float32), version, whole=False))
+            read = {
+                piece.name: piece.tensor for piece in carrier.receiver({"folder": below}).take({"version": version})
+            }
+            assert all(torch.equal(read[name], tensor) for name, tensor in weights.items())
+            return folder / f"v{version:06d}"
+
+        first = (write(1, WEIGHTS) / "model-00001.safetensors").stat().st_ino
+        write(2, WEIGHTS)
+        third = write(3, {"a": WEIGHTS["a"] + 1})  # shorter, and one file less
+        assert (third / "model-00001.safetensors").stat().st_ino == first
+        assert sorted(path.name for path in third.iterdir()) == [
+            "model-00001.safetensors",
+            "model.safetensors.index.json",
+        ]
+        with (third / "model-00001.safetensors").open("rb") as file:
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        before = bytes(mapped)
+        write(4, WEIGHTS)
+        assert (write(5, WEIGHTS) / "model-00001.safetensors").stat().st_ino != first
+        assert bytes(mapped) == before
+        mapped.close()
 
 
 def test_a_kill_while_writing_leaves_what_was_there_before(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -21,7 +22,9 @@ from ramify.inference.base import TINY
 from ramify.policy.weights import read_weights
 from ramify.train import groups
 from ramify.train.algorithms.ppo import PPO
+from ramify.train.backends.attempt import gather
 from ramify.train.backends.base import Compute, Optim, Shard
+from ramify.train.backends.launch import is_restarted
 from ramify.train.checkpoint import Checkpoints
 from ramify.train.config import CriticSpec, LoraSpec, PolicySpec, Run, TaskSpec
 from ramify.train.loop import Cadence
@@ -29,16 +32,19 @@ from ramify.train.loss import Loss
 from ramify.train.metrics import read
 from ramify.train.policy_losses import ImportanceSampling, Tokens
 from tests.train.small import small, weights_of
-from tests.train.test_faults import GATE, LINUX, kill
+from tests.train.test_faults import GATE, LINUX, below, kill
 
 STEADY = ("loss", "reward", "grad_norm", "lr", "validation/reward", "test/reward", "ref_kl")
 RANKS = Compute(precision="fp32", backend="fsdp", shard=Shard(ranks=2, timeout_s=200))
 ADAPTED = """
+import os, time
 from ramify.train.backends.base import Compute
-from tests.train.backends.test_ranks import adapted
+from tests.train.backends.test_ranks import GATED, adapted
 
 def run():
-    return adapted(compute=Compute(precision="fp32", backend="fsdp"))
+    if (os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]) == ("0", "1"):
+        time.sleep(1)  # the other one is early, and finds what is left of the attempt before
+    return adapted(compute=Compute(precision="fp32", backend="fsdp"), task=GATED)
 """
 
 
@@ -63,18 +69,29 @@ def steady(out: Path) -> list[tuple[int, str, dict[str, float]]]:
     ]
 
 
+def check_measured(ours: Path, theirs: Path, *, is_whole: bool = True, **within: float) -> None:
+    """Both runs measured the same, but for what ``pytest.approx`` allows; where ours is not whole, as far as it went."""
+    found = steady(ours)
+    assert sum("loss" in values for *_, values in found) == 2
+    for (*place, values), (*other, expected) in zip(found, steady(theirs), strict=is_whole):
+        assert place == other
+        assert values == pytest.approx(expected, **within)
+
+
 def check_close(ours: Path, theirs: Path) -> None:
-    for here, there in zip(steady(ours), steady(theirs), strict=True):
-        assert here[:2] == there[:2]
-        assert here[2] == pytest.approx(there[2], rel=1e-4, abs=1e-6)
+    check_measured(ours, theirs, rel=1e-4, abs=1e-6)
     mine, wanted = weights_of(ours), weights_of(theirs)
     for name in mine | wanted:
         torch.testing.assert_close(mine[name], wanted[name], rtol=1e-4, atol=1e-5)
 
 
+GATED = TaskSpec(name="tests.train.test_faults:gated")
+"""One that a file holds still (``test_faults.py``)."""
+
+
 def gated(**changes: Any) -> Run:
-    """``tuned``, over two ranks, with a task that a file holds still (``test_faults.py``)."""
-    return tuned(**({"compute": RANKS, "task": TaskSpec(name="tests.train.test_faults:gated")} | changes))
+    """``tuned``, over two ranks, with a task that can be held."""
+    return tuned(**({"compute": RANKS, "task": GATED} | changes))
 
 
 @LINUX
@@ -132,28 +149,75 @@ def test_a_rank_that_hangs_is_named_and_the_stacks_of_all_are_kept(tmp_path: Pat
     assert "torch" in rank_0
 
 
+@LINUX
 @pytest.mark.slow
-def test_torchrun_starts_the_ranks(tmp_path: Path) -> None:
+def test_torchrun_starts_the_ranks_and_again_after_one_was_killed(tmp_path: Path) -> None:
     """Rank 0 carries the recipe out; the other follows, and says nothing. The reference of the KL is the policy without its
-    adapters, where one process loads a second model."""
+    adapters, where one process loads a second model. Rank 0 is killed in the middle of the second step."""
+    one, killed, gate, log = (tmp_path / name for name in ("one", "killed", "gate", "log"))
+    train(adapted(task=GATED), one, say=lambda text: None)
     (tmp_path / "recipe.py").write_text(ADAPTED)
-    train(adapted(), tmp_path / "one", say=lambda text: None)
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m", "ramify"),
-            *("train", str(tmp_path / "recipe.py"), "--out", str(tmp_path / "two"), "--plain"),
-        ],
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}, capture_output=True, text=True, timeout=280,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("holds the trained policy") == 1
-    check_close(tmp_path / "two", tmp_path / "one")
-    for out in (tmp_path / "one", tmp_path / "two"):
+    gate.mkdir()
+    (gate / "hold-1").touch()
+    command = [
+        *(
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nproc-per-node",
+            "2",
+            "--standalone",
+            "--max-restarts",
+            "1",
+        ),
+        *("-m", "ramify", "train", str(tmp_path / "recipe.py"), "--out", str(killed), "--plain"),
+    ]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3]), GATE: str(gate)}
+    with log.open("wb") as file, subprocess.Popen(command, env=environment, stdout=file, stderr=file) as process:
+        try:
+            while not (gate / "at-1").exists():
+                assert process.poll() is None, log.read_text()
+                time.sleep(0.02)
+            os.kill(rank_of(process.pid, 0), signal.SIGKILL)
+            (gate / "hold-1").unlink()
+            assert process.wait(timeout=280) == 0, log.read_text()
+        finally:
+            process.terminate()
+    assert log.read_text().count("holds the trained policy") == 1
+    check_close(killed, one)
+    assert max(values.get("ref_kl", 0.0) for _, _, values in steady(killed)) > 1e-6
+    assert groups.accounts(killed).balanced
+    for out in (killed, one):
         best = Checkpoints(out).best()
         assert best is not None
         kept = read_weights(best / "policy")
         assert all(torch.equal(weight, kept[name]) for name, weight in weights_of(out).items())
-    assert max(values.get("ref_kl", 0.0) for _, _, values in steady(tmp_path / "two")) > 1e-6
+
+
+def rank_of(torchrun: int, rank: int) -> int:
+    """The process that it started as this rank."""
+    for pid, _ in below(torchrun):
+        if f"RANK={rank}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            return pid
+    raise AssertionError(f"rank {rank} is not there")
+
+
+@LINUX
+def test_a_run_of_before_is_not_taken_for_one_that_torchrun_restarted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever names a folder that holds a run gets an error, and is restarted: that run stays as it is."""
+    store = torch.distributed.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
+    told = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    for name, value in (told | {"TORCHELASTIC_RESTART_COUNT": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}).items():
+        monkeypatch.setenv(name, value)
+    assert not is_restarted()
+    gather(store, 1, 10.0)  # as the attempt before does once all is checked
+    assert is_restarted()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")  # the other machine's has counted
+    assert is_restarted()
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
+    assert not is_restarted()
 
 
 @pytest.mark.parametrize(

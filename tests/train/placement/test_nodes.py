@@ -28,7 +28,7 @@ from ramify.train.placement.counted import by
 from ramify.train.placement.seats import Member, seats
 from ramify.train.placement.services import Services
 from ramify.train.placement.spec import PlacementSpec, Pool, Role, Service
-from tests.train.backends.test_ranks import steady, tuned
+from tests.train.backends.test_ranks import check_measured, tuned
 from tests.train.placement.test_hosts import SERVES
 
 pytest.importorskip("ray", reason="needs the extra ray")
@@ -126,8 +126,4 @@ def test_a_run_over_nodes_and_what_becomes_of_those_that_go(tmp_path: Path) -> N
 
     alone = msgspec.structs.replace(spread(), inference=None, placement=None)
     train(alone, tmp_path / "alone")
-    ours, theirs = steady(tmp_path / "ray"), steady(tmp_path / "alone")
-    assert sum("loss" in values for *_, values in ours) == 2
-    for (*place, values), (*other, expected) in zip(ours, theirs, strict=True):
-        assert place == other
-        assert values == pytest.approx(expected, abs=1e-4)
+    check_measured(tmp_path / "ray", tmp_path / "alone", abs=1e-4)

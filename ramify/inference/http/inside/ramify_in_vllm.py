@@ -77,9 +77,9 @@ class CarriedEngine(WeightTransferEngine[CarriedInit, CarriedUpdate]):  # type: 
 
     def receive_weights(self, update_info: CarriedUpdate) -> None:
         def whole() -> Any:
-            for name, tensor, places, _ in self._receiver.take(update_info.info):
+            for name, tensor, places, *_ in self._receiver.take(update_info.info):
                 if places is not None:
-                    raise ValueError("vLLM takes whole tensors: set carrier_options.places=false")
+                    raise ValueError("vLLM takes whole tensors: leave carrier_options.places out")
                 # A layer is loaded when all of it is there, which may be after the carrier used its memory again.
                 yield name, tensor.to(self.device, copy=True)
 
