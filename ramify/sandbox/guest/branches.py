@@ -27,6 +27,8 @@ _getpid, _close, _dup2, _waitpid = os.getpid, os.close, os.dup2, os.waitpid
 class Branches:
     """Those of one session, and the way to one more."""
 
+    __slots__ = ("_line", "_notebook", "_pids", "_spool")
+
     def __init__(self, line: Line, spool: FileSpool | MemorySpool, notebook: Notebook) -> None:
         self._line = line
         self._spool = spool

@@ -30,6 +30,8 @@ HostError.__module__ = "builtins"  # so that a traceback shows the bare name
 class Calls:
     """Those of one session, numbered."""
 
+    __slots__ = ("_inbox", "_interrupts", "_last_id", "_line", "_output")
+
     def __init__(self, line: Line, inbox: Inbox, interrupts: Interrupts, output: Output) -> None:
         self._line = line
         self._inbox = inbox

@@ -77,6 +77,8 @@ def split_blobs(view: memoryview, start: int, lengths: Sequence[int]) -> list[me
 class Reader:
     """Bytes from a descriptor -> frames. A long frame gets a buffer of its own and is read straight into it."""
 
+    __slots__ = ("data", "fd", "fds", "have", "receive")
+
     def __init__(self, fd: int, receive: Any = None) -> None:
         """``receive``: ``recvmsg`` of a socket, where descriptors may come along."""
         self.fd = fd

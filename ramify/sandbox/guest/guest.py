@@ -27,6 +27,11 @@ from .values import CodecError, Encoder, ProtocolError, portable
 class Guest:
     """A namespace and the wire to its host. Create and ``serve`` it in the same thread."""
 
+    __slots__ = (
+        "_branches", "_calls", "_cells", "_inbox", "_interpreter", "_line", "_memory", "_owns_process", "interrupts",
+        "notebook", "output",
+    )  # fmt: skip
+
     def __init__(
         self,
         read_fd: int,

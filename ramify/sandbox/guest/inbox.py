@@ -38,6 +38,8 @@ class Ticket:
 class Inbox:
     """Everyone who waits for a frame: callers of the host, each for its answer, and whoever obeys the host's requests."""
 
+    __slots__ = ("_calls", "_command", "_ends_process", "_fork", "_interrupts", "_leading", "_line")
+
     def __init__(self, line: Line, interrupts: Interrupts, fork: Callable[[int], None], *, ends_process: bool) -> None:
         """``fork``: called with the number of a request to fork. ``ends_process``: with the stream's end."""
         self._line = line

@@ -26,6 +26,8 @@ _signal: Any = sys.modules["_signal"]
 class Interpreter:
     """As it was when the guest was made, to which it returns."""
 
+    __slots__ = ("_builtins", "_recursion_limit")
+
     def __init__(self) -> None:
         self._builtins = dict(vars(builtins))
         self._recursion_limit = sys.getrecursionlimit()

@@ -22,6 +22,8 @@ _getpid = os.getpid
 class Line:
     """Two descriptors, and the shelf beside them where host and guest share one."""
 
+    __slots__ = ("_poll", "_reader", "is_open", "pid", "sending", "shelf", "write_fd")
+
     def __init__(self, read_fd: int, write_fd: int, *, takes_fds: bool, shelf: Any) -> None:
         """``takes_fds``: it is a socket over which the host may hand descriptors. ``shelf``: a ``shelf.Shelf``."""
         self._reader = Reader(read_fd, _receiver(read_fd) if takes_fds else None)

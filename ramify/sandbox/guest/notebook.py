@@ -28,6 +28,11 @@ Outcome = tuple[str | None, str | None]
 class Notebook:
     """Names, and cells that run among them."""
 
+    __slots__ = (
+        "_flags", "_interrupts", "_memory", "_modules", "_owns_process", "_reserved", "builtins", "evaluate", "hidden", "loop",
+        "module", "namespace",
+    )  # fmt: skip
+
     def __init__(self, interrupts: Interrupts, memory: Memory, *, owns_process: bool) -> None:
         self._interrupts = interrupts
         self._memory = memory

@@ -26,6 +26,11 @@ _clock = time.monotonic
 class Output:
     """The output of the cell that runs, and of the last one that ended."""
 
+    __slots__ = (
+        "_count", "_ended", "_flushed", "_held", "_interrupts", "_kept", "_line", "_max_bytes", "_pending", "_sent", "chars",
+        "spool", "stderr", "stdout",
+    )  # fmt: skip
+
     def __init__(self, spool: FileSpool | MemorySpool, line: Line, interrupts: Interrupts, max_bytes: int) -> None:
         self.spool = spool
         self.stdout = Stream("<stdout>", self.put, 1)

@@ -21,6 +21,8 @@ class FileSpool:
     What went to the host is cut off once it is long. Where the host holds the file too, nothing that a killed session
     had printed is lost: it reads on from ``at``."""
 
+    __slots__ = ("at", "fd")
+
     def __init__(self, fd: int) -> None:
         self.fd = fd
         self.at = 0
