@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -71,12 +72,16 @@ def expected(made: Policy, like: Generation) -> Generation:
     return like
 
 
-def pauses(client: LocalClient, after: int) -> None:
-    """Its engine will stand still after so many further steps, in the middle of what it is at, until ``client.resume``."""
-    last = client.engine.num_steps + after
+def pauses(client: LocalClient, after: int) -> threading.Event:
+    """Its engine will stand still after so many further steps, in the middle of what it is at, until ``client.resume``, which
+    belongs after the event that is returned."""
+    last, stands = client.engine.num_steps + after, threading.Event()
 
     def look(*_: object) -> None:
-        if client.engine.num_steps == last - 1:
+        if client.engine.num_steps >= last - 1:
+            handle.remove()
             client.pause()
+            stands.set()
 
-    client.policy.model.get_submodule("model.norm").register_forward_hook(look)
+    handle = client.policy.model.get_submodule("model.norm").register_forward_hook(look)
+    return stands

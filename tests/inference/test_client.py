@@ -162,10 +162,11 @@ async def test_what_does_not_fit_is_said(client: LocalClient) -> None:
 @with_client
 async def test_a_cancelled_request_leaves_its_slot(client: LocalClient) -> None:
     for _ in range(3):
-        pauses(client, after=3)
+        stands = pauses(client, after=3)
         tasks = [asyncio.ensure_future(client.complete(asked(seed=seed, max_tokens=200))) for seed in range(30)]
-        while not any(generation.logprobs for generation in await client.run(lambda: list(client.engine))):
+        while not stands.is_set():
             await asyncio.sleep(0)
+        assert any(generation.logprobs for generation in await client.run(lambda: list(client.engine)))
         for task in tasks:
             task.cancel()
         assert {type(each) for each in await asyncio.gather(*tasks, return_exceptions=True)} == {asyncio.CancelledError}
@@ -176,9 +177,9 @@ async def test_a_cancelled_request_leaves_its_slot(client: LocalClient) -> None:
 
 @with_client
 async def test_weights_change_between_two_steps(client: LocalClient) -> None:
-    pauses(client, after=9)
+    stands = pauses(client, after=9)
     running = asyncio.ensure_future(client.complete(asked(max_tokens=200, temperature=0.9)))
-    while not any(len(each.logprobs) > 3 for each in await client.run(lambda: list(client.engine))):
+    while not stands.is_set():
         await asyncio.sleep(0)
     other = policy(seed=1)
     await client.update(other, version=5)

@@ -215,9 +215,9 @@ def test_a_reply_in_the_middle_goes_on_under_the_new_weights(engine: str) -> Non
             seed = 0
             while (await old.complete(request(seed, 60))).finish != "length":
                 seed += 1
-            pauses(made.locals[0], after=9)  # until the update is over
+            stands = pauses(made.locals[0], after=9)  # until the update is over
             long = asyncio.ensure_future(made.engines.complete(request(seed, 60)))
-            while made.locals[0].engine.num_steps < 9:
+            while not stands.is_set():
                 await asyncio.sleep(0)
             await made.train(1)
             reply = await long
