@@ -72,8 +72,10 @@ class InferenceClient(Client, Protocol):
 
 
 def engines_of(client: InferenceClient) -> Sequence[InferenceClient]:
-    """Each engine behind ``client`` by itself, for checks that every one has to pass: itself, where it is one."""
-    return getattr(client, "engines", None) or [client]
+    """Each engine behind ``client`` by itself, for checks that every one has to pass: itself, where it is one; none, where all
+    are gone just then."""
+    found: Sequence[InferenceClient] | None = getattr(client, "engines", None)
+    return [client] if found is None else found
 
 
 def made_for(model: object) -> str | None:

@@ -114,17 +114,20 @@ class SelfCheck:
         self.worst = 0.0
         """Largest difference that a canary has shown."""
         self.good_version: int | None = None
-        """Of the last weights that every engine was seen to answer with."""
+        """Of the last weights that every engine that was there was seen to answer with."""
         self._scored: dict[str, Scored] = {}
         """By each engine that says no fingerprint."""
 
     async def engine(self, backend: Backend, in_torch: InTorch) -> None:
         """Raises TrainError where an engine and the trainer are not the same policy."""
         ours, some = await in_torch(self._looked_at)
+        answered = 0
         for engine in engines_of(self._seen.client):
             with contextlib.suppress(EngineLost):  # it is checked when it is back
                 await self._one(engine, ours, some, backend, in_torch)
-        self.good_version = self._seen.client.version
+                answered += 1
+        if answered:
+            self.good_version = self._seen.client.version
 
     def _looked_at(self) -> tuple[str, Mapping[str, Tensor]]:
         """(fingerprint, some values of each matrix) of the weights that engines should have."""

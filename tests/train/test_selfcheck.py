@@ -186,6 +186,27 @@ def test_a_sync_that_did_nothing_is_found_where_the_canary_is_too_coarse(made: M
     asyncio.run(run())
 
 
+def test_where_the_only_engine_is_gone_nobody_waits_for_it(made: Made) -> None:
+    """It comes back once it was given weights, by whoever waits for this check to end; then it is checked."""
+
+    async def run() -> None:
+        local = LocalClient(made.policy, slots=2)
+        server = PolicyServer(local, name="mine", port=0, weight_transfer=True)
+        await server.__aenter__()
+        engines = HttpEngines(made.policy, InferenceSpec(urls=(server.url.removesuffix("/v1"),)), name="http:test")
+        await engines.start(Path("unused"), lambda _: None)
+        checked = SelfCheck(Seen(engines), made.policy.model.named_parameters, [Message("user", "count rows")])
+        await server.__aexit__(None, None, None)
+        await engines.look_after(server.url.removesuffix("/v1"), "this test")
+        assert engines.answering == ()
+        await checked.engine(Single(made.policy), at_once)
+        assert checked.good_version is None
+        await engines.close()
+        await local.close()
+
+    asyncio.run(run())
+
+
 def rolled(made: Made, seen: Seen) -> list[Group]:
     async def run() -> list[Group]:
         run = made.run
