@@ -128,9 +128,10 @@ def test_an_old_output_matrix_is_found_where_samples_hide_it(made: Made) -> None
 class Unmoved(LocalClient):
     """An engine that takes all weights, says that it did, and answers with those that it began with."""
 
-    async def take(self, pieces: Any) -> None:
+    async def take(self, pieces: Any, version: int | None = None) -> None:
         for _ in pieces():
             pass
+        await super().take(lambda: iter(()), version)
 
 
 def changed(policy: Policy, by: float, seed: int) -> None:
