@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 import sys
 from pathlib import Path
 
@@ -18,6 +19,7 @@ IN_THE_DEFAULT = ("engine", "cli", "docs", "real")
 FIRST = ("sandbox", "viewer", "docs", "train", "cli", "inference", "serve")
 """Rooms whose files take longest. They come first, so that no process of many is left alone with one at the end."""
 _HERE = Path(__file__).parent
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # as in scripts/test: sums of two threads are rounded otherwise
 
 
 @functools.cache

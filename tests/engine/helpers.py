@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,21 @@ def rlm(script: list[Any] | Callable[..., Any] | ScriptedClient, **options: Any)
     limits = options.pop("limits", {})
     options.setdefault("scaffold", SCAFFOLD)
     return RLM(model, limits=limits if isinstance(limits, Limits) else Limits(**limits), **options)
+
+
+def at_once(num: int, reply: Callable[[Any], str]) -> Callable[..., Any]:
+    """``reply``, to nobody before ``num`` requests were there together."""
+    here, all_here = 0, asyncio.Event()
+
+    async def together(messages: Any) -> str:
+        nonlocal here
+        here += 1
+        if here == num:
+            all_here.set()
+        await asyncio.wait_for(all_here.wait(), 60)
+        return reply(messages)
+
+    return together
 
 
 def by_role(root: list[Any], other: Callable[[str], Any] = lambda prompt: f"re: {prompt}") -> Callable[..., Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import threading
 from typing import Any
@@ -14,7 +13,7 @@ from ramify import RLM, Limits, Stop
 from ramify.clients.scripted import refused
 from ramify.errors import ConfigError
 from ramify.types.message import Message
-from tests.engine.helpers import SCAFFOLD, by_role, client, code, rlm
+from tests.engine.helpers import SCAFFOLD, at_once, by_role, client, code, rlm
 
 
 def test_a_batch_of_plain_calls_comes_back_in_order_and_is_recorded() -> None:
@@ -137,20 +136,15 @@ with ThreadPoolExecutor(8) as pool:
     replies = list(pool.map(llm_query, [str(i) for i in range(20)]))
 FINAL(replies)
 """
-    two, here = asyncio.Event(), 0
+    plain = at_once(2, lambda messages: f"re: {messages[-1].content}")
 
-    async def together(messages: tuple[Message, ...]) -> str:
-        nonlocal here
-        if messages[0].role == "system":
-            return code(cell)
-        here += 1
-        if here == 2:
-            two.set()
-        await asyncio.wait_for(two.wait(), 60)
-        return f"re: {messages[-1].content}"
+    async def script(messages: tuple[Message, ...]) -> str:
+        return code(cell) if messages[0].role == "system" else await plain(messages)
 
-    with rlm(together) as r:
+    model = client(script)
+    with rlm(model) as r:
         assert r.completion("text", "?").answer == [f"re: {i}" for i in range(20)]
+    assert model.most_in_flight > 1
 
 
 def test_children_that_print_at_once_keep_their_output_apart() -> None:

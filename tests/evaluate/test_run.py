@@ -21,7 +21,7 @@ from ramify.tasks.base import Start
 from ramify.tasks.simple import SimpleTask
 from ramify.types.message import Message
 from ramify.types.trajectory import Stop, Trajectory
-from tests.engine.helpers import client
+from tests.engine.helpers import at_once, client
 from tests.evaluate.helpers import ITEMS, SPEC, TASK, evaluated, number, plan, right, rlm, unless
 
 
@@ -80,17 +80,7 @@ def test_attempts_differ_in_their_seed_alone_and_are_the_same_again() -> None:
 
 
 def test_concurrency_is_bounded() -> None:
-    here, all_here = 0, asyncio.Event()
-
-    async def together(messages: tuple[Message, ...]) -> str:
-        nonlocal here
-        here += 1
-        if here == 5:
-            all_here.set()
-        await asyncio.wait_for(all_here.wait(), 60)
-        return right(messages)
-
-    model = client(together, latency_s=0.02)
+    model = client(at_once(5, right), latency_s=0.02)
     evaluated(model, of=plan(attempts=3), concurrency=5)
     assert model.most_in_flight == 5
 

@@ -159,6 +159,8 @@ def test_whoever_hangs_up_frees_the_slot() -> None:
                 client.resume()
                 while await inside():
                     await asyncio.sleep(0)
+                status, answer = await post(server, {**body, "max_tokens": 3})
+                assert (status, answer["usage"]["completion_tokens"]) == (200, 3)
 
     run(test)
 
@@ -195,7 +197,8 @@ def test_a_key_is_asked_for_where_there_is_one() -> None:
                     await ask(server, key=key)
             async with aiohttp.ClientSession() as http, http.get(f"{server.url.removesuffix('/v1')}/health") as answer:
                 said = await answer.json()
-                assert (answer.status, said["status"], said["in_flight"]) == (200, "ok", 0)
+                told = (said["status"], said["version"], said["in_flight"])
+                assert (answer.status, *told) == (200, "ok", 0, 0)
 
     run(test)
 

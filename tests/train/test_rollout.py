@@ -17,6 +17,7 @@ from ramify.tasks.simple import SimpleTask, Whole
 from ramify.train.rollout import RolloutOptions, Rollouts
 from ramify.types.message import Message
 from ramify.types.trajectory import Group, Stop, Trajectory
+from tests.engine.helpers import at_once
 
 ITEMS = [
     Item(f"how long is {word}?", word, gold=len(word), id=f"len/train/{n}") for n, word in enumerate(("ab", "cde"))
@@ -75,17 +76,7 @@ def test_each_rollout_has_a_seed_of_its_own_that_a_second_run_repeats() -> None:
 
 
 def test_no_more_at_once_than_asked() -> None:
-    here, all_here = 0, asyncio.Event()
-
-    async def together(messages: tuple[Message, ...]) -> str:
-        nonlocal here
-        here += 1
-        if here == 3:
-            all_here.set()
-        await asyncio.wait_for(all_here.wait(), 60)
-        return "FINAL(1)"
-
-    client = ScriptedClient(together, ids=ByteIds(), latency_s=0.002)
+    client = ScriptedClient(at_once(3, lambda _: "FINAL(1)"), ids=ByteIds(), latency_s=0.002)
     rolled(None, client=client, group=4, concurrency=3)
     assert (client.most_in_flight, len(client.requests)) == (3, 8)
 

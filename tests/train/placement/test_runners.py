@@ -72,7 +72,7 @@ def test_groups_are_those_of_one_process_also_where_the_only_runner_is_lost(tmp_
     assert len(ours) == len(theirs) == 12
     for (*what, logprobs), (*other, expected) in zip(ours, theirs, strict=True):
         assert what == other
-        assert logprobs == pytest.approx(expected, abs=1e-4)
+        assert logprobs == pytest.approx(expected, abs=1e-5)
     losses = [[row.values["loss"] for row in read(tmp_path / name) if "loss" in row.values] for name in ("one", "two")]
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
     lost = next(number for number, text in enumerate(said) if text.startswith(killed[0]))
