@@ -35,7 +35,7 @@ class Lines:
         if self._screen.form == "json":
             if line := line_of(event):
                 call = event.id if isinstance(event, CallStarted | CallEnded) else getattr(event, "call", "")
-                self._screen.event("step", kind=type(event).__name__, call=call, text=line)
+                self._screen.event("step", kind=event.__struct_config__.tag, call=call, text=line)
         elif self._notes.verbose and (line := line_of(event)):
             self._notes.say(f"{event.at_s:7.2f} s  {line}")
 

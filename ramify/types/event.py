@@ -30,14 +30,14 @@ from ramify.types.trajectory import (
 )
 
 
-class Event(msgspec.Struct, frozen=True, omit_defaults=True, tag=True, kw_only=True):
+class Event(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, tag_field="type"):
     """Common to all events."""
 
     at_s: float = 0.0
     """Seconds since the run began."""
 
 
-class RunStarted(Event, frozen=True):
+class RunStarted(Event, frozen=True, tag="RunStarted"):
     id: str
     question: str
     started_at: float
@@ -50,7 +50,7 @@ class RunStarted(Event, frozen=True):
     """Models, limits, scaffold and sandbox as given: what a resume needs to go on in the same way. Never a key."""
 
 
-class CallStarted(Event, frozen=True):
+class CallStarted(Event, frozen=True, tag="CallStarted"):
     id: str
     kind: CallKind
     model: str
@@ -61,7 +61,7 @@ class CallStarted(Event, frozen=True):
     context: ContextRef | None = None
 
 
-class Requested(Event, frozen=True):
+class Requested(Event, frozen=True, tag="Requested"):
     """A request is about to be sent."""
 
     call: str
@@ -74,7 +74,7 @@ class Requested(Event, frozen=True):
     """The limit at which this request asks for the answer with what there is."""
 
 
-class Attempted(Event, frozen=True):
+class Attempted(Event, frozen=True, tag="Attempted"):
     """An attempt to send a request failed."""
 
     call: str
@@ -85,7 +85,7 @@ class Attempted(Event, frozen=True):
     cost: float | None = None
 
 
-class Replied(Event, frozen=True):
+class Replied(Event, frozen=True, tag="Replied"):
     """A reply arrived. Once this is in the journal it is never paid for again."""
 
     call: str
@@ -97,14 +97,14 @@ class Replied(Event, frozen=True):
     """Ids of the call's path so far that the prompt begins with; ``reply.prompt_ids`` are those after."""
 
 
-class CellRan(Event, frozen=True):
+class CellRan(Event, frozen=True, tag="CellRan"):
     call: str
     turn: int
     cell: int
     result: Cell
 
 
-class ToolAnswered(Event, frozen=True):
+class ToolAnswered(Event, frozen=True, tag="ToolAnswered"):
     """A user's tool returned to a session."""
 
     call: str
@@ -121,21 +121,21 @@ class ToolAnswered(Event, frozen=True):
     """How long it took."""
 
 
-class Noted(Event, frozen=True):
+class Noted(Event, frozen=True, tag="Noted"):
     """Something worth telling a person: a retry, a compaction, a deferred answer."""
 
     call: str
     text: str
 
 
-class CallEnded(Event, frozen=True):
+class CallEnded(Event, frozen=True, tag="CallEnded"):
     id: str
     stop: Stop
     answer: Any = None
     error: str | None = None
 
 
-class RunEnded(Event, frozen=True):
+class RunEnded(Event, frozen=True, tag="RunEnded"):
     stop: Stop
     answer: Any = None
     error: str | None = None
@@ -145,7 +145,7 @@ class RunEnded(Event, frozen=True):
     """The branch whose answer was chosen; empty where there was nothing to choose."""
 
 
-class Scored(Event, frozen=True):
+class Scored(Event, frozen=True, tag="Scored"):
     """What a run, a call or a turn is worth to somebody. What is scored twice has its later number. ``at_s`` may be long
     after the end, and says nothing of how long the run took."""
 
