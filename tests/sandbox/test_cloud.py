@@ -15,6 +15,7 @@ import pty
 import shlex
 import signal
 import sys
+import tomllib
 import types
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -30,7 +31,7 @@ from ramify.sandbox.promises import PROMISES, Promise, echo
 PROVIDERS = ["modal", "e2b", "daytona", "prime", "prime-files"]
 KEYS = ("MODAL_TOKEN_ID", "MODAL_TOKEN_SECRET", "E2B_API_KEY", "DAYTONA_API_KEY", "PRIME_API_KEY")
 LOCAL = [promise for promise in PROMISES if not any(name.startswith("isolates") for name in promise.needs)]
-asked: list[tuple[str, dict[str, Any]]] = []
+asked: list[tuple[str, Any]] = []
 """What the services were asked for, and "ended" for each box that they were told to end."""
 
 
@@ -100,6 +101,8 @@ class ModalStdin:
 
 
 class ModalBox:
+    object_id = "sb-1"
+
     @staticmethod
     async def create(
         *args: str, app: Any = None, image: Any = None, timeout: int = 300, cpu: Any = None, memory: Any = None,
@@ -107,7 +110,7 @@ class ModalBox:
     ) -> Any:  # fmt: skip
         asked.append(("modal", {"image": image, "block_network": block_network, "timeout": timeout, "memory": memory}))
         box = ModalBox()
-        return types.SimpleNamespace(exec=Aio(box.exec), terminate=Aio(box.terminate))
+        return types.SimpleNamespace(exec=Aio(box.exec), terminate=Aio(box.terminate), object_id=box.object_id)
 
     async def exec(self, *args: str, text: bool = True) -> Any:
         assert text is False
@@ -130,12 +133,26 @@ def modal_sdk() -> types.ModuleType:
             debian_slim=lambda python_version=None: f"slim {python_version}",
             from_registry=lambda tag: f"registry {tag}",
         ),
-        Sandbox=types.SimpleNamespace(create=Aio(ModalBox.create)),
+        Sandbox=types.SimpleNamespace(
+            create=Aio(ModalBox.create), exec=Aio(ModalBox.exec), terminate=Aio(ModalBox.terminate)
+        ),
     )
     return module
 
 
 # ------------------------------------------------------------------------------------------------ e2b
+
+
+class E2BHandle:
+    def __init__(self, local: Local, on_stdout: Any) -> None:
+        self.pid = local.process.pid
+        self._local = local
+        self._on_stdout = on_stdout
+
+    async def wait(self) -> None:
+        async for data in self._local.output():
+            self._on_stdout(data.decode())
+        raise RuntimeError("command exited with code 1")
 
 
 class E2BCommands:
@@ -149,19 +166,15 @@ class E2BCommands:
         assert (background, stdin, timeout) == (True, True, 0)
         local = await Local.run(cmd)
         self.locals[local.process.pid] = local
-
-        async def wait() -> None:
-            async for data in local.output():
-                on_stdout(data.decode())
-            raise RuntimeError("command exited with code 1")
-
-        return types.SimpleNamespace(pid=local.process.pid, wait=wait)
+        return E2BHandle(local, on_stdout)
 
     async def send_stdin(self, pid: int, data: str) -> None:
         await self.locals[pid].write(data.encode())
 
 
 class E2BBox:
+    sandbox_id = "e1"
+
     def __init__(self) -> None:
         self.commands = E2BCommands()
 
@@ -178,7 +191,7 @@ class E2BBox:
 
 def e2b_sdk() -> types.ModuleType:
     module = types.ModuleType("e2b")
-    module.__dict__.update(AsyncSandbox=E2BBox)
+    module.__dict__.update(AsyncSandbox=E2BBox, AsyncCommandHandle=E2BHandle)
     return module
 
 
@@ -240,7 +253,10 @@ class DaytonaProcess:
 class DaytonaClient:
     async def create(self, params: Any = None, *, timeout: float = 60) -> Any:
         asked.append(("daytona", params))
-        return types.SimpleNamespace(process=DaytonaProcess())
+        return types.SimpleNamespace(process=DaytonaProcess(), id="d1")
+
+    async def get(self, sandbox_id_or_name: str) -> Any:
+        return types.SimpleNamespace(process=DaytonaProcess(), id="d1")
 
     async def delete(self, sandbox: Any) -> None:
         asked.append(("ended", {}))
@@ -277,11 +293,24 @@ class PrimeProcess:
         pass
 
 
+def prime_request(
+    *, name: str, docker_image: Any = None, checkpoint_id: Any = None, arch: Any = None, start_command: Any = None,
+    cpu_cores: float = 1.0, memory_gb: float = 1.0, disk_size_gb: Any = None, gpu_count: int = 0, gpu_type: Any = None,
+    network_allowlist: Any = None, network_denylist: Any = None, timeout_minutes: int = 60,
+    idle_timeout_minutes: Any = None, environment_vars: Any = None, secrets: Any = None, labels: Any = (),
+    team_id: Any = None, region: Any = None, advanced_configs: Any = None, idempotency_key: Any = None,
+    lan_network_id: Any = None, lan_tags: Any = None, volumes: Any = None,
+) -> dict[str, Any]:  # fmt: skip
+    """``CreateSandboxRequest`` of prime-sandboxes 0.5: the fields that were given."""
+    return {name: value for name, value in locals().items() if value not in (None, 0, ())}
+
+
 class PrimeClient:
-    has_processes = True
+    """``AsyncSandboxClient`` of prime-sandboxes 0.5: virtual machines, and nothing to ask whether it is one."""
+
     folder: Path
 
-    def __init__(self) -> None:
+    def __init__(self, api_key: str | None = None) -> None:
         self._jobs: dict[str, Local] = {}
         self._num_boxes = 0
 
@@ -290,23 +319,44 @@ class PrimeClient:
         self._num_boxes += 1
         return types.SimpleNamespace(id=f"p{self._num_boxes}")
 
-    async def wait_for_creation(self, sandbox_id: str) -> None:
+    async def wait_for_creation(
+        self, sandbox_id: str, max_attempts: int = 60, stability_checks: int = 1, image_build_timeout_seconds: int = 3000
+    ) -> None:
         pass
 
-    async def is_vm(self, sandbox_id: str) -> bool:
-        return self.has_processes
-
-    async def open_process(self, sandbox_id: str, command: str) -> PrimeProcess:
+    async def open_process(
+        self, sandbox_id: str, command: str, working_dir: str | None = None, env: Any = None, user: str | None = None
+    ) -> PrimeProcess:
         return PrimeProcess(await Local.run(command))
+
+    async def delete(self, sandbox_id: str) -> dict[str, Any]:
+        asked.append(("ended", {}))
+        if sandbox_id in self._jobs:
+            await self._jobs[sandbox_id].end()
+        return {}
+
+    async def aclose(self) -> None:
+        asked.append(("closed", {}))
+
+
+class PrimeContainerClient(PrimeClient):
+    """The same of prime-sandboxes before 0.4, which knows containers too."""
+
+    async def is_vm(self, sandbox_id: str) -> bool:
+        return False
 
     def _there(self, box: str, path: str) -> str:
         """A path of the box, on this disk."""
         return path.replace("/tmp/ramify-mail", str(self.folder / box))
 
-    async def start_background_job(self, sandbox_id: str, command: str) -> None:
+    async def start_background_job(
+        self, sandbox_id: str, command: str, working_dir: str | None = None, env: Any = None, user: str | None = None
+    ) -> None:
         self._jobs[sandbox_id] = await Local.run(self._there(sandbox_id, command))
 
-    async def upload_bytes(self, sandbox_id: str, file_path: str, file_bytes: bytes, filename: str) -> None:
+    async def upload_bytes(
+        self, sandbox_id: str, file_path: str, file_bytes: bytes, filename: str, timeout: int | None = None
+    ) -> None:
         path = Path(self._there(sandbox_id, file_path))
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(file_bytes[: len(file_bytes) // 2])  # a reader may see half of it
@@ -315,24 +365,21 @@ class PrimeClient:
             path.write_bytes(file_bytes)
 
     async def read_file(
-        self, sandbox_id: str, file_path: str, timeout: int | None = None, offset: int = 0, length: int = 1 << 30
-    ) -> Any:
-        content = Path(self._there(sandbox_id, file_path)).read_bytes()[offset : offset + length]
+        self, sandbox_id: str, file_path: str, timeout: int | None = None, offset: int | None = None,
+        length: int | None = None,
+    ) -> Any:  # fmt: skip
+        start = offset or 0
+        content = Path(self._there(sandbox_id, file_path)).read_bytes()[start : start + (length or 1 << 30)]
         return types.SimpleNamespace(content=content.decode())
 
-    async def delete(self, sandbox_id: str) -> None:
-        asked.append(("ended", {}))
-        if sandbox_id in self._jobs:
-            await self._jobs[sandbox_id].end()
 
-    async def aclose(self) -> None:
-        asked.append(("closed", {}))
-
-
-def prime_sdk(has_processes: bool, folder: Path) -> types.ModuleType:
+def prime_sdk(has_containers: bool, folder: Path) -> types.ModuleType:
     module = types.ModuleType("prime_sandboxes")
-    client = type("Client", (PrimeClient,), {"has_processes": has_processes, "folder": folder})
-    module.__dict__.update(AsyncSandboxClient=client, CreateSandboxRequest=lambda **fields: fields)
+    base = PrimeContainerClient if has_containers else PrimeClient
+    client = type("AsyncSandboxClient", (base,), {"folder": folder})
+    module.__dict__.update(
+        AsyncSandboxClient=client, CreateSandboxRequest=prime_request, AsyncSandboxProcess=PrimeProcess
+    )
     return module
 
 
@@ -349,7 +396,7 @@ def services(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str],
             monkeypatch.setenv(key, "k")
         makers = {"modal": modal_sdk, "e2b": e2b_sdk, "daytona": daytona_sdk}
         name = provider.split("-")[0]
-        made = makers[name]() if name in makers else prime_sdk(provider == "prime", tmp_path)
+        made = makers[name]() if name in makers else prime_sdk(provider == "prime-files", tmp_path)
         monkeypatch.setitem(sys.modules, made.__name__, made)
         return SandboxSpec(provider=name, memory_bytes=256 << 20, max_output_bytes=100_000, grace_s=3.0, **fields)
 
@@ -375,6 +422,8 @@ WANTED = {
 def test_a_session(provider: str, services: Callable[..., SandboxSpec]) -> None:
     assert asyncio.run(use(services(provider))) == "hello\n42"
     assert ("ended", {}) in asked
+    if provider == "daytona":
+        assert asked[0][1].pop("name").startswith("ramify-")
     if provider in WANTED:
         assert asked[0] == (provider, WANTED[provider])
     else:
@@ -451,42 +500,90 @@ def test_a_service_that_refuses(services: Callable[..., SandboxSpec], monkeypatc
 
 def faces() -> list[tuple[str, str, Callable[..., Any]]]:
     """(SDK module, dotted name in it, the double's function)"""
-    prime = [getattr(PrimeClient, name) for name in (
+    prime = [getattr(PrimeContainerClient, name) for name in (
         "create", "wait_for_creation", "is_vm", "open_process", "start_background_job", "upload_bytes", "read_file",
         "delete", "aclose",
     )]  # fmt: skip
     return [
-        ("modal", "Sandbox.create", ModalBox.create), ("modal", "Sandbox.exec", ModalBox.exec),
-        ("modal", "Sandbox.terminate", ModalBox.terminate), ("modal", "App.lookup", lookup),
+        ("modal", "Sandbox.create.aio", ModalBox.create), ("modal", "Sandbox.exec.aio", ModalBox.exec),
+        ("modal", "Sandbox.terminate.aio", ModalBox.terminate), ("modal", "App.lookup.aio", lookup),
         ("modal", "io_streams.StreamWriter.write", ModalStdin.write),
+        ("modal", "io_streams.StreamWriter.drain.aio", ModalStdin._drain),
         ("modal", "Image.debian_slim", lambda python_version=None: None), ("modal", "Image.from_registry", lambda tag: None),
         ("e2b", "AsyncSandbox.create", E2BBox.create), ("e2b", "AsyncSandbox.kill", E2BBox.kill),
+        ("e2b", "AsyncCommandHandle.wait", E2BHandle.wait),
         ("e2b", "sandbox_async.commands.command.Commands.run", E2BCommands.run),
         ("e2b", "sandbox_async.commands.command.Commands.send_stdin", E2BCommands.send_stdin),
-        ("daytona", "AsyncDaytona.create", DaytonaClient.create), ("daytona", "AsyncDaytona.delete", DaytonaClient.delete),
-        ("daytona", "AsyncDaytona.close", DaytonaClient.close),
+        *(("daytona", f"AsyncDaytona.{name}", getattr(DaytonaClient, name)) for name in ("create", "get", "delete", "close")),
         ("daytona", "_async.process.AsyncProcess.create_pty_session", DaytonaProcess.create_pty_session),
         *(("daytona", f"handle.async_pty_handle.AsyncPtyHandle.{name}", getattr(DaytonaTerminal, name))
           for name in ("wait_for_connection", "send_input", "wait", "disconnect")),
+        ("prime_sandboxes", "CreateSandboxRequest", prime_request),
         *(("prime_sandboxes", f"AsyncSandboxClient.{f.__name__}", f) for f in prime),
-        *(("prime_sandboxes", f"process.AsyncSandboxProcess.{name}", getattr(PrimeProcess, name))
+        *(("prime_sandboxes", f"AsyncSandboxProcess.{name}", getattr(PrimeProcess, name))
           for name in ("write_stdin", "kill", "aclose")),
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("sdk", ["modal", "e2b", "daytona", "prime_sandboxes"])
-def test_the_doubles_have_the_sdk_s_own_face(sdk: str) -> None:
+def real(module: Any, name: str) -> Any:
+    for part in name.split("."):
+        found = getattr(module, part, None)
+        module = found if found is not None else importlib.import_module(f"{module.__name__}.{part}")
+    return module
+
+
+def sdk_module(name: str) -> Any:
     try:
-        module = importlib.import_module(sdk)
+        return importlib.import_module(name)
     except ImportError as error:
         pytest.skip(f"the SDK is not installed: {error}")
+
+
+def shape(function: Callable[..., Any]) -> list[tuple[str, str, bool]]:
+    """(name, kind, has a default) of each parameter"""
+    signature = inspect.signature(function)
+    return [(p.name, p.kind.name, p.default is not p.empty) for p in signature.parameters.values()]
+
+
+@pytest.mark.parametrize("sdk", ["modal", "e2b", "daytona", "prime_sandboxes"])
+def test_the_doubles_have_the_sdk_s_own_face(sdk: str) -> None:
+    module = sdk_module(sdk)
+    has_containers = hasattr(getattr(module, "AsyncSandboxClient", None), "is_vm")
     for _, name, ours in (face for face in faces() if face[0] == sdk):
-        real: Any = module
-        for part in name.split("."):
-            found = getattr(real, part, None)
-            real = found if found is not None else importlib.import_module(f"{real.__name__}.{part}")
-        known = inspect.signature(real).parameters
+        if sdk == "prime_sandboxes" and not has_containers and not hasattr(PrimeClient, ours.__name__):
+            if ours.__qualname__.startswith("PrimeContainerClient"):
+                continue  # newer SDKs have no containers
+        theirs = real(module, name)
+        known = inspect.signature(theirs).parameters
         for parameter in inspect.signature(ours).parameters.values():
             if parameter.name not in ("self", "cls"):
                 assert parameter.name in known, f"{sdk}.{name} has no parameter '{parameter.name}'"
                 assert known[parameter.name].kind == parameter.kind, f"{sdk}.{name}({parameter.name})"
+        if name != "AsyncSandbox.kill":  # it hides that it is one
+            assert inspect.iscoroutinefunction(theirs) == inspect.iscoroutinefunction(ours), f"{sdk}.{name}"
+
+
+def test_the_double_of_prime_has_exactly_the_sdk_s_signatures() -> None:
+    module = sdk_module("prime_sandboxes")
+    if hasattr(module.AsyncSandboxClient, "is_vm"):
+        pytest.skip("the SDK that is installed is older than the one that the double copies")
+    pairs = [(module.CreateSandboxRequest, prime_request)]
+    pairs += [
+        (getattr(module.AsyncSandboxClient, name), getattr(PrimeClient, name))
+        for name in ("create", "wait_for_creation", "open_process", "delete", "aclose")
+    ]
+    pairs += [
+        (getattr(module.AsyncSandboxProcess, name), getattr(PrimeProcess, name))
+        for name in ("write_stdin", "kill", "aclose")
+    ]
+    assert [shape(ours) for _, ours in pairs] == [shape(theirs) for theirs, _ in pairs]
+
+
+@pytest.mark.parametrize("provider", ["modal", "e2b", "daytona", "prime"])
+def test_the_sdk_has_each_call_that_the_provider_makes(provider: str) -> None:
+    """On the SDK itself, and the extra installs the versions that the provider names."""
+    found = importlib.import_module(f"ramify.sandbox.cloud.{provider}").SDK
+    extras = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert extras[provider] == [found.package + found.wanted]
+    sdk_module(found.module)
+    found.load()
