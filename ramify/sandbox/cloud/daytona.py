@@ -80,7 +80,12 @@ class DaytonaService:
         await self._client.delete(found)
 
     def _wanted(self, spec: SandboxSpec, name: str) -> Any:
-        common = {"name": name, "network_block_all": True, "ephemeral": True, "auto_stop_interval": sdk.LIFETIME_S // 60}
+        common = {
+            "name": name,
+            "network_block_all": True,
+            "ephemeral": True,
+            "auto_stop_interval": sdk.LIFETIME_S // 60,
+        }
         if spec.image:
             return self._daytona.CreateSandboxFromImageParams(image=spec.image, **common)
         return self._daytona.CreateSandboxFromSnapshotParams(language="python", **common)

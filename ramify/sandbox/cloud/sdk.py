@@ -184,4 +184,3 @@ async def _uninterrupted(work: Awaitable[None]) -> None:
         task.cancelled() or task.exception()  # seen: the cancellation is what the caller gets
         raise cancelled
     task.result()
-
