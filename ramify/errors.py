@@ -113,6 +113,10 @@ class WeakSandboxWarning(UserWarning):
     """Code of a model runs where it could do harm; ``SandboxSpec(allow_weaker=True)`` says that this is accepted."""
 
 
+class OldNameWarning(DeprecationWarning):
+    """A setting is given under a name that it has elsewhere or had; the command line shows it."""
+
+
 class StoreError(RamifyError):
     """A journal or a blob that cannot be read or written."""
 

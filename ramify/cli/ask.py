@@ -71,7 +71,11 @@ SETTINGS = (
     Option("mcp", list, "MCP server whose tools sessions get, a command or an address; repeat it for more", "COMMAND"),
     Option("temperature", float, "of sampling (default: the provider's)"),
     Option("direct", bool, "answer by one plain call what fits easily (default: yes)"),
-    Option("cache", bool, "use stored replies to the same requests"),
+    Option(
+        "cache",
+        bool,
+        "keep replies in a cache, and use those that earlier runs with --cache kept for the same requests",
+    ),
     Option("store", bool, "keep the run (default: yes)"),
     Option("json", bool, "print one JSON object"),
     Option("quiet", bool, "nothing on stderr but errors", short="-q"),

@@ -2,7 +2,7 @@
 
     OUT/checkpoints/step-000040/      policy/  (Hugging Face layout)   backend and random states   state.json, last of all
     OUT/checkpoints/.step-000045.tmp  being written; a kill leaves it, and the next save removes it
-    OUT/checkpoints/abandoned/        those after one that the run went back to: of another branch, for whoever wants it
+    OUT/checkpoints/abandoned/        those after one that the run went back to, kept for comparison
 
 Decides names, atomicity (a folder is written aside, synced and renamed), which ones stay, and what must be equal for a
 resume. Leaves out what the parts hold: whoever owns one writes and reads it.
@@ -130,7 +130,7 @@ class Checkpoints:
         return sorted((path for path in self.folder.glob("step-*") if (path / _STATE).is_file()), key=_step_of)
 
     def abandon_after(self, step: int) -> list[Path]:
-        """Set those of later steps aside, into ``abandoned``, since the run goes another way from ``step`` on: none of them
+        """Set those of later steps aside, into ``abandoned``, since the run goes back to ``step``: none of them
         can be its latest or best any more. Returns where they lie; what lay there under the same name is replaced."""
         later = [path for path in self.all() if _step_of(path) > step]
         aside = self.folder / ABANDONED

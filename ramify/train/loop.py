@@ -453,7 +453,7 @@ class Loop:
         later = self.checkpoints.abandon_after(self.state.step)
         if later:
             self._say(
-                f"the run goes another way after step {self.state.step}: {len(later)} checkpoints of later steps are set aside "
+                f"the run goes back to step {self.state.step}: {len(later)} checkpoints of later steps are set aside "
                 f"in {later[0].parent}"
             )
         self._cut(self.state.step)

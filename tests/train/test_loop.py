@@ -92,9 +92,7 @@ def test_a_run_that_is_resumed_from_the_middle_forgets_the_way_it_went_before(tm
     middle, aside = folder / f"step-{last - 4:06d}", folder / "abandoned"
     with pytest.raises(Killed):
         train(run, tmp_path, resume=middle, listener=kill_at(last - 1), say=said.append)
-    assert said == [
-        f"the run goes another way after step {last - 4}: 4 checkpoints of later steps are set aside in {aside}"
-    ]
+    assert said == [f"the run goes back to step {last - 4}: 4 checkpoints of later steps are set aside in {aside}"]
     assert [read_state(path).step for path in sorted(aside.iterdir())] == [last - 3, last - 2, last - 1, last]
     assert Checkpoints(tmp_path).latest() == folder / f"step-{last - 2:06d}"
     assert max(each.step for each in read(tmp_path)) == last - 1

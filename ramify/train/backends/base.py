@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 import msgspec
 
-from ramify.errors import ConfigError
+from ramify.errors import ConfigError, OldNameWarning
 from ramify.train.loss import Loss
 from ramify.train.pack import Packing
 from ramify.types.sequence import Batch, Floats
@@ -144,7 +144,7 @@ class Compute(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     def __post_init__(self) -> None:
         if self.backend == "fsdp2":
-            warnings.warn("compute.backend=fsdp2 is called fsdp here", DeprecationWarning, stacklevel=3)
+            warnings.warn("compute.backend=fsdp2 is called fsdp here", OldNameWarning, stacklevel=3)
             msgspec.structs.force_setattr(self, "backend", "fsdp")
 
 
