@@ -8,6 +8,7 @@ where it does not fit, the error is shown to it.
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 import re
 import sys
@@ -133,6 +134,8 @@ def _msgspec(kind: Any) -> Callable[[Any], Any]:
             return msgspec.convert(_plain(value), kind)
         except msgspec.ValidationError as error:
             raise Mismatch(str(error)) from None
+        except (TypeError, ValueError, ArithmeticError, RecursionError) as error:
+            raise _unchecked(error) from None
 
     return convert
 
@@ -154,15 +157,24 @@ def _pydantic(validate: Callable[[Any], Any]) -> Callable[[Any], Any]:
             return validate(_plain(value))
         except ValueError as error:  # pydantic's ValidationError is one
             raise Mismatch(str(error)[:1000]) from None
+        except (TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+            raise _unchecked(error) from None  # a validator that did not expect such a value
 
     return convert
+
+
+def _unchecked(error: Exception) -> Mismatch:
+    return Mismatch(f"the value cannot be checked ({type(error).__name__}: {str(error)[:300]})")
 
 
 def _plain(value: Any) -> Any:
     """``value`` as JSON would have it: tuples and sets as lists, other keys than text as text."""
     try:
-        return msgspec.to_builtins(value, str_keys=True)
-    except (TypeError, ValueError, RecursionError) as error:
+        plain = msgspec.to_builtins(value, str_keys=True)
+        with contextlib.suppress(UnicodeEncodeError):  # half a surrogate pair
+            msgspec.json.encode(plain)  # an integer of more digits than Python writes has no form either
+        return plain
+    except (TypeError, ValueError, ArithmeticError, RecursionError) as error:
         raise Mismatch(f"a value of type {type(value).__name__} has no JSON form ({error})") from None
 
 

@@ -57,19 +57,29 @@ def check_header(text: bytes) -> None:
     if text.count(b'"') - text.count(b'\\"') > 2 * MAX_ITEMS:
         raise LimitError(f"a value with more than {MAX_ITEMS:,} strings: at most {MAX_ITEMS:,} items at once")
     bare = _STRING.sub(b"", text)
-    opens = bare.count(b"[") + bare.count(b"{")
-    items = opens + bare.count(b",")
+    items, containers = _counted(bare)
     if items > MAX_ITEMS:
         raise LimitError(f"a value with {items:,} items: at most {MAX_ITEMS:,} at once")
-    if opens > MAX_CONTAINERS:
-        raise LimitError(f"a value with {opens:,} lists, dicts and the like: at most {MAX_CONTAINERS:,} at once")
-    if opens > MAX_NESTING and _nesting(bare) > MAX_NESTING:
+    if containers > MAX_CONTAINERS:
+        raise LimitError(f"a value with {containers:,} lists, dicts and the like: at most {MAX_CONTAINERS:,} at once")
+    if containers > MAX_NESTING and _nesting(bare) > MAX_NESTING:
         raise LimitError(f"a value nested deeper than {MAX_NESTING} levels of JSON")
 
 
+def counts(text: bytes) -> tuple[int, int, int]:
+    """Items, containers and nesting of JSON; an empty container counts as one item."""
+    bare = _STRING.sub(b"", text)
+    return *_counted(bare), _nesting(bare)
+
+
+def _counted(bare: bytes) -> tuple[int, int]:
+    containers = bare.count(b"[") + bare.count(b"{")
+    return containers + bare.count(b","), containers
+
+
 def _nesting(bare: bytes) -> int:
-    brackets = bare.translate(None, _NO_BRACKETS)
-    return max(itertools.accumulate(1 if step else -1 for step in brackets.translate(_STEP)), default=0)
+    steps = bare.translate(_STEP, _NO_BRACKETS)
+    return max(itertools.accumulate(1 if step else -1 for step in steps), default=0)
 
 
 def check_blobs(count: int) -> None:
