@@ -133,7 +133,7 @@ def jsonable(value: Any) -> Any:
     """``value`` as it is written down: what JSON has no form for becomes text."""
     try:
         plain = msgspec.to_builtins(value, str_keys=True, enc_hook=_dumped)
-        msgspec.json.encode(plain)
+        msgspec.json.decode(msgspec.json.encode(plain))  # as whoever reads a journal will
     except UnicodeEncodeError:  # half a surrogate pair: a journal writes its escape
         return plain
     except Exception:  # noqa: BLE001 -- a model chose the value, which may be anything

@@ -172,7 +172,7 @@ def _plain(value: Any) -> Any:
     try:
         plain = msgspec.to_builtins(value, str_keys=True)
         with contextlib.suppress(UnicodeEncodeError):  # half a surrogate pair
-            msgspec.json.encode(plain)  # an integer of more digits than Python writes has no form either
+            msgspec.json.decode(msgspec.json.encode(plain))  # a very long integer has no form either
         return plain
     except (TypeError, ValueError, ArithmeticError, RecursionError) as error:
         raise Mismatch(f"a value of type {type(value).__name__} has no JSON form ({error})") from None

@@ -15,16 +15,16 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-MAX_ITEMS = 300_000
+MAX_ITEMS = 200_000
 """Items of all lists and dicts of one frame together."""
-MAX_CONTAINERS = 100_000
+MAX_CONTAINERS = 50_000
 """Lists and dicts in one frame; a tuple, set, date, long string or bytes value also needs one."""
 MAX_NESTING = 320
 """Nesting of a frame's JSON: a value of ``MAX_DEPTH`` levels needs up to three for each."""
-MAX_BLOBS = 50_000
+MAX_BLOBS = 20_000
 """Long strings and bytes values in one frame."""
-MAX_INT_DIGITS = 4300
-"""Decimal digits of an integer: Python itself writes no more, and journals and answers hold it as a number."""
+MAX_INT_DIGITS = 4000
+"""Decimal digits of an integer: Python itself writes 4,300, and readers of JSON count its sign among them."""
 MAX_EQUAL_HASHES = 2000
 """Keys of one set or dict that have the hash of another of its keys: each is compared with all of them."""
 _INT_END = 10**MAX_INT_DIGITS
