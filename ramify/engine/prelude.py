@@ -73,7 +73,7 @@ def _texts(prompts: Any) -> list[str]:
     """The prompts as text. None and bytes are no prompts: a model would be asked ``None`` or ``b'…'``."""
     if not hasattr(prompts, "__iter__"):
         raise TypeError(f"prompts must be a list of str, not {type(prompts).__name__}")
-    texts = []
+    texts: list[str] = []
     for prompt in prompts:
         if prompt is None or isinstance(prompt, (bytes, bytearray)):
             raise TypeError(f"prompt {len(texts)} must be a str, not {type(prompt).__name__}")

@@ -49,12 +49,15 @@ deep = 1
 for _ in range(99): deep = [deep]
 """
 SOURCES = [
-    "10**5000", "-10**3999", "2**64", "1e400", "float('nan')", "[float('nan'), '\\ud800']", "1j", "None", "...", "b'\\xff'",
-    "'\\ud800'", "{'\\udfff': '\\ud800'}", "{(1, 2): 3}", "{None: 1}", "{1: 2, '1': 3}", "{frozenset({1}): {2}}", "cycle", "knot",
-    "deep", "Mute()", "Exits()", "Unequal()", "Liar()", "Text('x')", "Keyed(a=1)", "Raises()", "Named()", "object()", "len",
-    "[0] * 200_001", "{n * (2**61 - 1) for n in range(2500)}", "datetime.datetime.max", "datetime.timedelta(-1)", "range(3)",
-    "collections.Counter('aab')", "itertools.repeat(1, 3)", "(x for x in 'ab')", "bytearray(3)", "memoryview(b'x')", "type", "True",
-    "[[]] * 3", "'x' * 100_000", "{'type': 'object'}", "{'$ref': '#'}", "{'pattern': '('}", "{1: 2}", "{'enum': [1j]}", "{'const': '\\ud800'}",
+    "10**5000", "-10**3999", "2**64", "1e400", "float('nan')", "[float('nan'), '\\ud800']", "1j",
+    "None", "...", "b'\\xff'", "'\\ud800'", "{'\\udfff': '\\ud800'}", "{(1, 2): 3}", "{None: 1}",
+    "{1: 2, '1': 3}", "{frozenset({1}): {2}}", "cycle", "knot", "deep", "Mute()", "Exits()",
+    "Unequal()", "Liar()", "Text('x')", "Keyed(a=1)", "Raises()", "Named()", "object()", "len",
+    "[0] * 500_001", "{n * (2**61 - 1) for n in range(2500)}", "datetime.datetime.max",
+    "datetime.timedelta(-1)", "range(3)", "collections.Counter('aab')", "itertools.repeat(1, 3)",
+    "(x for x in 'ab')", "bytearray(3)", "memoryview(b'x')", "type", "True", "[[]] * 3",
+    "'x' * 100_000", "{'type': 'object'}", "{'$ref': '#'}", "{'pattern': '('}", "{1: 2}",
+    "{'enum': [1j]}", "{'const': '\\ud800'}",
 ]  # fmt: skip
 sources = st.one_of(
     st.sampled_from(SOURCES),
@@ -65,12 +68,15 @@ sources = st.one_of(
 )
 HOST = "__import__('prelude').call_host"
 USES = [
-    "FINAL({})", "answer['content'] = {}", "answer.update(content={}, ready=True)", "x = {}; FINAL_VAR('x')", "FINAL_VAR({})",
-    "llm_query({})", "llm_query_batched({})", "llm_query_batched([{}])", "llm_query('q', model={})", "llm_query('q', schema={})",
-    "rlm_query({})", "rlm_query('q', {})", "rlm_query('q', [{}])", "rlm_query('q', model={})", "rlm_query_batched(['q'], {})",
-    "rlm_query_batched({}, [1])", "tool({})", "tool(x={}, name=1, self=2)", f"{HOST}({{}})", f"{HOST}('history', {{}})",
-    f"{HOST}('tool', {{}})", f"{HOST}('llm_query_batched', {{}})", f"{HOST}('llm_query_batched', ['q'], {{}})",
-    f"{HOST}('llm_query_batched', ['q'], None, {{}})", f"{HOST}('rlm_query_batched', ['q'], {{}})", f"{HOST}('rlm_query_batched', {{}})",
+    "FINAL({})", "answer['content'] = {}", "answer.update(content={}, ready=True)",
+    "x = {}; FINAL_VAR('x')", "FINAL_VAR({})", "llm_query({})", "llm_query_batched({})",
+    "llm_query_batched([{}])", "llm_query('q', model={})", "llm_query('q', schema={})",
+    "rlm_query({})", "rlm_query('q', {})", "rlm_query('q', [{}])", "rlm_query('q', model={})",
+    "rlm_query_batched(['q'], {})", "rlm_query_batched({}, [1])", "tool({})",
+    "tool(x={}, name=1, self=2)", f"{HOST}({{}})", f"{HOST}('history', {{}})",
+    f"{HOST}('tool', {{}})", f"{HOST}('llm_query_batched', {{}})",
+    f"{HOST}('llm_query_batched', ['q'], {{}})", f"{HOST}('llm_query_batched', ['q'], None, {{}})",
+    f"{HOST}('rlm_query_batched', ['q'], {{}})", f"{HOST}('rlm_query_batched', {{}})",
     "raise SubcallError({})", "print({})", "history[{}]",
 ]  # fmt: skip
 
@@ -154,12 +160,12 @@ def test_an_odd_argument_is_named_in_the_cell(runs: tuple[RLM, Cell, Store], cel
 
 
 def test_a_named_variable_that_is_too_much_is_a_note() -> None:
-    model = client([code("big = [0] * 200_001"), "FINAL(big)", code("1"), "FINAL_VAR(big)", "FINAL(7)"])
+    model = client([code("big = [0] * 500_001"), "FINAL(big)", code("1"), "FINAL_VAR(big)", "FINAL(7)"])
     with rlm(model) as r:
         assert r.completion("text", "?").answer == "7"
     notes = [request.messages[-1].content for request in (model.requests[2], model.requests[4])]
-    assert "[note] FINAL(big): a value with 200,0" in notes[0]
-    assert "[note] FINAL_VAR(big): a value with 200,0" in notes[1]
+    assert "[note] FINAL(big): a value with 500,0" in notes[0]
+    assert "[note] FINAL_VAR(big): a value with 500,0" in notes[1]
 
 
 @pytest.mark.parametrize("kind", [int, list[int], dict[str, Any], {"type": "integer"}])

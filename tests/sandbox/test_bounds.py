@@ -62,8 +62,8 @@ TOO_MUCH = {
     ),
     "many sets of some equal hashes": (called([tagged("set", ints(1200)) for _ in range(4)]), EQUAL),
     "one number many times": (called(tagged("set", [7] * 3000)), EQUAL),
-    "many items": (called([1] * (MAX_ITEMS + 1)), r"a value with 200,\d\d\d items: at most 200,000"),
-    "many strings": (called([""] * (2 * MAX_ITEMS + 1)), r"more than 200,000 strings"),
+    "many items": (called([1] * (MAX_ITEMS + 1)), r"a value with 500,\d\d\d items: at most 500,000"),
+    "many strings": (called([""] * (2 * MAX_ITEMS + 1)), r"more than 500,000 strings"),
     "many small dicts": (called([{}] * (MAX_CONTAINERS + 1)), r"50,\d\d\d lists, dicts and the like: at most 50,000"),
     "a deep list": (called(nested(MAX_NESTING)), r"nested deeper than 320 levels of JSON"),
     "a deep list behind brackets in text": (called(["]" * 400, nested(MAX_NESTING)]), r"nested deeper than 320"),
@@ -154,7 +154,7 @@ def after_cell():
 CELLS = {
     "ask({n * (2**61 - 1) for n in range(5000)})": "2,000 keys of equal hashes",
     "ask({float(n) if n % 2 else n * (2**61 - 1): 1 for n in range(5000)})": "2,000 keys of equal hashes",
-    "ask([0] * 200_001)": "items: at most 200,000 at once",
+    "ask([0] * 500_001)": "items: at most 500,000 at once",
     "ask([{}] * 50_001)": "lists, dicts and the like: at most 50,000 at once",
     "ask([b''] * 20_001)": "20,001 long strings and bytes values: at most 20,000 at once",
     "ask(10**5000)": "an integer of more than 4,000 digits",
@@ -183,7 +183,7 @@ def test_the_cell_gets_an_exception_and_its_session_goes_on() -> None:
 
 def test_what_a_cell_leaves_for_the_host_is_its_error_where_it_is_too_much() -> None:
     odd = "class Odd(Exception):\n    def __str__(self): raise KeyError\nclass Note:\n    pass\n"
-    left = ["note = [0] * 400_000", "note = 10**5000", "note = {n * (2**61 - 1) for n in range(3000)}", "note = 7"]
+    left = ["note = [0] * 600_000", "note = 10**5000", "note = {n * (2**61 - 1) for n in range(3000)}", "note = 7"]
     ran = asyncio.run(cells(odd, *left))
     assert [each.cell.error and each.cell.error.partition(":")[0] for each in ran] == [None, *["ValueError"] * 3, None]
     assert ran[-1].note == {"asking": 7}

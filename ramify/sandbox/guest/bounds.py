@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-MAX_ITEMS = 200_000
+MAX_ITEMS = 500_000
 """Items of all lists and dicts of one frame together."""
 MAX_CONTAINERS = 50_000
 """Lists and dicts in one frame; a tuple, set, date, long string or bytes value also needs one."""
@@ -134,6 +134,8 @@ class KeyCheck:
         return made
 
     def _look(self, keys: list[Any], add: Callable[[Any], Any], seen: set[int]) -> None:
+        count = 0
+
         def add_and_count(piece: Iterable[Any]) -> None:
             nonlocal count
             add(piece)
@@ -143,7 +145,6 @@ class KeyCheck:
                     f"a set or dict with more than {MAX_EQUAL_HASHES:,} keys of equal hashes: send them as a list"
                 )
 
-        count = 0
         _in_pieces(add_and_count, keys)
         self._left -= (count - len(seen)) ** 2
 
