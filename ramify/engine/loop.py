@@ -284,7 +284,7 @@ class RlmLoop:
         if cell.stdout_chars > most and self.run.blobs is not None:
             digest = self.run.blobs.put(cell.stdout.encode("utf-8", "backslashreplace"))
         most_kept = 16 * self.run.max_output_bytes  # of the guest; see sandbox.base.SandboxSpec
-        where = f"in outputs[{note['cell']}]" if "cell" in note else "lost"
+        where = f"in outputs[{note['cell']}]" if type(note.get("cell")) is int else "lost"
         if cell.stdout_chars > most_kept:
             where = f"not kept; {most_kept >> 20} MB of it, head and tail, are {where}"
         error = observe.cut(cell.error, most, len(cell.error), "not kept") if cell.error is not None else None
@@ -312,8 +312,9 @@ class RlmLoop:
                 session = await self.notebook.session()
                 return await session.get(name)
             except (HostCallError, SandboxError) as error:
-                if final.variable:
-                    notes.append(f"FINAL_VAR({name}): {error}")
+                is_too_much = isinstance(error, HostCallError) and error.kind == "ValueError"
+                if final.variable or is_too_much:
+                    notes.append(f"{'FINAL_VAR' if final.variable else 'FINAL'}({name}): {error}")
                     return _NOTHING
         if self._kind is None and not name.startswith(("'", '"')):
             return name
