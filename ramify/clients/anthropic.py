@@ -20,6 +20,7 @@ from ramify.clients.base import Price, Request
 from ramify.clients.chat import is_strict, without_surrogates
 from ramify.clients.failures import from_status, redacted
 from ramify.clients.providers import no_key, split_name, split_url
+from ramify.clients.usage import counted
 from ramify.errors import BadReply, ConfigError, ModelError, Refused, ReplyLost, Unreachable
 from ramify.types.message import Finish, Message, Reply, ToolCall, Usage
 
@@ -216,13 +217,9 @@ def _sendable(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _usage(sent: Any) -> Usage:
-    read, stored = sent.cache_read_input_tokens or 0, sent.cache_creation_input_tokens or 0
+    """The prompt is what was fresh, what was read from the cache and what was stored in it."""
+    parts = [sent.input_tokens, sent.cache_read_input_tokens or 0, sent.cache_creation_input_tokens or 0]
     thinking = getattr(getattr(sent, "output_tokens_details", None), "thinking_tokens", None)
-    return Usage(
-        input_tokens=sent.input_tokens + read + stored,
-        output_tokens=sent.output_tokens,
-        cached_tokens=read,
-        reasoning_tokens=thinking or 0,
-        calls=1,
-        cache_write_tokens=stored,
-    )
+    known = [counted(part, 0).input_tokens if counted(part, 0).calls else None for part in parts]
+    given = None if None in known else sum(filter(None, known))
+    return counted(given, sent.output_tokens, cached=known[1], stored=known[2], reasoning=thinking)

@@ -24,6 +24,7 @@ from ramify.clients.base import Account, Client, Request
 from ramify.clients.limiter import Limiter
 from ramify.clients.prices import PriceTable, is_local
 from ramify.clients.providers import IN_PROCESS, PROVIDERS, resolve, split_name
+from ramify.clients.usage import believed, dollars
 from ramify.clients.wire import Wire
 from ramify.errors import ConfigError, ModelError, RateLimited, ReplyLost
 from ramify.types.message import Reply
@@ -207,6 +208,6 @@ def _asked_s(error: ModelError) -> float:
 
 
 def _priced(reply: Reply, client: Client, request: Request) -> Reply:
-    usage = reply.usage if reply.usage.calls else request.max_usage()
-    cost = client.price.of(usage) if client.price is not None else reply.cost
+    usage = believed(reply.usage, request.max_usage(), client.window)
+    cost = client.price.of(usage) if client.price is not None else dollars(reply.cost)
     return msgspec.structs.replace(reply, usage=usage, cost=cost)
