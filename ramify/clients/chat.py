@@ -16,14 +16,10 @@ from typing import Any
 import msgspec
 
 from ramify.clients.base import Request
+from ramify.clients.finish import finish_of
 from ramify.clients.providers import Endpoint
 from ramify.clients.usage import counted, dollars
 from ramify.types.message import Finish, Message, Reply, ToolCall, Usage
-
-_FINISHES: dict[str | None, Finish] = {
-    "stop": "stop", "length": "length", "tool_calls": "tool_calls", "function_call": "tool_calls",
-    "content_filter": "content_filter",
-}  # fmt: skip
 
 
 class _Function(msgspec.Struct):
@@ -55,6 +51,7 @@ class _Logprobs(msgspec.Struct):
 class _Choice(msgspec.Struct):
     message: _Message = msgspec.field(default_factory=_Message)
     finish_reason: str | None = None
+    content_filter_results: Any = None
     logprobs: _Logprobs | None = None
     token_ids: tuple[int, ...] | None = None
 
@@ -150,11 +147,14 @@ def encode(fields: dict[str, Any]) -> bytes:
 
 
 def read(completion: Completion, choice: _Choice, model: str, seconds: float) -> Reply:
-    """``completion`` as a ``Reply``; raises ValueError where it contradicts itself."""
+    """``completion`` as a ``Reply``; raises ValueError where it contradicts itself, ServerFailed where the server says
+    that it broke off."""
+    finish = _finish(choice, model)
     return Reply(
         message=_message(choice.message),
         usage=_usage(completion.usage),
-        finish=_finish(choice),
+        finish=finish,
+        filter=_filter(choice) if finish == "content_filter" else "",
         model=completion.model or model,
         cost=dollars(_fields(completion.usage).get("cost")),
         seconds=seconds,
@@ -220,10 +220,19 @@ def _parts(parts: list[Any]) -> tuple[str, str | None]:
     return "".join(text), "".join(thinking) or None
 
 
-def _finish(choice: _Choice) -> Finish:
+def _finish(choice: _Choice, model: str) -> Finish:
     if choice.message.refusal and not choice.message.content:
         return "content_filter"
-    return _FINISHES.get(choice.finish_reason, "other")
+    return finish_of(choice.finish_reason, model)
+
+
+def _filter(choice: _Choice) -> str:
+    """What stopped the reply: ``refusal``, or the server's word, with the categories that Azure adds."""
+    if choice.message.refusal:
+        return "refusal"
+    about = _fields(choice.content_filter_results)
+    kinds = [str(kind) for kind, found in about.items() if _fields(found).get("filtered") is True]
+    return f"{choice.finish_reason} ({', '.join(kinds)})" if kinds else str(choice.finish_reason)
 
 
 def _logprobs(choice: _Choice) -> tuple[float, ...] | None:
