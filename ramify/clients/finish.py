@@ -11,7 +11,7 @@ from ramify.errors import ServerFailed
 from ramify.types.message import Finish
 
 _WORDS: dict[Finish, str] = {
-    "stop": "stop end_turn stop_sequence eos eos_token complete completed finish",
+    "stop": "stop end_turn stop_sequence",
     "length": "length max_tokens max_output_tokens max_length model_length model_context_window_exceeded"
     " context_length token_limit repetition_truncation",
     "tool_calls": "tool_calls tool_call tool_use function_call",

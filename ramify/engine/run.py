@@ -49,6 +49,8 @@ NATIVE_TOOLS = (
 class Replies(Protocol):
     """Where a reply may come from without asking: a recorded run (see ``store.replay.Recording``)."""
 
+    def check(self, call: str, turn: int, prompt_hash: str) -> None: ...
+
     def reply(self, call: str, turn: int, prompt_hash: str) -> Reply | None: ...
 
     def reused_ids(self, call: str, turn: int) -> int: ...
@@ -229,6 +231,8 @@ class Run:
         digest = prompt_hash(call.client.name, request)
 
         def about_to_send() -> None:
+            if self.recording is not None:  # a call beside this one may have diverged meanwhile
+                self.recording.check(call.id, call.turn, digest)
             self.recorder.emit(
                 Requested(
                     at_s=self.recorder.now(), call=call.id, turn=call.turn, reused=reused, prompt=new,
@@ -262,6 +266,7 @@ class Run:
         """The reply, and the ids of the path that its prompt began with, from the run that is being repeated or from the
         cache. Raises what that run met instead of one."""
         if self.recording is not None:
+            self.recording.check(call.id, call.turn, digest)
             self._repeat_attempts(self.recording, call, account)
             reply = self.recording.reply(call.id, call.turn, digest)
             if reply is not None:
@@ -289,7 +294,9 @@ class Run:
             raise _closed(self.closing)
         if last_word and call.parent is None:
             self.ledger.held = Amount()
-        work = self._resources.pool.ask(client, request, account, lambda text: self.note(call, text))
+        work = self._resources.pool.ask(
+            client, request, account, lambda text: self.note(call, text), self.limits.patience_s
+        )
         reply = await (self._until_deadline(work) if last_word else self._until_closing(work))
         message = sendable(reply.message)
         if self.scaffold.stop and reply.finish == "stop" and not message.tool_calls:
