@@ -124,6 +124,7 @@ class Pool:
                 if not error.transient or failed >= most or _asked_s(error) > self.max_wait_s:
                     raise
                 wait_s = gate.opens_in_s() if limited else self._wait_s(error, failed)
+                wait_s = min(wait_s, left_s) if most == math.inf else wait_s
                 if on_retry is not None:
                     tried = f"attempt {failed} of {most}" if most < math.inf else f"for {left_s:.0f} s at most"
                     tried = tried if failed else "others got through"
