@@ -198,7 +198,9 @@ class Pool:
 
     def _wait_s(self, error: ModelError, failed: int) -> float:
         """Seconds until the next attempt: as the server asked, or exponential with full jitter."""
-        backoff_s = self._random.uniform(0.0, min(_LONGEST_BACKOFF_S, _FIRST_WAIT_S * 2.0 ** min(max(failed - 1, 0), 9)))
+        backoff_s = self._random.uniform(
+            0.0, min(_LONGEST_BACKOFF_S, _FIRST_WAIT_S * 2.0 ** min(max(failed - 1, 0), 9))
+        )
         return _asked_s(error) or backoff_s
 
     def _connect(self, name: str) -> Client:

@@ -23,7 +23,9 @@ def counted(
     ``given`` are the tokens of the whole prompt, ``produced`` those of the reply, ``total`` those of both; ``cached``
     and ``stored`` are parts of the prompt. Some servers count thinking in the total alone, and charge for it."""
     try:
-        inputs, outputs, whole, read, written, thought = map(_count, (given, produced, total, cached, stored, reasoning))
+        inputs, outputs, whole, read, written, thought = map(
+            _count, (given, produced, total, cached, stored, reasoning)
+        )
     except ValueError:
         return Usage()
     if inputs is None or (outputs is None and (whole is None or whole < inputs)):

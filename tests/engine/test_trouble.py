@@ -215,9 +215,7 @@ def test_a_run_without_patience_fails_and_is_resumed_when_the_network_is_back(tm
         store, limits = Store(tmp_path), Limits(patience_s=0.1)
         async with ScriptedServer(told) as server:
             url, port = server.url, int(server.url.rsplit(":", 1)[1].split("/")[0])
-        async with RLM(
-            f"openai:test@{url}", scaffold=SCAFFOLD, sandbox=SANDBOX, store=store, limits=limits
-        ) as rlm:
+        async with RLM(f"openai:test@{url}", scaffold=SCAFFOLD, sandbox=SANDBOX, store=store, limits=limits) as rlm:
             for _ in range(2):
                 with pytest.raises(RamifyError, match="cannot reach"):
                     await (rlm.aresume("last") if store.runs() else rlm.acompletion("text", "?"))
