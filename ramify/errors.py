@@ -93,7 +93,7 @@ class BadReply(ModelError):
 
 
 class ReplyCut(ModelError):
-    """The reply ended at its length limit before the model had finished. ``text`` is what arrived."""
+    """The reply ended at its length limit, unfinished. ``text`` is what arrived."""
 
     def __init__(self, message: str, text: str) -> None:
         super().__init__(message)
@@ -101,7 +101,7 @@ class ReplyCut(ModelError):
 
 
 class ReplyFiltered(ModelError):
-    """A content filter stopped the reply, or the model refused to answer. ``text`` is what arrived."""
+    """A content filter stopped the reply, or the model refused. ``text`` is what arrived."""
 
     def __init__(self, message: str, text: str) -> None:
         super().__init__(message)

@@ -3,8 +3,9 @@
     {"prompt_tokens": 9, "completion_tokens": 2}                  ->  Usage(9, 2, calls=1)
     9 prompt tokens, of which 500 were cached; -3; NaN; true      ->  Usage(): not known
 
-A report that is missing, impossible or contradicts itself counts as not known, and the pool then books the most that
-the request can cost. So no report can lower what was spent. Not here: prices (``base.py``), limits (the engine's ledger).
+A report that is missing, impossible or contradicts itself counts as not known, and the pool then
+books the most that the request can cost. So no report can lower what was spent. Not here: prices
+(``base.py``), limits (the engine's ledger).
 """
 
 from __future__ import annotations
@@ -16,12 +17,19 @@ from ramify.types.message import Usage
 
 
 def counted(
-    given: Any, produced: Any, *, total: Any = None, cached: Any = None, stored: Any = None, reasoning: Any = None
+    given: Any,
+    produced: Any,
+    *,
+    total: Any = None,
+    cached: Any = None,
+    stored: Any = None,
+    reasoning: Any = None,
 ) -> Usage:
     """The usage of one request; ``Usage()`` if these figures are missing or contradict each other.
 
-    ``given`` are the tokens of the whole prompt, ``produced`` those of the reply, ``total`` those of both; ``cached``
-    and ``stored`` are parts of the prompt. Some servers count thinking in the total alone, and charge for it."""
+    ``given`` are the tokens of the whole prompt, ``produced`` those of the reply, ``total`` those of
+    both; ``cached`` and ``stored`` are parts of the prompt. Some servers count thinking in the total
+    alone, and charge for it."""
     try:
         inputs, outputs, whole, read, written, thought = map(
             _count, (given, produced, total, cached, stored, reasoning)
@@ -38,8 +46,8 @@ def counted(
 
 
 def believed(usage: Usage, most: Usage, window: int) -> Usage:
-    """``usage`` of one request, or ``most`` if it was not reported, or cannot be: no prompt and no reply is longer
-    than the model's ``window`` of tokens."""
+    """``usage`` of one request, or ``most`` if it was not reported, or cannot be: no prompt and no
+    reply is longer than the model's ``window`` of tokens."""
     within = usage.input_tokens <= max(most.input_tokens, window) and usage.output_tokens <= max(
         most.output_tokens, window
     )
@@ -54,7 +62,7 @@ def dollars(reported: Any) -> float | None:
 
 
 def _count(reported: Any) -> int | None:
-    """A number of tokens; None if there is none. Raises ValueError for anything that is not a count."""
+    """A number of tokens, or None. Raises ValueError for anything that is not a count."""
     if reported is None:
         return None
     if isinstance(reported, float) and reported.is_integer():  # some gateways write 12.0

@@ -166,7 +166,8 @@ def _ends_inside_string(code: str) -> bool:
 
 
 def _final_text(prose: str, is_cut: bool) -> tuple[Final | None, bool]:
-    """(The last ``FINAL(…)`` or ``FINAL_VAR(…)`` that begins a line, whether one was left out that ``is_cut`` halved)."""
+    """(The last ``FINAL(…)`` or ``FINAL_VAR(…)`` that begins a line, whether one was left out that
+    ``is_cut`` halved)."""
     found = None
     position = 0
     while match := _FINAL.search(prose, position):
@@ -182,7 +183,8 @@ def _final_text(prose: str, is_cut: bool) -> tuple[Final | None, bool]:
 
 
 def _balanced(text: str, start: int) -> tuple[str, int, bool]:
-    """(The text from ``start`` to the parenthesis that closes it, or to the end; the end of that; whether it closes)."""
+    """(The text from ``start`` to the parenthesis that closes it, or to the end; where that ends;
+    whether it closes)."""
     quoted = _QUOTED.match(text, start)
     if quoted:  # parentheses inside a string do not count
         return text[start : quoted.end() - 1], quoted.end(), True

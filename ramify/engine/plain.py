@@ -22,7 +22,8 @@ async def ask_plain(
 ) -> Outcome:
     """Ask once, and again with the error shown while the reply does not fit ``kind``. Never raises for a failed model.
 
-    A reply that was cut at its limit ends with ``MAX_TOKENS``: its text is a partial answer, never a whole one."""
+    A reply that was cut at its limit ends with ``MAX_TOKENS``: its text is a partial answer, never a
+    whole one."""
     question = f"{prompt}\n\n{kind.alone()}" if kind else prompt
     new = [*([Message("system", system)] if system else []), Message("user", question)]
     schema = kind.enforced if kind else None

@@ -74,7 +74,8 @@ class Recorder:
                 warnings.warn(f"an event listener failed and is not called again: {error!r}", stacklevel=2)
 
     def _write(self, journal: Journal, event: AnyEvent) -> None:
-        """A resumed run that does nothing new leaves its journal as it was: a note alone waits for the next event."""
+        """A resumed run that does nothing new leaves its journal as it was: a note alone waits for
+        the next event."""
         if self._held is not None:
             if self._held(event):
                 return

@@ -58,8 +58,8 @@ class Journal:
     def append(self, event: AnyEvent) -> None:
         """Write ``event``: from here it survives the death of this process, and a reply soon that of the machine.
 
-        Raises StoreError if it cannot be written, and for every event after that one: the journal stays one that a
-        killed run leaves, which can be resumed."""
+        Raises StoreError if it cannot be written, and for every event after that one: the journal
+        stays one that a killed run leaves, which can be resumed."""
         line = encode_line(event, self._secrets)
         with self._lock:
             self._check()

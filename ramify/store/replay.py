@@ -39,7 +39,8 @@ class Recording:
     """The first one of a conversation."""
     questions: list[RunStarted]
     ended: RunEnded | None
-    """The last question's end; None if the run can be resumed: it was killed, stopped without an answer, or failed."""
+    """The last question's end; None if the run can be resumed: it was killed, stopped without an
+    answer, or failed."""
     diverged: ReplayDiverged | None
     """How the run that asks first differed from the recorded one, if it did."""
     attempts: list[Attempted]
@@ -146,8 +147,8 @@ class Recording:
         return found
 
     def holds(self, event: AnyEvent) -> bool:
-        """True if a resumed run must not append this event: the journal has it already, or the run has diverged, and
-        the journal stays as it is for the right program."""
+        """True if a resumed run must not append this event: the journal has it already, or the run
+        has diverged, and the journal stays as it is for the right program."""
         return self.diverged is not None or _key(event) in self._held
 
     def _fail_again(self, call: str) -> None:
@@ -160,8 +161,8 @@ class Recording:
         raise ModelError(reason)
 
     def _reopen(self) -> None:
-        """The run was stopped before it had an answer, or failed: forget how it and its unfinished calls ended. What a
-        sub-call met stays, since a cell has seen it."""
+        """The run was stopped before it had an answer, or failed: forget how it and its unfinished
+        calls ended. What a sub-call met stays, since a cell has seen it."""
         self.ended = None
         self._booked.update(self._asked)
         for id, ended in list(self._ends.items()):

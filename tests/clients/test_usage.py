@@ -35,9 +35,15 @@ IMPOSSIBLE = {
 }
 POSSIBLE = {
     "total below its parts": (FAIR | {"total_tokens": 1}, Usage(5, 2, calls=1)),
-    "thinking beside the reply": (FAIR | {"reasoning_tokens": 9}, Usage(5, 11, reasoning_tokens=9, calls=1)),
+    "thinking beside the reply": (
+        FAIR | {"reasoning_tokens": 9},
+        Usage(5, 11, reasoning_tokens=9, calls=1),
+    ),
     "whole floats": ({"prompt_tokens": 5.0, "completion_tokens": 2.0}, Usage(5, 2, calls=1)),
-    "all of it cached": (FAIR | {"prompt_tokens_details": {"cached_tokens": 5}}, Usage(5, 2, 5, calls=1)),
+    "all of it cached": (
+        FAIR | {"prompt_tokens_details": {"cached_tokens": 5}},
+        Usage(5, 2, 5, calls=1),
+    ),
     "details of another form": (FAIR | {"prompt_tokens_details": [1]}, Usage(5, 2, calls=1)),
 }
 
@@ -47,7 +53,10 @@ def booked(body: bytes) -> tuple[Usage, float | None, str]:
 
     async def main() -> tuple[Usage, float | None, str]:
         async with says(body) as server:
-            pool, books = Pool(base_urls={"openai": server.root}, keys={"openai": "k-12345"}), Books()
+            pool, books = (
+                Pool(base_urls={"openai": server.root}, keys={"openai": "k-12345"}),
+                Books(),
+            )
             reply = await pool.ask(pool.client("openai:m"), request(), books)
             await pool.close()
             assert books.kinds == ["settle"]
@@ -85,7 +94,11 @@ def test_a_cost_that_is_no_amount_is_left_out(cost: Any) -> None:
 
 def test_a_client_of_ones_own_is_not_believed_either() -> None:
     async def main() -> list[Usage]:
-        odd = [Usage(5, 2, 500, calls=1), Usage(-5, 2, calls=1), Usage(5, 2, reasoning_tokens=3, calls=1)]
+        odd = [
+            Usage(5, 2, 500, calls=1),
+            Usage(-5, 2, calls=1),
+            Usage(5, 2, reasoning_tokens=3, calls=1),
+        ]
         client = ScriptedClient([Reply(Message("assistant", "x"), each) for each in odd])
         return [(await Pool().ask(client, request(), Books())).usage for _ in odd]
 

@@ -29,7 +29,10 @@ def ran(script: Script, question: str = "?", context: str | None = "text", **opt
     """What a run over a scripted server comes to; its failures are data."""
 
     async def main() -> Result:
-        async with ScriptedServer(script) as server, RLM(f"openai:test@{server.url}", **options) as rlm:
+        async with (
+            ScriptedServer(script) as server,
+            RLM(f"openai:test@{server.url}", **options) as rlm,
+        ):
             given = (question,) if context is None else (context, question)
             return await rlm.start(*given).result()
 
@@ -59,7 +62,11 @@ def test_a_direct_answer_that_was_cut_ends_with_its_stop() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "text", "stop"),
-    [(int, "123", Stop.MAX_TOKENS), (list[int], "[1, 2", Stop.MAX_TOKENS), (str, '"abc"', Stop.MAX_TOKENS)],
+    [
+        (int, "123", Stop.MAX_TOKENS),
+        (list[int], "[1, 2", Stop.MAX_TOKENS),
+        (str, '"abc"', Stop.MAX_TOKENS),
+    ],
 )
 def test_a_typed_answer_that_was_cut_is_none(kind: Any, text: str, stop: Stop) -> None:
     async def main() -> Result:
@@ -136,7 +143,10 @@ def test_a_reply_that_the_server_broke_off_is_asked_for_again() -> None:
     ]
 
     async def main() -> Result:
-        async with Says(lambda _: (200, bodies.pop(0), {})) as server, RLM(f"openai:test@{server.root}/v1") as rlm:
+        async with (
+            Says(lambda _: (200, bodies.pop(0), {})) as server,
+            RLM(f"openai:test@{server.root}/v1") as rlm,
+        ):
             return await rlm.start("?").result()
 
     result = run(main())
@@ -204,13 +214,19 @@ def test_half_of_a_message_is_not_acted_on(half: str, left_out: str) -> None:
 
 def test_what_was_closed_before_the_cut_is_run() -> None:
     result = in_session(reply(code("x = 1") + "\n```repl\nx = 2", "length"), code("FINAL(x)"))
-    assert (result.answer, [cell.code for cell in result.trajectory.root.turns[0].cells]) == (1, ["x = 1"])
+    assert (result.answer, [cell.code for cell in result.trajectory.root.turns[0].cells]) == (
+        1,
+        ["x = 1"],
+    )
 
 
 def test_a_tool_call_that_was_cut_is_not_run() -> None:
     call = ToolCall("1", "repl", '{"code": "FINAL(1')
     native = msgspec.structs.replace(SCAFFOLD, native_tools=True)
-    script = [Reply(Message("assistant", "", tool_calls=(call,)), finish="length"), code("FINAL('whole')")]
+    script = [
+        Reply(Message("assistant", "", tool_calls=(call,)), finish="length"),
+        code("FINAL('whole')"),
+    ]
     assert ran(script, scaffold=native).answer == "whole"
 
 

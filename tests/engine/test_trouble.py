@@ -101,7 +101,10 @@ def test_a_run_whose_disk_is_full_at_any_event_can_be_resumed(tmp_path: Path, re
         store = Store(tmp_path / str(num))
         fits = sum(map(len, recorded[:num])) + len(recorded[num]) // 2
         with program(store) as rlm:
-            with files_of_at_most(fits), pytest.raises(StoreError, match=r"cannot write .* free some space"):
+            with (
+                files_of_at_most(fits),
+                pytest.raises(StoreError, match=r"cannot write .* free some space"),
+            ):
                 rlm.completion("text", "?")
             assert len(lines(store)) <= num, "after the one that was lost, no smaller event is written"
             result = rlm.resume("last")
@@ -210,7 +213,9 @@ def test_a_run_outlives_an_outage_longer_than_the_usual_attempts() -> None:
     assert run(main()) == ANSWER
 
 
-def test_a_run_without_patience_fails_and_is_resumed_when_the_network_is_back(tmp_path: Path) -> None:
+def test_a_run_without_patience_fails_and_is_resumed_when_the_network_is_back(
+    tmp_path: Path,
+) -> None:
     async def main() -> Any:
         store, limits = Store(tmp_path), Limits(patience_s=0.1)
         async with ScriptedServer(told) as server:
