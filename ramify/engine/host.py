@@ -215,6 +215,7 @@ class Host:
             cut = {i: o.failure.text for i, o in enumerate(outcomes) if isinstance(o.failure, ReplyCut)}
             if cut:
                 data["partial"] = cut
+                message = f"{message}; what arrived is in .partial of this error"
             raise HostCallError("SubcallError", str(message), data)
         return results
 
