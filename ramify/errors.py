@@ -9,6 +9,8 @@
     │   ├── ReplyLost           sent, but the reply did not arrive   (tried again; may have been paid)
     │   ├── ServerFailed        a 5xx                                (tried again)
     │   ├── BadReply            not the API: HTML, no choices        (not tried again)
+    │   ├── ReplyCut            ended at its length limit, unfinished (``.text`` is what arrived)
+    │   ├── ReplyFiltered       stopped by a content filter, or the model refused
     │   └── Refused             4xx: key, quota, unknown model, prompt too long
     ├── SandboxError        a session could not be had, or broke
     │   └── SessionDied         the process behind a session ended
@@ -88,6 +90,22 @@ class BadReply(ModelError):
     """The server answered 200 with something that is not the API's shape."""
 
     may_be_paid = True
+
+
+class ReplyCut(ModelError):
+    """The reply ended at its length limit, unfinished. ``text`` is what arrived."""
+
+    def __init__(self, message: str, text: str) -> None:
+        super().__init__(message)
+        self.text = text
+
+
+class ReplyFiltered(ModelError):
+    """A content filter stopped the reply, or the model refused. ``text`` is what arrived."""
+
+    def __init__(self, message: str, text: str) -> None:
+        super().__init__(message)
+        self.text = text
 
 
 class Refused(ModelError):

@@ -26,6 +26,7 @@ from ramify.cli.watch import Lines, Watcher
 from ramify.engine.call import jsonable
 from ramify.engine.rlm import RLM
 from ramify.engine.running import Result, Running
+from ramify.errors import ModelError, ReplyCut, ReplyFiltered
 from ramify.types.event import AnyEvent
 from ramify.types.message import Usage
 from ramify.types.trajectory import Trajectory
@@ -163,6 +164,12 @@ def _print(result: Result, notes: Notes, as_json: bool, has_schema: bool, *, is_
         _print_answer(result, notes, has_schema)
     if result.answer is None or code is Exit.ERROR:
         error_line(_why(result))
+    elif isinstance(result.failure, ReplyCut):
+        notes.say(f"ramify: {result.error}")
+    failure = result.failure
+    is_recorded = isinstance(failure, ReplyFiltered)  # a resume would meet it again
+    if run_id and code is Exit.ERROR and isinstance(failure, ModelError) and not is_recorded:
+        notes.say(f"continue this run with: ramify ask --resume {run_id}")
     notes.say(summary(result.trajectory, run_id))
     return code
 

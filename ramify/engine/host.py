@@ -4,7 +4,7 @@
     session: rlm_query("…", part)       ──>  Host.answer  ──>  a child with its own session  ──>  its answer
 
 A sub-call that fails raises ``SubcallError`` in the session after all others of its batch have ended, with their
-results.
+results. One that was cut at its limit is among the failed, and its text in ``SubcallError.partial``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ramify.engine.past import Answered, fingerprint
 from ramify.engine.plain import ask_plain
 from ramify.engine.run import Run
 from ramify.engine.typed import AnswerType, answer_type
-from ramify.errors import ConfigError, HostCallError, LimitReached, ModelError, ReplayDiverged, SandboxError
+from ramify.errors import ConfigError, HostCallError, LimitReached, ModelError, ReplayDiverged, ReplyCut, SandboxError
 from ramify.sandbox.context import SharedContext
 from ramify.types.event import ToolAnswered
 from ramify.types.trajectory import Parent, Stop
@@ -227,7 +227,12 @@ class Host:
                 if len(outcomes) == 1
                 else f"{len(failures)} of {len(outcomes)} sub-calls failed; the first: {first}"
             )
-            raise HostCallError("SubcallError", str(message), {"results": results, "failures": failures})
+            data: dict[str, Any] = {"results": results, "failures": failures}
+            cut = {i: o.failure.text for i, o in enumerate(outcomes) if isinstance(o.failure, ReplyCut)}
+            if cut:
+                data["partial"] = cut
+                message = f"{message}; what arrived is in .partial of this error"
+            raise HostCallError("SubcallError", str(message), data)
         return results
 
 

@@ -22,7 +22,7 @@ from ramify.engine.branch import Search
 from ramify.engine.call import LiveCall, Outcome
 from ramify.engine.host import Host
 from ramify.engine.notebook import MAX_DEATHS, Notebook
-from ramify.engine.run import NATIVE_TOOLS, Run
+from ramify.engine.run import NATIVE_TOOLS, Run, cut_reply
 from ramify.engine.typed import AnswerType, Mismatch
 from ramify.errors import (
     ConfigError,
@@ -32,6 +32,7 @@ from ramify.errors import (
     RamifyError,
     Refused,
     ReplayDiverged,
+    ReplyCut,
     SandboxError,
     SessionDied,
 )
@@ -62,7 +63,8 @@ async def run_child(run: Run, call: LiveCall) -> Outcome:
         run.end(call, outcome)
     if outcome.answer is None and outcome.error is None:
         return Outcome(outcome.stop, error=f"the child ended without an answer ({outcome.stop})")
-    return outcome if outcome.answer is None else Outcome(outcome.stop, outcome.answer)
+    whole = outcome.answer is not None and not isinstance(outcome.failure, ReplyCut)
+    return Outcome(outcome.stop, outcome.answer) if whole else outcome
 
 
 class RlmLoop:
@@ -85,6 +87,8 @@ class RlmLoop:
         self._deferred: Any = _NOTHING
         self._partial: Any = None
         self._last_text = ""
+        self._is_cut = False
+        """True if the last reply ended at its limit of tokens."""
         self._num_idle = 0
         self._is_root = call.parent is None
 
@@ -125,9 +129,9 @@ class RlmLoop:
             outgrown = isinstance(error, Refused) and error.too_long and call.turn and not run.scaffold.compact_at
             stop = Stop.MAX_TOKENS if outgrown else Stop.ERROR  # a history that is never summarised ends at the window
             return Outcome(stop, self._best(in_words=False), str(error), error)
-        self._reused, self._last_text = None, reply.message.content
+        self._reused, self._last_text, self._is_cut = None, reply.message.content, reply.finish == "length"
         try:
-            outcome, messages = await self._act(run.scaffold.read(reply.message))
+            outcome, messages = await self._act(run.scaffold.read(reply.message, self._is_cut))
         except SessionDied as died:
             return Outcome(Stop.ERROR, self._best(in_words=False), str(died), died)
         if outcome is None:
@@ -161,8 +165,16 @@ class RlmLoop:
             return outcome, [] if outcome else self._observation(action, [], notes)
         self._num_idle += 1
         if self._num_idle >= self.run.scaffold.max_idle:
-            return Outcome(Stop.NO_CODE, self._best()), []
+            return self._in_words(), []
         return None, self._observation(action, [observe.NUDGE], notes)
+
+    def _in_words(self) -> Outcome:
+        """What was said last as the answer; a partial one if it was cut."""
+        best = self._best()
+        if not self._is_cut or best is None or self._best(in_words=False) is not None:
+            return Outcome(Stop.NO_CODE, best)
+        error = cut_reply(self.call, self.run.sampling.max_tokens, self._last_text)
+        return Outcome(Stop.MAX_TOKENS, best, str(error), error)
 
     def _conclude(self, final: Any, reports: list[str], notes: list[str], *, confirmed: bool) -> Outcome | None:
         """The answer, if it fits its type and nothing is unseen; otherwise None, with a note for the model."""
@@ -219,6 +231,7 @@ class RlmLoop:
             fork.notebook = await self.notebook.fork(call)
         fork._kind, fork._pending, fork._reused = self._kind, list(self._pending), self._reused
         fork._deferred, fork._partial, fork._last_text = self._deferred, self._partial, self._last_text
+        fork._is_cut = self._is_cut
         fork._num_idle, fork._branched_at = self._num_idle, 0  # where this very branching is
         run.begin(call, Fork(origin.id, origin.turn - 1))
         return fork

@@ -38,12 +38,19 @@ _MISSING: Any = type("Missing", (), {"__repr__": lambda self: "<no value>"})()
 
 class SubcallError(RuntimeError):
     """Some sub-calls failed. ``results`` has every reply that did arrive, None where one failed; ``failures`` maps the
-    index of each that failed to the reason."""
+    index of each that failed to the reason; ``partial`` maps the index of each that was cut at its limit to its text."""
 
-    def __init__(self, message: str, results: list[Any] | None = None, failures: dict[int, str] | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        results: list[Any] | None = None,
+        failures: dict[int, str] | None = None,
+        partial: dict[int, str] | None = None,
+    ) -> None:
         super().__init__(message)
         self.results: list[Any] = results or []
         self.failures: dict[int, str] = failures or {}
+        self.partial: dict[int, str] = partial or {}
 
 
 def _ask(name: str, *args: Any, **kwargs: Any) -> list[Any]:
@@ -53,7 +60,8 @@ def _ask(name: str, *args: Any, **kwargs: Any) -> list[Any]:
         if error.kind != "SubcallError":
             kind = getattr(builtins, error.kind, None)
             raise (kind(str(error)) if isinstance(kind, type) and issubclass(kind, Exception) else error) from None
-        raise SubcallError(str(error), error.data.get("results"), error.data.get("failures")) from None
+        given = (error.data.get(name) for name in ("results", "failures", "partial"))
+        raise SubcallError(str(error), *given) from None
 
 
 def llm_query(prompt: str, model: str | None = None, schema: Any = None) -> Any:

@@ -43,7 +43,7 @@ from ramify.engine.scaffold import Scaffold, scaffold_of
 from ramify.engine.setup import Setup
 from ramify.engine.spans import tracing
 from ramify.engine.tools import Tools, ToolSet
-from ramify.errors import ConfigError
+from ramify.errors import ConfigError, ReplayDiverged
 from ramify.sandbox.base import SandboxSpec, module_of
 from ramify.sandbox.context import SharedContext
 from ramify.store.cache import CallCache
@@ -214,8 +214,10 @@ class RLM:
         self, run: str, *, answer_type: Any = None, search: Search | int | None = None,
         on_event: Listener | None = None,
     ) -> Result:  # fmt: skip
-        """Go on with a stored run that was cut off: no reply that was recorded is paid for again; what was in flight is
-        sent again and counted as possibly paid. A run that has ended is answered from the record."""
+        """Go on with a stored run that was cut off or failed: no reply that was recorded is paid for again; what was in
+        flight is sent again and counted as possibly paid. A run that has ended is answered from the record.
+
+        Raises ReplayDiverged for a program that asks something else than the recorded one; the journal stays as it is."""
         store = self._need_store("resume")
         recording = Recording(store.events(run))
         if recording.ended is not None:
@@ -226,7 +228,7 @@ class RLM:
         self, run: str, *, answer_type: Any = None, search: Search | int | None = None,
         on_event: Listener | None = None,
     ) -> Running:  # fmt: skip
-        """As ``start``, for a stored run that was cut off. Raises ConfigError for one that has ended."""
+        """As ``start``, for a stored run that was cut off or failed. Raises ConfigError for one that has ended."""
         store = self._need_store("resume")
         recording = Recording(store.events(run))
         if recording.ended is not None:
@@ -235,6 +237,7 @@ class RLM:
         journal = store.reopen(run)
         recorder = Recorder(journal, listeners, held=recording.holds, since_s=recording.last_s)
         try:
+            self._check_models(recording.started)
             return self._again(recording, answer_type, search, recorder, journal.close)
         except BaseException:
             journal.close()
@@ -276,6 +279,15 @@ class RLM:
             self._setup, asked, self._shared.use(), id=started.id, recorder=recorder, recording=recording,
             search=recorded_search(started.config, self._search) if search is None else search_of(search), close=close,
         )  # fmt: skip
+
+    def _check_models(self, started: RunStarted) -> None:
+        for name in ("model", "sub_model"):
+            recorded, ours = started.config.get(name), self._setup.config[name]
+            if recorded is not None and recorded != ours:
+                raise ReplayDiverged(
+                    f"run {started.id} was begun with {name}={', '.join(recorded) or None}, not "
+                    f"{', '.join(ours) or None}: resume it with that one, or ask as a new run"
+                )
 
     def _question_of(self, started: RunStarted, kind: Any) -> Question:
         config, value = started.config, None

@@ -21,7 +21,7 @@ from ramify.clients.base import Sampling
 from ramify.engine.rlm import RLM
 from ramify.engine.running import Result
 from ramify.engine.thread import in_thread
-from ramify.errors import RamifyError, Refused, SessionDied
+from ramify.errors import RamifyError, Refused, ReplyFiltered, SessionDied
 from ramify.tasks.base import Item, Start, Task, scored
 from ramify.types.event import scores_of
 from ramify.types.trajectory import Stop, Trajectory
@@ -117,7 +117,7 @@ async def _run(
 def _failure(result: Result) -> str | None:
     """Why the attempt is not to be scored, if so."""
     failure = result.failure
-    is_its_own = isinstance(failure, SessionDied) or (isinstance(failure, Refused) and failure.too_long)
+    is_its_own = isinstance(failure, SessionDied | ReplyFiltered) or (isinstance(failure, Refused) and failure.too_long)
     if result.stop is not Stop.ERROR or is_its_own:
         return None
     return result.error or "it ended in an error that was not said"

@@ -51,16 +51,22 @@ class Journal:
         self._lock = threading.Lock()
         self._size = os.fstat(fd).st_size
         self._failure: OSError | None = None
+        self._gap: StoreError | None = None
+        """Why an event was not written: none is written after it."""
         self._closed = False
 
     def append(self, event: AnyEvent) -> None:
-        """Write ``event``: from here it survives the death of this process, and a reply soon that of the machine."""
+        """Write ``event``: from here it survives the death of this process, and a reply soon that of the machine.
+
+        Raises StoreError if it cannot be written, and for every event after that one: the journal
+        stays one that a killed run leaves, which can be resumed."""
         line = encode_line(event, self._secrets)
         with self._lock:
             self._check()
             try:
                 write_all(self._fd, line, self.path)
-            except StoreError:
+            except StoreError as error:
+                self._gap = error  # a smaller event may still fit, but a journal with a gap cannot be resumed
                 os.ftruncate(self._fd, self._size)  # half a line must not stay: the next event would continue it
                 raise
             self._size += len(line)
@@ -92,6 +98,8 @@ class Journal:
     def _check(self) -> None:
         if self._closed:
             raise StoreError(f"journal {self.path} is closed: open it again with store.reopen({self.id!r})")
+        if self._gap is not None:
+            raise StoreError(str(self._gap))
         if self._failure is not None:
             raise _not_on_disk(self.path, self._failure)
 
