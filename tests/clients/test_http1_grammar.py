@@ -39,7 +39,7 @@ async def outcome(answer, piece=None, close=False, again=True):
 
 MALFORMED = {
     "negative chunk": CHUNKS + b"-2\r\n0\r\n\r\n",
-    "far negative": CHUNKS + b"-ffff\r\nhello\r\n0\r\n\r\n",
+    "far negative": CHUNKS + b"5\r\nhello\r\n-ffff\r\nhello\r\n0\r\n\r\n",
     "more negative": CHUNKS + b"-10\r\nhello\r\n0\r\n\r\n",
     "plus": CHUNKS + b"+5\r\nhello\r\n0\r\n\r\n",
     "0x": CHUNKS + b"0x5\r\nhello\r\n0\r\n\r\n",
