@@ -90,8 +90,13 @@ def below_s() -> float:
 
 def write(folder: Path, spent: Spent) -> None:
     """Add a line, with one write."""
-    with (folder / FILE).open("ab") as file:
-        file.write(msgspec.json.encode(spent) + b"\n")
+    line = msgspec.json.encode(spent) + b"\n"
+    with (folder / FILE).open("ab+") as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":  # what was cut off by a kill must not swallow the next line
+                line = b"\n" + line
+        file.write(line)
 
 
 def read(folder: Path) -> Iterator[Spent]:

@@ -117,7 +117,8 @@ def head(run: Watched) -> dict[str, Any]:
         "limits": config.get("limits") or {}, "sandbox": (config.get("sandbox") or {}).get("provider", ""),
         "scaffold": (config.get("scaffold") or {}).get("name", ""), "sources": (config.get("sources") or {}).get("paths", []),
         "rewards": told.rewards, "metrics": told.metrics, "marks": [fields(mark) for mark in told.marks if not mark.call],
-        "errors": told.errors[:_MAX_ERRORS], "num_errors": len(told.errors), "problems": problems, "version": run.version, "generation": run.generation,
+        "errors": told.errors[:_MAX_ERRORS], "num_errors": len(told.errors), "problems": problems, "version": run.version,
+        "generation": run.generation,
         "raw_code": bool((config.get("scaffold") or {}).get("raw_code")), "num_calls": len(run.tree.order),
     }  # fmt: skip
 

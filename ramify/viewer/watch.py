@@ -49,6 +49,7 @@ class Watched:
         """Where a damaged line begins that is read once more, since its writer may have been at work there."""
         self._seen: tuple[int, int] | None = None
         """Inode and size of the file when it was last read; None where it is to be read again."""
+        self._inode = 0
         self._stamp: tuple[int, int] | None = None
         self._wholes = Wholes(self.path)
 
@@ -93,11 +94,11 @@ class Watched:
         except OSError as error:
             self.problem, self._seen = f"cannot read {self.path}: {error.strerror}", None
             return changed
-        if (self._seen is not None and seen[0] != self._seen[0]) or seen[1] < self.offset:
+        if self._inode not in (0, seen[0]) or seen[1] < self.offset:
             self._begin_again()
         elif self.problem and seen == self._seen:
             return changed
-        self._seen, self.problem, self.torn = seen, "", ""
+        self._inode, self._seen, self.problem, self.torn = seen[0], seen, "", ""
         if not self.offset and not self.is_alive and (problem := self._not_a_journal()):
             self.problem = problem
             return changed
@@ -117,7 +118,7 @@ class Watched:
         self.generation += 1
 
     def _read_on(self, changed: set[int]) -> None:
-        tree, apply, add, offset = self.tree, self.tree.apply, changed.add, self.offset
+        apply, add, offset = self.tree.apply, changed.add, self.offset
         try:
             for block in blocks(self.path, offset):
                 for event, size in glances(block, self.path):
