@@ -190,26 +190,26 @@ def test_a_page_that_follows_hears_of_damage_of_what_comes_after_it_and_of_the_e
     async def main() -> list[dict[str, Any]]:
         append(live.path, b"".join(LINES[:9]))
         heads: list[dict[str, Any]] = []
+        then = {
+            9: lambda: append(live.path, b"oops\n" + LINES[9][:30]),
+            10: lambda: append(live.path, LINES[9][30:] + b"".join(LINES[10:])),
+            num: live.close,
+        }
         async with ViewServer(Library([tmp_path]), port=0) as server, aiohttp.ClientSession() as http:
             url = f"http://127.0.0.1:{server.port}/api/events"
             async with http.get(url, params={"key": "r", "version": 0}) as response:
                 async for message in messages(response):
                     heads.append(message["head"])
-                    if heads[-1]["version"] == 9:
-                        append(live.path, b"oops\n" + LINES[9][:30])
-                    elif heads[-1]["version"] == 10:
-                        append(live.path, LINES[9][30:] + b"".join(LINES[10:]))
-                    elif heads[-1]["alive"] and heads[-1]["version"] == len(LINES) + 1:
-                        live.close()
-                    elif not heads[-1]["alive"]:
+                    if not heads[-1]["alive"]:
                         return heads
+                    then.pop(heads[-1]["version"], lambda: None)()  # the same may be said twice
         return []
 
+    num = len(LINES) + 1
     heads = asyncio.run(asyncio.wait_for(main(), 100))
     damage = f"{live.path}, line 10 is damaged and left out: "
-    told = [(head["version"], head["alive"], [each[: len(damage)] for each in head["problems"]]) for head in heads]
-    num = len(LINES) + 1
-    assert told == [(9, True, []), (10, True, [damage]), (num, True, [damage]), (num, False, [damage])]
+    said = [(head["version"], head["alive"], *(each[: len(damage)] for each in head["problems"])) for head in heads]
+    assert list(dict.fromkeys(said)) == [(9, True), (10, True, damage), (num, True, damage), (num, False, damage)]
 
 
 # --- trainings -----------------------------------------------------------------------------------------------------------
