@@ -197,20 +197,15 @@ class _Connection(asyncio.Protocol):
         self._received = bytearray()
         self._at = 0
         """How far what was received has been read."""
-        self._searched = 0
-        """How far the end of the head was looked for."""
+        self._search_from = 0
+        """Where to look for the end of the head."""
         self._interim = 0
         """Number of 1xx replies before the final one."""
         self._status = 0
         self._headers: dict[str, str] = {}
         self._ends = -1
         """Where the body ends; -1 where its length is not known before."""
-        self._chunked = False
-        self._in_trailers = False
-        self._overhead = 0
-        """Bytes of chunk extensions and trailers, which nobody needs and which are bounded."""
-        self._body = bytearray()
-        """Data of the chunks so far."""
+        self._chunked = False  # what chunks need is set where they begin
 
     def _read(self) -> None:
         while not self._status:
@@ -228,14 +223,14 @@ class _Connection(asyncio.Protocol):
     # --- the head --------------------------------------------------------------------------------
 
     def _read_head(self) -> bool:
-        end = self._received.find(b"\r\n\r\n", max(self._at, self._searched - 3))
+        end = self._received.find(b"\r\n\r\n", self._search_from)
         if (len(self._received) if end < 0 else end) > _MOST_HEAD_BYTES:
             raise ValueError(f"headers of more than {_MOST_HEAD_BYTES} bytes")
         if end < 0:
             self._check_head_so_far()
             return False
         head = self._received[self._at : end].decode("latin-1")
-        self._at = end + 4
+        self._at = self._search_from = end + 4
         if not _HEAD.fullmatch(head):
             head = _unfolded(head)
         lines, status = head.split("\r\n"), int(head[9:12])
@@ -256,9 +251,9 @@ class _Connection(asyncio.Protocol):
         begin = bytes(self._received[self._at : self._at + 40])
         if not (begin.startswith(b"HTTP/1.") or b"HTTP/1.".startswith(begin)):
             raise ValueError(f"it begins with {begin!r}")
-        if alone := _ALONE.search(self._received, max(self._searched - 1, 0)):
+        if alone := _ALONE.search(self._received, self._search_from):
             raise ValueError(f"its headers have a {alone[0][:1]!r} that is not part of a CR LF")
-        self._searched = len(self._received)
+        self._search_from = max(self._at, len(self._received) - 3)
 
     def _take_headers(self, lines: list[str]) -> None:
         if len(lines) > _MOST_HEADERS + 1:
@@ -278,14 +273,22 @@ class _Connection(asyncio.Protocol):
             self._ends = self._at  # never a body, whatever the headers say
         elif "transfer-encoding" in headers:
             self._check_chunked(headers)
-            self._chunked = True
             self._keep = self._keep and version != "HTTP/1.0"
-            del self._received[: self._at]
-            self._at = 0
+            self._begin_chunks()
         elif "content-length" in headers:
             self._ends = self._at + self._length(headers["content-length"])
         else:
             self._keep = False
+
+    def _begin_chunks(self) -> None:
+        self._chunked = True
+        self._in_trailers = False
+        self._overhead = 0
+        """Bytes of chunk extensions and trailers, which nobody needs and which are bounded."""
+        self._body = bytearray()
+        """Data of the chunks so far."""
+        del self._received[: self._at]
+        self._at = 0
 
     def _check_chunked(self, headers: Mapping[str, str]) -> None:
         if "content-length" in headers:
@@ -295,6 +298,9 @@ class _Connection(asyncio.Protocol):
 
     def _length(self, value: str) -> int:
         """Bytes of the body. The same length given twice is one; anything else is an error."""
+        if len(value) <= _MOST_DIGITS and _DIGITS.fullmatch(value):  # as nearly always
+            self._bound(int(value))
+            return int(value)
         lengths = {each.strip(" \t") for each in value.split(",")}
         length = lengths.pop()
         if lengths or not _DIGITS.fullmatch(length):
@@ -316,12 +322,14 @@ class _Connection(asyncio.Protocol):
                 break
             start, size = found.end(), int(found[1], 16)
             stop = start + size
-            self._bound(len(self._body) + size)
-            if size and received[stop : stop + 2] != b"\r\n":
-                self._check_chunk(size, received[stop : stop + 2])
-                break
-            self._count_overhead(start - found.end(1) - 2)
-            self._body += received[start:stop]
+            if size:
+                self._bound(len(self._body) + size)
+                if received[stop : stop + 2] != b"\r\n":
+                    self._check_chunk(size, received[stop : stop + 2])
+                    break
+                self._body += received[start:stop]
+            if start - found.end(1) > 2:
+                self._count_overhead(start - found.end(1) - 2)
             self._in_trailers, at = not size, stop + 2 if size else start
         del received[:at]
         if self._in_trailers:

@@ -163,7 +163,7 @@ class _Connection(asyncio.Protocol):
                 self._refuse(431)
             return False
         first, *lines = self._received[:end].decode("latin-1").split("\r\n")
-        headers = {}
+        headers: dict[str, str] = {}
         for line in lines:
             name, _, value = line.partition(":")
             name, value = name.lower(), value.strip(" \t")

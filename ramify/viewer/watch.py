@@ -122,7 +122,7 @@ class Watched:
         try:
             for block in blocks(self.path, offset):
                 for event, size in glances(block, self.path):
-                    if type(event) is Damaged:
+                    if isinstance(event, Damaged):
                         if self._is_read_once_more(offset):
                             return
                         self._leave_out(offset, f"is damaged and left out: {event.reason}")
