@@ -22,6 +22,7 @@ from ramify.cli import text
 from ramify.cli.exits import Exit, exit_of
 from ramify.cli.notes import Notes, error_line
 from ramify.cli.progress import Screen
+from ramify.cli.stopping import on_signal
 from ramify.cli.watch import Lines, Watcher
 from ramify.engine.call import jsonable
 from ramify.engine.rlm import RLM
@@ -130,8 +131,8 @@ class Interrupts:
     @contextlib.contextmanager
     def caught(self, running: Running) -> Iterator[None]:
         loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGINT, self._interrupted, running)
-        loop.add_signal_handler(signal.SIGTERM, self._terminated, running)
+        on_signal(signal.SIGINT, lambda: self._interrupted(running))
+        on_signal(signal.SIGTERM, lambda: self._terminated(running))
         try:
             yield
         finally:
