@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import jail_tiers as tiers
-import msgspec
 import pytest
+from other_user import AS_NOBODY, VERSION, readable
 
 from ramify.errors import ConfigError, SandboxError, SessionDied
 from ramify.sandbox.base import SandboxSpec, open_sandbox
@@ -77,38 +77,17 @@ def descendants(pid: int) -> set[int]:
 # ------------------------------------------------------------------------------------------------ tiers
 
 
-def system_python() -> str | None:
-    """An interpreter of our version that any user can run."""
-    version = f"{sys.version_info.major}.{sys.version_info.minor}"
-    for path in (sys.executable, f"/usr/bin/python{version}", f"/usr/local/bin/python{version}"):
-        with contextlib.suppress(OSError, subprocess.CalledProcessError):
-            found = subprocess.run(
-                [path, "-c", "import sys; print('%d.%d' % sys.version_info[:2])"],
-                user=65534, group=65534, extra_groups=[], cwd="/", capture_output=True, check=True,
-            )  # fmt: skip
-            if found.stdout.decode().strip() == version:
-                return path
-    return None
-
-
 @pytest.mark.parametrize("tier", tiers.TIERS)
 def test_an_ordinary_user_is_kept_the_same_promises(tier: str) -> None:
     if os.geteuid() != 0:
         pytest.skip("these tests run as an ordinary user anyway")
-    python = system_python()
-    if python is None:
-        pytest.skip("NOT TESTED AS AN ORDINARY USER: no Python of this version that another user can run")
-    paths = [
-        str(Path(__file__).parents[2]),
-        *(os.path.dirname(os.path.dirname(m.__file__ or "")) for m in (msgspec, pytest)),
-    ]
+    other = readable()
+    if other is None:
+        pytest.skip(f"NOT TESTED AS AN ORDINARY USER: no {VERSION} that another user can run")
     done = subprocess.run(
-        [python, "-P", str(Path(__file__).with_name("jail_tiers.py")), tier], cwd="/", capture_output=True,
-        user=65534, group=65534, extra_groups=[],
-        env={"PYTHONPATH": os.pathsep.join(paths), "PYTHONDONTWRITEBYTECODE": "1"},
+        [other.python, "-P", str(other.tests / "jail_tiers.py"), tier], cwd="/", capture_output=True,
+        env={"PYTHONPATH": os.pathsep.join(other.path), "PYTHONDONTWRITEBYTECODE": "1"}, **AS_NOBODY,
     )  # fmt: skip
-    if b"Permission denied" in done.stderr or b"No module" in done.stderr:
-        pytest.skip(f"NOT TESTED AS AN ORDINARY USER: {done.stderr.decode()[-300:]}")
     assert done.returncode == 0, done.stderr.decode()[-2000:]
     found = json.loads(done.stdout)
     if found["tier"] != tier:
