@@ -50,15 +50,15 @@ class Readable(NamedTuple):
         return Path(self.path[1])
 
 
-def readable() -> Readable | None:
-    """None if the other user can run no Python of this version."""
+def readable(first: tuple[str, ...] = ()) -> Readable | None:
+    """None if the other user can run no Python of this version; ``first`` is tried before a copy."""
     with _LOCK:  # runners start in threads; one copy is enough
-        return _found()
+        return _found(first or own_path())
 
 
 @functools.cache
-def _found() -> Readable | None:
-    for path in _paths():
+def _found(first: tuple[str, ...]) -> Readable | None:
+    for path in _paths(first):
         for python in (sys.executable, f"/usr/bin/{VERSION}", f"/usr/local/bin/{VERSION}"):
             if _runs(python, path):
                 return Readable(python, path)
@@ -70,8 +70,8 @@ def own_path() -> tuple[str, ...]:
     return (str(ROOT), str(HERE), *(entry for entry in sys.path if entry.endswith("site-packages")))
 
 
-def _paths() -> Iterator[tuple[str, ...]]:
-    yield own_path()
+def _paths(first: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    yield first
     yield _copied()
 
 
@@ -85,6 +85,7 @@ def _runs(python: str, path: tuple[str, ...]) -> bool:
     return False
 
 
+@functools.cache
 def _copied() -> tuple[str, ...]:
     folder = Path(tempfile.mkdtemp(prefix="readable-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)

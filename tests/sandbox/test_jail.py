@@ -17,7 +17,7 @@ from typing import Any
 
 import jail_tiers as tiers
 import pytest
-from other_user import AS_NOBODY, VERSION, readable
+from other_user import AS_NOBODY, VERSION, own_path, readable
 
 from ramify.errors import ConfigError, SandboxError, SessionDied
 from ramify.sandbox.base import SandboxSpec, open_sandbox
@@ -75,6 +75,26 @@ def descendants(pid: int) -> set[int]:
 
 
 # ------------------------------------------------------------------------------------------------ tiers
+
+
+def test_another_user_reads_a_copy_if_the_checkout_is_closed(tmp_path: Path) -> None:
+    """Else every test of this user would be skipped."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can become another user")
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0o700)
+    for name, folder in zip(("package", "tests"), own_path(), strict=False):
+        (closed / name).symlink_to(folder)
+    copied = readable((str(closed / "package"), str(closed / "tests"), *own_path()[2:]))
+    if copied is None:
+        pytest.skip(f"NOT TESTED AS ANOTHER USER: no {VERSION} that another user can run")
+    done = subprocess.run(
+        [copied.python, "-c", "import os, ramify; print(os.getuid(), ramify.__file__)"], cwd="/",
+        env={"PYTHONPATH": os.pathsep.join(copied.path), "PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True, text=True, check=True, **AS_NOBODY,
+    )  # fmt: skip
+    assert done.stdout == f"65534 {copied.path[0]}/ramify/__init__.py\n"
+    assert str(closed) not in copied.path[0]
 
 
 @pytest.mark.parametrize("tier", tiers.TIERS)
