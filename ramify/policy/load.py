@@ -92,7 +92,7 @@ def load(
     config = _config(folder)
     tokenizer = load_tokenizer(folder)
     device = _device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    dtype = dtype or (torch.float32 if device.type == "cpu" else _stored_dtype(config))
+    dtype = dtype or stored_dtype(config, device.type)
     generation = _generation(folder)
     if len(tokenizer) > config.vocab_size:
         raise ConfigError(
@@ -315,7 +315,10 @@ def _architecture(policy: Policy) -> str:
     return str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[policy.config.model_type])
 
 
-def _stored_dtype(config: Any) -> torch.dtype:
+def stored_dtype(config: Any, device: str) -> torch.dtype:
+    """The precision of a checkpoint's weights on a kind of device: fp32 on a CPU, else as stored."""
+    if device == "cpu":
+        return torch.float32
     stored = getattr(config, "dtype", None) or torch.float32
     return getattr(torch, stored) if isinstance(stored, str) else stored
 

@@ -6,7 +6,6 @@ cannot show is skipped with its reason. Without walls, the same attacks must rea
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import os
@@ -21,6 +20,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import pytest
+from other_user import AS_NOBODY, VERSION, own_path, readable
 
 from attacks.base import ATTACKS, Attack, Verdict
 from attacks.cases import ATTACKS as ALL_ATTACKS
@@ -28,9 +28,6 @@ from attacks.runner import Closing, Line, Opening, Told
 from attacks.watch import start_time
 from ramify.sandbox.base import PROVIDERS
 
-HERE = Path(__file__).parents[1]
-ROOT = HERE.parents[1]
-NOBODY = 65534
 IS_ROOT = os.geteuid() == 0
 assert ALL_ATTACKS is ATTACKS
 
@@ -53,23 +50,21 @@ class Place(NamedTuple):
 
 
 def place(as_root: bool, home: str) -> Place:
-    """For an ordinary user: a Python that they may run, which is not that of an environment in root's home."""
+    """For an ordinary user: a Python that they may run, and a package that they may read (``other_user.py``)."""
     os.chmod(home, 0o777)
-    path = [str(ROOT), str(HERE), *(entry for entry in sys.path if entry.endswith("site-packages"))]
-    env = {
+    if as_root or not IS_ROOT:
+        return Place(sys.executable, env_of(own_path(), home), {})
+    found = readable()
+    if found is None:
+        pytest.skip(f"an ordinary user can run no {VERSION} here")
+    return Place(found.python, env_of(found.path, home), AS_NOBODY)
+
+
+def env_of(path: tuple[str, ...], home: str) -> dict[str, str]:
+    return {
         "PYTHONPATH": os.pathsep.join(path), "PYTHONDONTWRITEBYTECODE": "1", "HOME": home, "TMPDIR": home,
         "LANG": "C.UTF-8", "PATH": os.environ["PATH"],
     }  # fmt: skip
-    if as_root or not IS_ROOT:
-        return Place(sys.executable, env, {})
-    whoami: dict[str, Any] = {"user": NOBODY, "group": NOBODY, "extra_groups": []}
-    version = "python{}.{}".format(*sys.version_info)
-    trial = "import attacks.runner, subprocess, sys; subprocess.run([sys.executable, '-c', ''], check=True)"
-    for python in (sys.executable, f"/usr/bin/{version}", f"/usr/local/bin/{version}"):
-        with contextlib.suppress(OSError):
-            if not subprocess.run([python, "-c", trial], env=env, cwd="/", capture_output=True, **whoami).returncode:
-                return Place(python, env, whoami)
-    pytest.skip(f"an ordinary user can run no {version} here that reads {ROOT}")
 
 
 def plan_of(provider: str, tier: str, names: tuple[str, ...] = ()) -> str:
