@@ -92,9 +92,7 @@ class ProcessDoor:
 
     def send_branch(self, frame: list[Any]) -> tuple[socket.socket, Files]:
         """Send ``frame`` with a socket and files for a branch; our ends of them."""
-        ours, theirs = socket.socketpair()
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)  # before the branch can speak
-        files = Files.make(self.buffers.shelf)
+        ours, theirs, files = self._branch_ends()
         with theirs:
             try:
                 self.stream.write_with(frame, (theirs.fileno(), *files.given()))
@@ -103,6 +101,20 @@ class ProcessDoor:
                 files.close()
                 raise
         return ours, files
+
+    def _branch_ends(self) -> tuple[socket.socket, socket.socket, Files]:
+        """Our end and the branch's of its socket, and its files. Raises SandboxError."""
+        try:
+            ours, theirs = socket.socketpair()
+            try:
+                ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)  # before the branch can speak
+                return ours, theirs, Files.make(self.buffers.shelf)
+            except BaseException:
+                ours.close()
+                theirs.close()
+                raise
+        except OSError as error:
+            raise SandboxError(f"the session cannot be forked: nothing to reach a branch by: {error}") from None
 
     def end_branch(self, door: BranchDoor) -> None:
         """The branch is there, or will not come."""

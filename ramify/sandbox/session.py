@@ -38,9 +38,9 @@ class GuestSession:
     """Implements ``base.Session`` over a ``Door``."""
 
     __slots__ = (
-        "_assembler", "_cell", "_cell_s", "_closed", "_door", "_ended", "_failure", "_grace_s", "_hello",
-        "_is_paused", "_last_id", "_left", "_loop", "_max_output_bytes", "_on_close", "_on_fork", "_on_install", "_upto",
-        "_waiting", "caps", "pid", "tree",
+        "_assembler", "_cell", "_cell_s", "_closed", "_door", "_ended", "_failure", "_forking", "_forks", "_grace_s",
+        "_hello", "_is_paused", "_last_id", "_left", "_loop", "_max_output_bytes", "_on_close", "_on_fork", "_on_install",
+        "_upto", "_waiting", "caps", "pid", "tree",
     )  # fmt: skip
 
     def __init__(
@@ -71,6 +71,8 @@ class GuestSession:
         self._failure: str | None = None
         self._cell: Running | None = None
         self._waiting: tuple[int, asyncio.Future[Any]] | None = None
+        self._forking = asyncio.Lock()
+        self._forks = 0
         self._last_id = 0
         self._is_paused = False
         self._upto = 0
@@ -195,12 +197,15 @@ class GuestSession:
         finally:
             self._waiting = None
 
-    def _check_free(self) -> None:
+    def _check_open(self) -> None:
         if self._failure is not None or self._ended.done():
             raise SessionDied(f"the session has ended: {self._failure or 'its process is gone'}")
         if self._left is not None:
             raise SandboxError("this branch was forked in the middle of a cell: resume it first")
-        if self._cell is not None or self._waiting is not None:
+
+    def _check_free(self) -> None:
+        self._check_open()
+        if self._cell is not None or self._waiting is not None or self._forks:
             raise SandboxError("the session is busy: one run, set, get or install at a time")
 
     def _next_id(self) -> int:
@@ -237,11 +242,21 @@ class GuestSession:
     # -- branches
 
     async def fork(self) -> GuestSession:
+        """A branch. Forks that are asked for at the same time happen one after the other."""
         door, cell = self._door, self._cell
         if not self.caps.fork or not isinstance(door, ForkingDoor):
             raise SandboxError("sessions of this provider do not fork: use the provider 'jail' (or 'process')")
+        self._forks += 1
+        try:
+            async with self._forking:
+                return await self._fork(door, cell)
+        finally:
+            self._forks -= 1
+
+    async def _fork(self, door: ForkingDoor, cell: Running | None) -> GuestSession:
+        """``cell``: the one that ran, and waited, when the fork was asked for."""
         if cell is None:
-            self._check_free()
+            self._check_open()
         id, future = self._next_id(), self._loop.create_future()
         self._check_waits(cell)
         self._waiting = (id, future)

@@ -85,20 +85,21 @@ class JailDoor(ProcessDoor):
 class JailBranchDoor(BranchDoor):
     """A ``Door`` to a branch. Its requests for processes arrive where its origin's do."""
 
-    __slots__ = ("_origin", "listener")
+    __slots__ = ("listener", "origin")
 
     def __init__(self, caps: Caps, sock: socket.socket, buffers: Buffers, link: Link, files: Files) -> None:
         super().__init__(caps, sock, buffers, link, files)
         self.listener: Listener | None = None
-        self._origin = -1
+        self.origin = -1
+        """The process that was asked to fork."""
 
     def comes_from(self, listener: Listener, pid: int) -> None:
-        self.listener, self._origin = listener, pid
+        self.listener, self.origin = listener, pid
         listener.hold()
 
     def is_proven(self, pid: int) -> bool:
         """Only a child of the session that was asked to fork is its branch."""
-        return pid != self._origin and parent_of(pid) == self._origin and super().is_proven(pid)
+        return pid != self.origin and parent_of(pid) == self.origin and super().is_proven(pid)
 
     async def prepare_branch(self) -> None:
         """Its files are read-only since it was made."""
@@ -131,9 +132,10 @@ def end_branch(origin: JailDoor | JailBranchDoor, door: BranchDoor) -> None:
     """Where the grant was used and no branch has come of it, whatever was made is ended."""
     if origin.listener is None:
         return
-    was_used = not origin.listener.withdraw()
+    assert isinstance(door, JailBranchDoor)
+    was_used = not origin.listener.withdraw(door.origin)
     if was_used and door.pidfd < 0:
-        for pid in children_of(pid_of(origin.pidfd)):
+        for pid in children_of(door.origin):
             if pid not in origin.listener.branches:
                 _kill(pid)
     elif door.pidfd >= 0:

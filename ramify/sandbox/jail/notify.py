@@ -1,8 +1,8 @@
 """The host's answers when a session asks to create a process: no, except once when the host itself has asked for it. And
 when it aborts: it may send no signal, not even to itself, so the host sends SIGABRT to whoever asks, and to nobody else.
 
-Decides that a grant is used up by one request, of the right process while it has one thread. Leaves out who asks for a
-grant (``branch.py``). A filter of system calls cannot do this alone: it knows no "once".
+Decides that a grant is used up by one request, of the right process while it has one thread. All sessions of a tree ask
+at one listener, so each process has a grant of its own. Not here: who asks for a grant (``door.py``). A filter of system calls cannot do this alone: it knows no "once".
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _SLOWEST_S = 0.05
 class Listener:
     """Where one session's requests for processes arrive."""
 
-    __slots__ = ("_fd", "_grant", "_holders", "_loop", "_refused", "branches")
+    __slots__ = ("_fd", "_granted", "_holders", "_loop", "_refused", "branches")
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self._loop = asyncio.get_running_loop()
-        self._grant: int | None = None
+        self._granted: set[int] = set()
         self._refused = 0
         self._holders = 1
         self.branches: set[int] = set()
@@ -42,12 +42,13 @@ class Listener:
 
     def grant_one(self, pid: int) -> None:
         """Let process ``pid`` (of the host's numbers) create one process."""
-        self._grant = pid
+        self._granted.add(pid)
 
-    def withdraw(self) -> bool:
-        """Take an unused grant back; whether there was one."""
-        unused, self._grant = self._grant is not None, None
-        return unused
+    def withdraw(self, pid: int) -> bool:
+        """Take back the grant of ``pid`` if it is unused; whether it was."""
+        is_unused = pid in self._granted
+        self._granted.discard(pid)
+        return is_unused
 
     def hold(self) -> None:
         """A branch's requests arrive here too."""
@@ -68,8 +69,8 @@ class Listener:
                 self._stop_reading()
             return
         id, pid, _, number = struct.unpack_from("<QIIi", request)
-        if self._grant is not None and self._grant == pid and _has_one_thread(pid):
-            self._grant = None
+        if pid in self._granted and _has_one_thread(pid):
+            self._granted.discard(pid)
             self._answer(id, 0, _CONTINUE)
             return
         answer = -_EPERM
