@@ -2,7 +2,8 @@
 when it aborts: it may send no signal, not even to itself, so the host sends SIGABRT to whoever asks, and to nobody else.
 
 Decides that a grant is used up by one request, of the right process while it has one thread. All sessions of a tree ask
-at one listener, so each process has a grant of its own. Not here: who asks for a grant (``door.py``). A filter of system calls cannot do this alone: it knows no "once".
+at one listener, so each process has a grant of its own. Not here: who asks for a grant (``door.py``). A filter of system
+calls cannot do this alone: it knows no "once".
 """
 
 from __future__ import annotations

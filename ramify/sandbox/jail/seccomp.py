@@ -136,10 +136,12 @@ def _one_of(index: int, values: tuple[int, ...], otherwise: list[Step]) -> list[
 
 
 def _opening(flags: int) -> list[Step]:
-    """Emptying a file that is opened for reading needs no right to write where Landlock is of before Linux 6.2."""
+    """Landlock before Linux 6.2 does not know the right to empty a file: who asks for that must ask to write as well.
+    Access mode 3 opens a file for neither reading nor writing, so that Landlock sees nothing to deny at any version."""
     return [
-        _argument(flags), (_ANY_BIT, 1, 0, _O_TRUNC), _end(ALLOW),
-        (_AND, 0, 0, _O_ACCMODE), (_EQUAL, 0, 1, 0), _end(EPERM), _end(ALLOW),
+        _argument(flags), (_AND, 0, 0, _O_ACCMODE), (_EQUAL, 0, 1, _O_ACCMODE), _end(EPERM),
+        (_EQUAL, 1, 0, 0), _end(ALLOW),
+        _argument(flags), (_ANY_BIT, 0, 1, _O_TRUNC), _end(EPERM), _end(ALLOW),
     ]  # fmt: skip
 
 

@@ -236,8 +236,7 @@ def readable_paths(config: dict[str, Any]) -> list[str]:
 
 
 def _no_spaces(config: dict[str, Any], missing: dict[str, str], tier: str, preload: Any) -> Walls:
-    version = primitives.landlock_version()
-    if tier == "B" and not version:
+    if tier == "B" and not _landlock(config):
         raise OSError(0, "no Landlock (Linux 5.13, and 'landlock' in /sys/kernel/security/lsm)")
     if config["mounts"] and tier == "C":
         raise OSError(0, "no files can be read at this tier, so nothing can be mounted")
@@ -258,7 +257,7 @@ def _finish(
     own_user: bool, outer: bool,
 ) -> Walls:  # fmt: skip
     primitives.prctl(primitives.PR_SET_NO_NEW_PRIVS, 1)
-    version = primitives.landlock_version() if tier in "AB" else 0
+    version = _landlock(config) if tier in "AB" else 0
     bounds = confine.Bounds(config["cpu_s"], config["files_bytes"] if tier == "A" else 0, scratch_in(readable))
     confinement = confine.Confinement(
         bounds,
@@ -268,6 +267,11 @@ def _finish(
     walls = Walls(tier, missing, proc, version, confinement, outer)
     _try_out(walls)
     return walls
+
+
+def _landlock(config: dict[str, Any]) -> int:
+    """The version of Landlock that is used, 0 for none."""
+    return min(primitives.landlock_version(), config["landlock"])
 
 
 def _try_out(walls: Walls) -> None:

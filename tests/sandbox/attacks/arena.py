@@ -24,6 +24,7 @@ from attacks.base import Attack, Verdict
 from attacks.tools import TOOLS
 from ramify.errors import HostCallError, SandboxError, SessionDied
 from ramify.sandbox.base import Ran, Sandbox, SandboxSpec, Session, open_sandbox
+from ramify.sandbox.jail.provider import JailSandbox
 
 SPEC: dict[str, Any] = {"memory_bytes": 256 << 20, "cell_s": 30.0, "grace_s": 0.25, "max_output_bytes": 100_000}
 SECRET_NAME = "RAMIFY_TEST_SECRET"
@@ -97,8 +98,10 @@ class Listeners:
 class Arena:
     """Make it with ``async with``; ``verdict`` tries one attack."""
 
-    def __init__(self, provider: str, spec: Mapping[str, Any]) -> None:
+    def __init__(self, provider: str, spec: Mapping[str, Any], landlock: int = 0) -> None:
+        """``landlock``: the newest version that the jail may use; 0: what this kernel has."""
         self.spec = SandboxSpec(provider=provider, **{**SPEC, **spec})
+        self._landlock = landlock
         self.sandbox: Sandbox
         self.sibling: Session
         self._count = 0
@@ -123,7 +126,8 @@ class Arena:
         self.victim.stdin.flush()
         self.address = int(self.victim.stdout.readline())
         self.before = (watch.descendants(os.getpid()), len(watch.open_descriptors()))
-        self.sandbox = open_sandbox(self.spec)
+        older = self._landlock and JailSandbox(self.spec, landlock=self._landlock)
+        self.sandbox = older or open_sandbox(self.spec)
         await self._new_sibling()
         return self
 
