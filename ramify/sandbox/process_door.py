@@ -86,13 +86,16 @@ class ProcessDoor:
     async def prepare_branch(self) -> None:
         """Whatever must be waited for before ``begin_branch``."""
 
-    def begin_branch(self, frame: list[Any]) -> BranchDoor:
+    def check_apart(self) -> None:
+        """Nothing keeps processes without a jail apart."""
+
+    def begin_branch(self, frame: list[Any], moved: Callable[[], None]) -> BranchDoor:
         sock, files = self.send_branch(frame)
         return BranchDoor(self.caps, sock, self.buffers, self.link, files)
 
     def send_branch(self, frame: list[Any]) -> tuple[socket.socket, Files]:
         """Send ``frame`` with a socket and files for a branch; our ends of them."""
-        ours, theirs, files = self._branch_ends()
+        ours, theirs, files = self.branch_ends()
         with theirs:
             try:
                 self.stream.write_with(frame, (theirs.fileno(), *files.given()))
@@ -102,7 +105,7 @@ class ProcessDoor:
                 raise
         return ours, files
 
-    def _branch_ends(self) -> tuple[socket.socket, socket.socket, Files]:
+    def branch_ends(self) -> tuple[socket.socket, socket.socket, Files]:
         """Our end and the branch's of its socket, and its files. Raises SandboxError."""
         try:
             ours, theirs = socket.socketpair()
@@ -121,6 +124,18 @@ class ProcessDoor:
         if door.pidfd >= 0:
             with contextlib.suppress(SandboxError):
                 self.link.tell({"op": "adopt", "pid": door.pid})
+
+    def move(self, sock: socket.socket, files: Files) -> Files:
+        """From here on the session is reached by these. Returns the files that it had."""
+        self.stream = self.stream.successor(sock)
+        self.write, self.pause, self.resume = self.stream.write, self.stream.pause, self.stream.resume
+        old, self._files = self._files, files
+        self.shelf = files.shelf
+        return old
+
+    def on_exit(self, call: Callable[[], None]) -> None:
+        """Call when the process has ended."""
+        self._exited.add_done_callback(lambda _: call())
 
     def _note_exit(self, status: int | None) -> None:
         if not self._exited.done():
@@ -210,6 +225,12 @@ class BranchDoor(ProcessDoor):
             self.pidfd = os.pidfd_open(pid) if pid > 0 else -1
         self._pid = pid
         return self.pidfd >= 0
+
+    def abandon(self) -> None:
+        """There will be no branch, and nobody waits for it."""
+        self._sock.close()
+        self._files.close()
+        self._note_exit(None)
 
     def _gone(self) -> None:
         asyncio.get_running_loop().remove_reader(self.pidfd)

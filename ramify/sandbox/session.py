@@ -39,8 +39,8 @@ class GuestSession:
 
     __slots__ = (
         "_assembler", "_cell", "_cell_s", "_closed", "_door", "_ended", "_failure", "_forking", "_forks", "_grace_s",
-        "_hello", "_is_paused", "_last_id", "_left", "_loop", "_max_output_bytes", "_on_close", "_on_fork", "_on_install",
-        "_upto", "_waiting", "caps", "pid", "tree",
+        "_held", "_hello", "_is_paused", "_last_id", "_left", "_loop", "_max_output_bytes", "_on_close", "_on_fork",
+        "_on_install", "_upto", "_waiting", "caps", "pid", "tree",
     )  # fmt: skip
 
     def __init__(
@@ -73,6 +73,8 @@ class GuestSession:
         self._waiting: tuple[int, asyncio.Future[Any]] | None = None
         self._forking = asyncio.Lock()
         self._forks = 0
+        self._held: list[tuple[dict[str, Any], Encoder | None]] | None = None
+        """While it forks: what it gets afterwards, by a new wire perhaps."""
         self._last_id = 0
         self._is_paused = False
         self._upto = 0
@@ -213,6 +215,9 @@ class GuestSession:
         return self._last_id
 
     def _send(self, header: dict[str, Any], encoder: Encoder | None = None) -> None:
+        if self._held is not None:
+            self._held.append((header, encoder))
+            return
         shelf = self._door.shelf
         if shelf is not None and (header["op"] not in ("ret", "err", "fork") or header["id"] == shelf.owed):
             shelf.owed = None
@@ -264,13 +269,15 @@ class GuestSession:
             await door.prepare_branch()
             self._check_waits(cell, also_waiting=True)
             pending = dict(cell.calls) if cell is not None else {}
-            behind = door.begin_branch(wire.request({"op": "fork", "id": id}))
+            behind = door.begin_branch(wire.request({"op": "fork", "id": id}), self._moved)
+            self._held = []
             branch = GuestSession(
                 behind, cell_s=self._cell_s, grace_s=self._grace_s, max_output_bytes=self._max_output_bytes,
                 on_close=self._on_close, on_fork=self._on_fork, on_install=self._on_install,
             )  # fmt: skip
             try:
                 await self._until_forked(future, branch)
+                door.check_apart()
             except BaseException:
                 await branch.close()
                 raise
@@ -278,12 +285,22 @@ class GuestSession:
                 door.end_branch(behind)
         finally:
             self._waiting = None
+            self._send_held()
         branch.tree, branch._last_id = self.tree, self._last_id
         if cell is not None and self._cell is cell and cell.end is None:
             branch._left = cell.copy(pending)
         self.tree.add(branch)
         self._on_fork(branch)
         return branch
+
+    def _moved(self) -> None:
+        """Its output goes to a new file from here on."""
+        self._upto = 0
+
+    def _send_held(self) -> None:
+        held, self._held = self._held, None
+        for header, encoder in held or ():
+            self._send(header, encoder)
 
     def _check_waits(self, cell: Running | None, *, also_waiting: bool = False) -> None:
         """A cell may be forked only while it waits for the host and nothing else is asked of it."""

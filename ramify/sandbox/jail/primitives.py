@@ -24,6 +24,7 @@ PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS, PR_SET_CHILD_SUBREAPER =
 _MOVE_MOUNT, _FSOPEN, _FSCONFIG, _FSMOUNT, _FSPICK = 429, 430, 431, 432, 433
 _MOUNT_SETATTR = 442
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
+_NFSSERVCTL = {"x86_64": 180, "aarch64": 42}
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -66,6 +67,18 @@ def unshare(flags: int, what: str) -> None:
 
 def set_host_name(name: str) -> None:
     checked(_libc.sethostname(name.encode(), ctypes.c_size_t(len(name))), "sethostname")
+
+
+_TAKE_WIRE = ctypes.c_long(_NFSSERVCTL.get(os.uname().machine, -1))
+
+
+def take_wire() -> int:
+    """After a fork: a socket to the host that only this process has, handed over by the host itself."""
+    while True:
+        try:
+            return checked(_syscall(_TAKE_WIRE), "take a new wire")
+        except InterruptedError:  # by a signal, before the host had answered
+            continue
 
 
 # ------------------------------------------------------------------------------------------------ mounts
