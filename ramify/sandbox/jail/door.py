@@ -38,6 +38,7 @@ class JailDoor(ProcessDoor):
         self._sock = sock
         self.listener: Listener | None = None
         self.forking: JailFork | None = None
+        watch_exit(self)
         self.is_frozen = False
 
     def attach(self, received: Callable[[memoryview], None], lost: Callable[[], None]) -> None:
@@ -98,6 +99,7 @@ class JailBranchDoor(BranchDoor):
         super().__init__(caps, sock, buffers, link, files)
         self.listener: Listener | None = None
         self.forking: JailFork | None = None
+        watch_exit(self)
         self.origin = -1
         """The process that was asked to fork."""
 
@@ -161,18 +163,18 @@ class JailFork:
         stream = self._origin.stream
         stream.drain()
         stream.close()
-        self._origin.on_exit(stream.lose)
         for ours, _, files in (self._branch, self._new):
             ours.sendmsg([b"\0"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files.given()))])
 
     def wire_for(self, pid: int) -> int:
         if pid == self.pid:
             return self._new[1].fileno()
-        return self._branch[1].fileno() if self._taker in (-1, pid) else -1
+        return self._branch[1].fileno() if self._taker < 0 else -1
 
     def took(self, pid: int) -> None:
         if pid != self.pid:
             self._taker = pid
+            self._branch[1].close()  # so that its end shows
         elif not self.old:
             self.old.append(self._origin.move(self._new[0], self._new[2]))
             self._moved()
@@ -210,6 +212,16 @@ def begin_branch(origin: JailDoor | JailBranchDoor, frame: list[Any], moved: Cal
     origin.forking = fork
     door.comes_from(origin.listener, pid)
     return door
+
+
+def watch_exit(door: JailDoor | JailBranchDoor) -> None:
+    """A session that ends while it forks has no stream on which its end would show."""
+
+    def ended() -> None:
+        if door.forking is not None and not door.forking.old:
+            door.stream.lose()
+
+    door.on_exit(ended)
 
 
 def check_apart(origin: JailDoor | JailBranchDoor) -> None:

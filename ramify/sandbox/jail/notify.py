@@ -97,7 +97,7 @@ class Listener:
             return
         id, pid, _, number = struct.unpack_from("<QIIi", request)
         if number in _TAKE_WIRE:
-            self._answer(id, *self._hand_over(id, pid))
+            self._hand_over(id, pid)
             return
         if pid in self._granted and _has_one_thread(pid):
             self._granted.discard(pid)
@@ -116,8 +116,8 @@ class Listener:
             wait_s = min((self._refused - _PATIENCE) * 0.001, _SLOWEST_S)
             self._loop.call_later(wait_s, self._answer, id, answer, 0)
 
-    def _hand_over(self, id: int, pid: int) -> tuple[int, int, int]:
-        """Put its wire into the process that asks: error, flags and value of the answer."""
+    def _hand_over(self, id: int, pid: int) -> None:
+        """Put its wire into the process that asks."""
         origin = pid if pid in self._forks else parent_of(pid)
         fork = self._forks.get(origin)
         wire = -1
@@ -125,18 +125,23 @@ class Listener:
         if fork is not None and origin not in self._granted and is_new:
             wire = fork.wire_for(pid)
         if fork is None or wire < 0:
-            return -_EPERM, 0, 0
+            self._answer(id, -_EPERM, 0)
+            return
         try:
             number = fcntl.ioctl(self._fd, _ADD_FD, bytearray(struct.pack("<QIIII", id, 0, wire, 0, os.O_CLOEXEC)))
         except OSError as error:
-            return -(error.errno or _EPERM), 0, 0
-        fork.took(pid)
-        return 0, 0, number
+            self._answer(id, -(error.errno or _EPERM), 0)
+            return
+        if self._answer(id, 0, 0, number):  # or a signal came first, and it asks again
+            fork.took(pid)
 
-    def _answer(self, id: int, error: int, flags: int, value: int = 0) -> None:
+    def _answer(self, id: int, error: int, flags: int, value: int = 0) -> bool:
+        """Whether the process that asked has the answer."""
         if self._fd >= 0:
-            with contextlib.suppress(OSError):  # who asked has gone
+            with contextlib.suppress(OSError):
                 fcntl.ioctl(self._fd, _SEND, struct.pack("<QqiI", id, value, error, flags))
+                return True
+        return False
 
     def _stop_reading(self) -> None:
         self._loop.remove_reader(self._fd)
