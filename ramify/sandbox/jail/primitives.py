@@ -157,11 +157,13 @@ def _rights(version: int) -> int:
 class Landlock:
     """Which files may be read: opened once, for the rules of any number of processes."""
 
-    def __init__(self, readable: list[str], version: int) -> None:
+    def __init__(self, readable: list[str], listed: list[str], version: int) -> None:
+        """``listed``: folders of which the names may be read and no more."""
         self._rights = _rights(version)
         size = 24 if version >= 6 else 16 if version >= 4 else 8
         self._attributes = struct.pack("3Q", self._rights, 3, 3)[:size]  # files; TCP; abstract sockets and signals
-        self._rules = [rule for path in readable if (rule := self._rule(path, _READ_FILE | _READ_DIR)) is not None]
+        wanted = [(path, _READ_FILE | _READ_DIR) for path in readable] + [(path, _READ_DIR) for path in listed]
+        self._rules = [rule for path, rights in wanted if (rule := self._rule(path, rights)) is not None]
 
     @staticmethod
     def _rule_of(fd: int, rights: int) -> bytes:

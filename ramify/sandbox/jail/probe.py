@@ -69,7 +69,8 @@ def probe(deny: frozenset[int] = frozenset(), landlock: int = NEWEST) -> Reached
 
 
 EMPTY = {
-    "paths": [], "packages": [], "folder": "", "memory_bytes": 1 << 30, "max_output_bytes": 1 << 16, "mounts": [],
+    "paths": [], "shown": [], "listed": [], "packages": [],
+    "folder": "", "memory_bytes": 1 << 30, "max_output_bytes": 1 << 16, "mounts": [],
     "cpu_s": 60, "files_bytes": 1 << 20, "tiers": "ABC", "deny": [], "landlock": NEWEST, "probes": False, "reports": False,
 }  # fmt: skip
 """A zygote's configuration, to be changed."""

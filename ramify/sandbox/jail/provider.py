@@ -29,7 +29,7 @@ from ramify.sandbox.jail.notify import pid_of
 from ramify.sandbox.jail.probe import EMPTY, MODULES, NEWEST, Reached, learn, probe, unreachable
 from ramify.sandbox.jail.rollback import RollbackSession
 from ramify.sandbox.link import Link, Server, start_server
-from ramify.sandbox.packages import locate
+from ramify.sandbox.packages import listed, locate, readable
 from ramify.sandbox.process import ProcessSandbox
 from ramify.sandbox.process_door import Files
 from ramify.sandbox.session import GuestSession
@@ -210,7 +210,8 @@ def check_memory(spec: SandboxSpec) -> None:
 def _start(spec: SandboxSpec, paths: list[str], poorer: dict[str, Any], *, reports: bool) -> Server:
     """``poorer``: what to do without."""
     config = EMPTY | poorer | {
-        "paths": paths, "packages": list(spec.packages), "memory_bytes": spec.memory_bytes,
+        "paths": paths, "shown": readable(spec.packages), "listed": listed(spec.packages),
+        "packages": list(spec.packages), "memory_bytes": spec.memory_bytes,
         "max_output_bytes": spec.max_output_bytes, "cpu_s": spec.cpu_s, "reports": reports,
         "files_bytes": 0 if spec.rollback else spec.files_bytes,
         "mounts": [[place, os.path.realpath(source)] for source, place in spec.mounts],

@@ -226,7 +226,7 @@ def scratch_in(shown: list[str]) -> str:
 def readable_paths(config: dict[str, Any]) -> list[str]:
     """What Python itself needs, and the packages asked for: real paths, none inside another."""
     wanted = [sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), os.path.join(sys.base_prefix, "lib")]
-    wanted += [path for path in sys.path if path.startswith("/")] + config["paths"]
+    wanted += [path for path in sys.path if path.startswith("/")] + config["shown"]
     wanted += _SYSTEM
     found = sorted({os.path.realpath(path) for path in wanted if path and os.path.exists(path)})
     return [path for path in found if not any(path.startswith(other + "/") for other in found)]
@@ -262,7 +262,7 @@ def _finish(
     confinement = confine.Confinement(
         bounds,
         own_user=own_user, paths=tier != "C", drops=own_user,
-        landlock=primitives.Landlock(readable, version) if version else None,
+        landlock=primitives.Landlock(readable, config["listed"], version) if version else None,
     )  # fmt: skip
     walls = Walls(tier, missing, proc, version, confinement, outer)
     _try_out(walls)

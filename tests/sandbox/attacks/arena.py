@@ -19,6 +19,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from attacks import watch
 from attacks.base import Attack, Verdict
 from attacks.tools import TOOLS
@@ -125,6 +127,7 @@ class Arena:
         self.victim.stdin.write(self.secrets["memory"] + "\n")
         self.victim.stdin.flush()
         self.address = int(self.victim.stdout.readline())
+        self._lay_out_checkout(os.path.join(folder, "checkout"))
         self.before = (watch.descendants(os.getpid()), len(watch.open_descriptors()))
         older = self._landlock and JailSandbox(self.spec, landlock=self._landlock)
         self.sandbox = older or open_sandbox(self.spec)
@@ -137,6 +140,22 @@ class Arena:
         self.victim.communicate()
         self.listeners.close()
         self._folder.cleanup()
+
+    def _lay_out_checkout(self, folder: str) -> None:
+        """A package that sessions may import, in a folder with things that they may not read."""
+        secret = self.secrets["file"]
+        texts = {
+            ".env": secret, ".git/config": secret, "id_rsa": secret, "settings.toml": secret, "conftest.py": f"k = '{secret}'",
+            "of_arena/__init__.py": "", "of_arena/inner/__init__.py": "", "of_arena/data.txt": "data",
+            "of_arena/.env": secret, "of_arena/inner/.netrc": secret,
+        }  # fmt: skip
+        for name, text in texts.items():
+            path = Path(folder, name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        os.symlink("../.env", Path(folder, "of_arena/linked"))
+        sys.path.append(folder)
+        self.spec = msgspec.structs.replace(self.spec, packages=(*self.spec.packages, "of_arena"))
 
     async def _new_sibling(self) -> None:
         self.sibling = await self.sandbox.open()

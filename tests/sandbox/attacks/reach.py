@@ -67,6 +67,22 @@ attempt('ftruncate of a path', lambda: os.ftruncate(os.open(path, os.O_PATH), 0)
     tries=52,
 )
 attack(
+    "files beside a package that may be imported",
+    "files",
+    """
+import os, of_arena.inner
+folder = arena['folder'] + '/checkout/'
+for name in ('.env', '.git/config', 'id_rsa', 'settings.toml', 'conftest.py', 'of_arena/.env', 'of_arena/inner/.netrc', 'of_arena/linked'):
+    attempt(name, lambda: open(folder + name).read()[:4])
+def listed(name):
+    names = set(os.listdir(name)) - {'of_arena'}
+    if not names: raise Gone()
+    return names
+attempt('the folder', lambda: listed(folder))
+""",
+    tries=9,
+)
+attack(
     "account files of the host",
     "files",
     "for p in ('/etc/passwd', '/etc/group', '/etc/hosts', '/etc/hostname', '/etc/resolv.conf', '/etc/machine-id'):\n"
