@@ -128,12 +128,12 @@ class Branches:
         self._spool.attach()
         self._line.renew()
         if self._take_wire is not None:
-            self._close_others()
+            self._close_others(self._spool.fd)
 
-    def _close_others(self) -> None:
+    def _close_others(self, spool: int) -> None:
         """Descriptors that code opened while we forked: both processes would have them."""
         start = 3
-        for fd in sorted({*self._line.descriptors(), self._spool.fd}):
+        for fd in sorted({*self._line.descriptors(), spool}):
             _closerange(start, fd)
             start = fd + 1
         _closerange(start, 1 << 20)

@@ -28,15 +28,16 @@ class RollbackSession:
         return self._session.pid
 
     async def run(self, code: str, *, answer: Answer, timeout_s: float | None = None) -> Ran:
-        kept: GuestSession | str | None = await self._keep()
-        if isinstance(kept, str):
-            with _reporting(kept):
+        made = await self._keep()
+        if isinstance(made, str):
+            with _reporting(made):
                 return await self._session.run(code, answer=answer, timeout_s=timeout_s)
+        kept: GuestSession | None = made
         try:
             ran = await self._session.run(code, answer=answer, timeout_s=timeout_s)
         except SessionDied as died:
             await self._session.close()
-            self._session, kept = kept, None
+            self._session, kept = made, None
             error = f"SessionDied: {died}\nThe session is as it was before this cell."
             cell = Cell(code=code, stdout=died.stdout, error=error, stdout_chars=len(died.stdout))
             return Ran(cell, None, "killed")

@@ -271,7 +271,8 @@ def _finish(
 
 def _landlock(config: dict[str, Any]) -> int:
     """The version of Landlock that is used, 0 for none."""
-    return min(primitives.landlock_version(), config["landlock"])
+    newest: int = config["landlock"]
+    return min(primitives.landlock_version(), newest)
 
 
 def _try_out(walls: Walls) -> None:
