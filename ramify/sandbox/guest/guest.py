@@ -44,16 +44,18 @@ class Guest:
         memory_limits: tuple[int, int] | None = None,
         can_fork: bool = False,
         shelf: Any = None,
+        take_wire: Any = None,
     ) -> None:
         """``memory_limits``: bytes of address space in a cell, and the little more that the guest has for itself, so
         that it can still speak when a cell has used up all it may have. ``can_fork``: the wire is a socket over which
-        the host may hand it what a branch needs. ``shelf``: a ``shelf.Shelf``, where host and guest share one."""
+        the host may hand it what a branch needs. ``shelf``: a ``shelf.Shelf``, where host and guest share one.
+        ``take_wire``: gets a new wire after a fork, where both processes need one."""
         self.interrupts = Interrupts()
         self._line = Line(read_fd, write_fd, takes_fds=can_fork, shelf=shelf)
         self.output = Output(spool, self._line, self.interrupts, max_output_bytes)
         self._memory = Memory(memory_limits)
         self.notebook = Notebook(self.interrupts, self._memory, owns_process=owns_process)
-        self._branches = Branches(self._line, spool, self.notebook)
+        self._branches = Branches(self._line, spool, self.notebook, take_wire)
         self._inbox = Inbox(self._line, self.interrupts, self._branches.fork, ends_process=owns_process)
         self._calls = Calls(self._line, self._inbox, self.interrupts, self.output)
         self._owns_process = owns_process

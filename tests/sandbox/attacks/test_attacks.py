@@ -67,18 +67,18 @@ def env_of(path: tuple[str, ...], home: str) -> dict[str, str]:
     }  # fmt: skip
 
 
-def plan_of(provider: str, tier: str, names: tuple[str, ...] = ()) -> str:
+def plan_of(provider: str, tier: str, names: tuple[str, ...] = (), landlock: int = 0) -> str:
     spec = {} if provider == "process" else {"allow_weaker": True, "tier": "C"}
-    return json.dumps({"provider": provider, "tier": tier, "names": names, "spec": spec})
+    return json.dumps({"provider": provider, "tier": tier, "names": names, "spec": spec, "landlock": landlock})
 
 
 @functools.cache
-def findings(provider: str, tier: str, as_root: bool, names: tuple[str, ...] = ()) -> Findings:
+def findings(provider: str, tier: str, as_root: bool, names: tuple[str, ...] = (), landlock: int = 0) -> Findings:
     """Run all attacks once. What stops the whole runner is its complaint."""
     with tempfile.TemporaryDirectory(prefix="attacks-") as home:
         python, env, whoami = place(as_root, home)
         done = subprocess.run(
-            [python, "-m", "attacks.runner", plan_of(provider, tier, names)],
+            [python, "-m", "attacks.runner", plan_of(provider, tier, names, landlock)],
             capture_output=True, text=True, env=env, cwd="/", timeout=400, check=False, start_new_session=True, **whoami,
         )  # fmt: skip
         left = sorted(path.name for path in Path(home).iterdir())
@@ -147,6 +147,24 @@ def test_contained(started: Started, tier: str, as_root: bool, name: str) -> Non
         assert verdict.reached, f"it is contained here, though said to be open at tier {tier}: {attack.open_at[tier]}"
     else:
         assert verdict.reached == [], verdict
+
+
+ON_FILES = tuple(name for name, attack in ATTACKS.items() if attack.kind == "files")
+
+
+@pytest.mark.parametrize("name", ON_FILES)
+@pytest.mark.parametrize("landlock", [1, pytest.param(2, marks=slow), pytest.param(4, marks=slow)])
+@WHO
+def test_contained_by_an_older_landlock(landlock: int, as_root: bool, name: str) -> None:
+    """Tier B of Linux 5.13, 5.19 and 6.7: the first two do not know the right to empty a file."""
+    if sys.platform != "linux" or (as_root and not IS_ROOT):
+        pytest.skip("these tests need Linux" if sys.platform != "linux" else "these tests do not run as root")
+    found = findings("jail", "B", as_root, ON_FILES, landlock)
+    assert found.opening is not None, found.complaint
+    if found.opening.refusal or found.opening.tier != "B":
+        pytest.skip(f"this machine has no tier B: {found.opening.refusal or found.opening.tier}")
+    verdict = found.verdicts[name]
+    assert (bool(verdict.reached), verdict.faults) == ("B" in ATTACKS[name].open_at, []), verdict
 
 
 @pytest.mark.parametrize("tier", TIERS)
