@@ -84,7 +84,7 @@ def test_a_typed_answer_that_was_cut_is_none(kind: Any, text: str, stop: Stop) -
 
 def test_a_cut_reply_that_is_corrected_counts() -> None:
     async def main() -> Result:
-        script = [reply("[1, 2", "length"), "[1, 2, 3]"]
+        script: list[Any] = [reply("[1, 2", "length"), "[1, 2, 3]"]
         async with ScriptedServer(script) as server, RLM(f"openai:test@{server.url}") as rlm:
             return await rlm.start("which?", answer_type=list[int]).result()
 
