@@ -198,7 +198,7 @@ class Made:
         return RunnerSpec(
             name=self.client.name, task=run.task.name, options=run.task.options, scaffold=run.scaffold, limits=run.limits,
             sandbox=run.sandbox, inference=attached(run.inference, urls), checkpoint=str(checkpoint.resolve()),
-            dtype=str(self.serving.dtype).removeprefix("torch."), grace_s=run.rl.rollout.grace_s,
+            dtype=str(self.serving.dtype).removeprefix("torch."), grace_s=run.rl.rollout.grace_s, direct=run.rl.rollout.direct,
             variables=tuple(each.variable for each in run.placement.services.values()) if run.placement else (),
         )  # fmt: skip
 

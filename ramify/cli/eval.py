@@ -53,7 +53,10 @@ OF_AN_EVALUATION = (
 )
 _PLANNED = ("split", "items", "n", "seed", "validate")
 _NOT_HERE = ("cite", "cache")
-_SETTINGS = tuple(option for option in SETTINGS if option.name not in _NOT_HERE)
+_DIRECT = Option("direct", bool, "answer by one plain call what fits easily (default: no, each attempt has a session)")
+_SETTINGS = tuple(
+    _DIRECT if option.name == "direct" else option for option in SETTINGS if option.name not in _NOT_HERE
+)
 _KINDS = {name: kind for name, kind in KINDS.items() if name not in _NOT_HERE}
 
 
@@ -143,6 +146,7 @@ class _Command:
 
         fields = {"split": about["split"], "items": about["items"], "attempts": about["n"], "seed": about["seed"]}
         settings = {name: value for name, value in self._settings.items() if name not in (*_OUTPUT, "model")}
+        settings.setdefault("direct", False)  # a plan without it is older, and was begun with direct calls
         if settings.get("mcp"):
             from ramify.engine.mcp import recorded
 
@@ -169,7 +173,7 @@ class _Command:
             progress = _Progress(self._screen, work, num, record)
             evaluating = evaluate(
                 rlm, task, plan, sampling=Sampling(temperature=plan.settings.get("temperature")), record=record,
-                concurrency=self._concurrency, on_outcome=progress,
+                concurrency=self._concurrency, on_outcome=progress, direct=plan.settings.get("direct") is not False,
             )  # fmt: skip
             return self._run(evaluating, progress, record, other)
 

@@ -44,6 +44,8 @@ class RolloutOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     grace_s: float = GRACE_S
     """How long past its own deadline (``limits.max_seconds``) a rollout is waited for before it counts as stalled. The
     same holds for a task's ``prepare`` and ``score``."""
+    direct: bool = False
+    """Whether one plain call may answer a short context, without a session. Such a rollout trains no recursive model."""
 
     def __post_init__(self) -> None:
         if min(self.group, self.concurrency) < 1 or not self.temperature > 0 or not self.grace_s > 0:
@@ -214,7 +216,7 @@ class Rollouts:
             return await self._runner.attempt(item, name, sampling)
         return await attempt(
             self._rlm, self._task, item, name=name, sampling=sampling, metadata={"rollout": name},
-            grace_s=self._options.grace_s, on_stall=self._on_stall,
+            grace_s=self._options.grace_s, on_stall=self._on_stall, direct=self._options.direct,
         )  # fmt: skip
 
 
