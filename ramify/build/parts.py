@@ -311,8 +311,9 @@ class Made:
         return stages
 
     def loop(
-        self, out: Path, listener: Callable[[Measured], None] | None, on_stall: Callable[[str], None] | None = None
-    ) -> Loop:
+        self, out: Path, listener: Callable[[Measured], None] | None, on_stall: Callable[[str], None] | None = None,
+        inform: Callable[[str], None] = print,
+    ) -> Loop:  # fmt: skip
         from ramify.inference.local.client import LocalClient
 
         run = self.run
@@ -325,7 +326,7 @@ class Made:
             out, self._stages(out, trained, published), self._backend_of(trained), published, self.evaluate,
             first=run.evaluate.first, final=run.evaluate.final, cadence=run.cadence, guard=run.guard,
             config=plain(run), check=check, reference_of=lambda folder: trained.reference(folder, starts_at_base),
-            listener=listener, say=self._say,
+            listener=listener, say=self._say, inform=inform,
             watch=Watch(out, run.stall_s, others=getattr(trained, "stacks", None), on_stall=on_stall),
         )  # fmt: skip
         self.seen.on_reply = loop.watch.moved

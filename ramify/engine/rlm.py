@@ -206,6 +206,15 @@ class RLM:
             close=functools.partial(_put_away, self.store, journal),
         )  # fmt: skip
 
+    async def is_direct(self, prompt: Any, query: str | None = None) -> bool:
+        """Whether ``start`` would answer by one plain call, without a session. Asks no model."""
+        asked, tools = question(prompt, query, None, False), self._setup.tools
+        if self._search is not None:
+            return False
+        async with self._shared.use() as resources:
+            window = self._connect(resources).rlm(0).window
+            return asked.is_direct(self._setup.scaffold, window, bool(tools.functions or tools.values))
+
     def conversation(self, prompt: Any) -> Conversation:
         """Several questions over one live session: ``with rlm.conversation(text) as c: c.ask(…)``, or ``async with`` and
         ``await c.aask(…)``. Limits hold for each question."""

@@ -82,6 +82,21 @@ async def attempt(
     return trajectory
 
 
+async def is_direct(rlm: RLM, task: Task, item: Item, grace_s: float = GRACE_S) -> bool:
+    """Whether one plain call would answer ``item`` in an attempt with ``direct=True``. An item that cannot be prepared
+    counts as no: its attempts will say why."""
+    try:
+        start = await _in_time(lambda: task.prepare(item), task, item, "prepare", grace_s)
+        try:
+            return await rlm.is_direct(start, item.question)
+        finally:
+            if start.on_end is not None:
+                end = functools.partial(in_thread, start.on_end, None)
+                await _in_time(end, task, item, "on_end", grace_s)
+    except RamifyError:
+        return False
+
+
 async def _in_time(work: Callable[[], Awaitable[Any]], task: Task, item: Item, what: str, grace_s: float) -> Any:
     """What the task's own code gives. Raises RamifyError, naming task and item, where it fails or takes too long."""
     where = f"task '{task.name}', item {item.id}: its {what}"

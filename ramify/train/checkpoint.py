@@ -21,7 +21,9 @@ from typing import Any
 import msgspec
 
 from ramify.errors import ConfigError, StoreError
+from ramify.store.journal import this_process
 from ramify.train.guards import Memory
+from ramify.train.lock import holder
 from ramify.train.redacted import is_cut
 
 Write = Callable[[Path], Callable[[], None] | None]
@@ -220,7 +222,8 @@ def find(path: Path) -> Path:
     if (path / _STATE).is_file():
         return path
     checkpoints = Checkpoints(path)
-    checkpoints.recover()
+    if holder(path) in (None, this_process()):  # a live run replaces its own checkpoints
+        checkpoints.recover()
     latest = checkpoints.latest()
     if latest is None:
         raise ConfigError(f"nothing to resume in {path}: give a run's folder (with {FOLDER}/step-…) or a checkpoint")

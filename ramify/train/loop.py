@@ -119,18 +119,20 @@ class Loop:
         reference_of: Callable[[Path], Reference] | None = None,
         listener: Callable[[Measured], None] | None = None,
         say: Callable[[str], None] = print,
+        inform: Callable[[str], None] = print,
         watch: Watch | None = None,
     ) -> None:
         """``first`` and ``final`` are splits that are reported before rollouts and at the end. ``reference_of`` makes a
         backend of a saved policy, which a KL is measured to. ``say`` is told in a sentence what a person should know, as
-        that a step had no signal. ``watch`` bounds every wait."""
+        that a step had no signal; ``inform`` gets what is worth knowing where all is well, as how many roots will be
+        recursive. ``watch`` bounds every wait."""
         self.out, self._stages, self._backend_of, self._policy = out, stages, backend_of, policy
         self._cadence = cadence = cadence or Cadence()
         self._guard = guard or Guard()
         self._evaluate, self._first, self._final = evaluate, first, final
         self._check, self._reference_of = check, reference_of
         self._reference: Reference | None = None
-        self._say = say
+        self._say, self._inform = say, inform
         self.checkpoints = Checkpoints(out, cadence.keep_last, cadence.keep_best)
         self.state = State(step=0, config=dict(config or {}))
         self._listener = listener
@@ -194,8 +196,10 @@ class Loop:
             self._reference = await self._in_torch(self._kept_reference)
         is_new, self._is_begun = not self._is_begun, False
         if stage.samples and is_new:
+            also = await self._roots(stage)
             for split in ("validation", *self._first):
-                await self.evaluate(split, "first")
+                await self.evaluate(split, "first", also)
+                also = {}
             await self._in_torch(self._save)  # what rollouts began with is the best, where they make it worse
         with doing(stage.name, stage.num_steps, "steps", first=self.state.stage_step) as told:
             async with contextlib.aclosing(self._works(stage)) as works:
@@ -206,6 +210,15 @@ class Loop:
                         break
         self._begin_next_stage()
         self._backend = None
+
+    async def _roots(self, stage: Stage) -> dict[str, float]:
+        """Say, before the first rollout, how many roots will be recursive; the same as metrics."""
+        counting = stage.roots(self.state.next_item)
+        count = await self.watch.bounded("counting the roots that will be recursive", counting)
+        if count is None:
+            return {}
+        self._inform(f"{stage.name}: {count.sentence()}")
+        return count.metrics()
 
     def _begin_next_stage(self) -> None:
         state = self.state
@@ -386,13 +399,14 @@ class Loop:
 
     # --- what is written down ------------------------------------------------------------------------------------
 
-    async def evaluate(self, split: str, stage: str) -> Mapping[str, float]:
-        """Measure the policy as it is on ``split``. On the validation stream it becomes the run's score, if there is one."""
+    async def evaluate(self, split: str, stage: str, also: Mapping[str, float] | None = None) -> Mapping[str, float]:
+        """Measure the policy as it is on ``split``. On the validation stream it becomes the run's score, if there is one.
+        ``also`` is written down in the same row."""
         async with self._weights:
             await self._publish()
         started = time.monotonic()
         values = dict(await self.watch.bounded(f"evaluating {split}", self._evaluate(split)))
-        values["evaluate_s"] = time.monotonic() - started
+        values |= {"evaluate_s": time.monotonic() - started, **(also or {})}
         if split == "validation":
             self.state.score = values.get("validation/reward")
         self._write(stage, values)

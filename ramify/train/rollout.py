@@ -20,11 +20,12 @@ import msgspec
 from ramify.clients.base import Sampling
 from ramify.engine.rlm import RLM
 from ramify.errors import ConfigError
-from ramify.evaluate.attempt import GRACE_S, attempt
+from ramify.evaluate.attempt import GRACE_S, attempt, is_direct
 from ramify.progress import doing
 from ramify.tasks.base import Item, Task
 from ramify.train.placement.runners import Runner
 from ramify.train.room import Gauge, Room
+from ramify.train.roots import RootCount
 from ramify.types.trajectory import Group, Stop, Trajectory
 
 
@@ -182,6 +183,15 @@ class Rollouts:
         return Rolling(
             item, [one(number) for number in range(self._options.group)], one("greedy") if self._greedy else None
         )
+
+    async def roots(self, items: Sequence[Item]) -> RootCount:
+        """How the roots of ``items`` will begin. No model is asked."""
+        direct = 0
+        if self._options.direct:
+            grace_s = self._options.grace_s
+            asked = (is_direct(self._rlm, self._task, item, grace_s) for item in items)
+            direct = sum(await asyncio.gather(*asked))
+        return RootCount(len(items), direct, self._rlm.limits.max_depth)
 
     async def groups(
         self, items: Sequence[Item], step: int, what: str = "rollouts",
