@@ -89,7 +89,7 @@ class Made:
         self.teachers: Teachers | None = None
         self.task: Task = task_of(run.task.name, **run.task.options)
         self.scaffold = scaffold_of(run.scaffold)
-        check_task(run, self.task)
+        check_task(run, self.task, say)
         check_inference(run)
         check_signals(run)
         check_schedules(run)

@@ -11,18 +11,24 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
 from pathlib import Path
 
+import msgspec
+
 from ramify.build.checks import check_folder
 from ramify.build.parts import Made
+from ramify.build.recipe import with_defaults
 from ramify.errors import ConfigError
 from ramify.train.backends import launch
-from ramify.train.checkpoint import FOLDER, State, check_config, find, read_state
+from ramify.train.checkpoint import FOLDER, State, check_config, find, read_state, verify
 from ramify.train.config import Run, plain
 from ramify.train.lock import locked
 from ramify.train.loop import Loop
 from ramify.train.metrics import Measured
 from ramify.train.trackers.base import Trackers
 
-FREE = ("cadence.", "compute.shard.", "evaluate.", "guard.", "inference", "name", "placement", "stall_s", "tracker")
+FREE = (
+    "cadence.", "compute.shard.", "evaluate.", "guard.", "inference", "name", "placement", "sft.task.validate", "stall_s",
+    "task.validate", "tracker",
+)  # fmt: skip
 """Fields of a run that a resumed one may have otherwise: they change no weight, but for how long it is trained."""
 _PARTS = ("teachers", "runners", "client", "trained", "services", "hosts")
 """Of ``Made``, in the order in which they are closed: who asks before who is asked."""
@@ -55,7 +61,10 @@ def _train(
     """``train`` for the process that holds the folder's lock."""
     checkpoint = find(resume) if resume is not None else None
     if checkpoint is not None:
-        check_config(read_state(checkpoint), plain(run), FREE)
+        verify(checkpoint)
+        state = read_state(checkpoint)
+        known = msgspec.structs.replace(state, config=with_defaults(state.config))
+        check_config(known, plain(run), FREE)
     is_of_out = checkpoint is not None and checkpoint.resolve().parent == (out / FOLDER).resolve()
     if not is_of_out and any(out.glob(f"{FOLDER}/step-*")):
         raise ConfigError(f"{out} holds a run already: resume it, or give another folder")

@@ -114,7 +114,7 @@ class _Command:
             check_k(self._k, plan.attempts)
         if other is not None:
             check_same_items(plan, other.plan)
-        task = _task(plan, bool(about.get("validate", True) is not False and resume is None))
+        task = _task(plan, bool(about.get("validate", True) is not False and resume is None), self._notes)
         if record is None and records is not None:
             record = records.create(plan)
         try:
@@ -275,7 +275,7 @@ class _Progress:
         return (f"average {self._right / scored:.3f}" if scored else "no average") + failed + cost
 
 
-def _task(plan: Plan, validates: bool) -> Task:
+def _task(plan: Plan, validates: bool, notes: Notes) -> Task:
     from ramify.tasks.base import items_of, task_of
     from ramify.tasks.validate import validate
 
@@ -283,7 +283,9 @@ def _task(plan: Plan, validates: bool) -> Task:
     task = task_of(plan.task, **plan.options)
     items_of(task, plan.split)
     if validates:
-        validate(task, [plan.split], num=min(4, plan.items))
+        skipped = validate(task, [plan.split], num=min(4, plan.items))
+        if skipped:
+            notes.say(f"ramify: {skipped}")
     return task
 
 

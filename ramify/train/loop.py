@@ -27,12 +27,13 @@ import msgspec
 import numpy as np
 
 from ramify.errors import StoreError, TrainError
+from ramify.policy import checksums
 from ramify.progress import doing, felt, heard
 from ramify.train import groups as group_file
 from ramify.train import metrics as metric_file
 from ramify.train import processors
 from ramify.train.backends.base import Backend, Reference
-from ramify.train.checkpoint import FOLDER, Checkpoints, State, read_state
+from ramify.train.checkpoint import FOLDER, Checkpoints, State, read_state, verify
 from ramify.train.guards import Guard, Memory, Told, after_evaluation, after_step
 from ramify.train.metrics import Measured, Metrics
 from ramify.train.pack import attach, describe, pack
@@ -349,15 +350,22 @@ class Loop:
         """The policy that rollouts began with, which is kept beside the checkpoints."""
         folder = self.out / REFERENCE
         if not self.state.stage_step:
-            self._policy.save(folder)
+            self._keep_policy(folder)
         elif not folder.is_dir():
             raise TrainError(
                 f"{folder} is not there: it is the policy that rollouts began with, which the run has a KL to; copy it from "
                 "the run that the checkpoint is of"
             )
+        checksums.check(folder)
         if self._reference_of is None:
             raise TrainError("the run has a KL to a reference policy, and nothing was given that makes one")
         return self._reference_of(folder)
+
+    def _keep_policy(self, folder: Path) -> None:
+        """Save the policy as it is with checksums, which are compared where it is loaded."""
+        checksums.drop(folder)
+        self._policy.save(folder)
+        checksums.write(folder)
 
     async def _rest(self) -> dict[str, float]:
         """Let engines that share the trainer's devices sleep until weights are published again; how long that took."""
@@ -421,13 +429,14 @@ class Loop:
         for name, checkpoint in (("last", last), ("best", best)):
             if checkpoint is None:
                 continue
+            await self._in_torch(verify, checkpoint, "policy/")
             await self._in_torch(self._policy.load, checkpoint / "policy")
             self._is_published = False
             if name == "best" and best == last:
                 continue
             for split in self._final:
                 await self.evaluate(split, name)
-        await self._in_torch(self._policy.save, self.out / "policy")
+        await self._in_torch(self._keep_policy, self.out / "policy")
 
     def _write(self, stage: str, values: Mapping[str, float]) -> None:
         assert self._metrics is not None
