@@ -45,9 +45,10 @@ def train(
     """Carry ``run`` out in the folder ``out``, from the beginning or from a checkpoint; where it stands at the end.
 
     ``resume`` is a run's folder or one of its checkpoints. Raises RunInUse while another process trains in ``out``,
-    ConfigError for what is wrong with the run before anything is trained, TrainError where training cannot go on. ``on_stall`` is told where nothing moves for
-    ``run.stall_s``: an error follows, but a thread that stands may keep this from returning. ``say`` is told what a
-    person should know, ``inform`` what is worth knowing where all is well."""
+    ConfigError for what is wrong with the run before anything is trained, StoreError for a damaged checkpoint, and
+    TrainError where training cannot go on. ``on_stall`` is told where nothing moves for ``run.stall_s``: an error
+    follows, but a stuck thread may keep this from returning. ``say`` is told what a person should know, ``inform`` what
+    is worth knowing where all is well."""
     launch.follow_if_told()
     out = Path(out)
     with locked(out):
@@ -79,9 +80,7 @@ def _train(
             listener(each)
 
     async def carry_out() -> State:
-        async with building(
-            run, out, checkpoint, listener=measured, say=say, on_stall=on_stall, inform=inform
-        ) as loop:
+        async with building(run, out, checkpoint, listener=measured, say=say, on_stall=on_stall, inform=inform) as loop:
             with trackers.opened(run.name, out, plain(run), resumed_at):
                 return await loop.run(checkpoint)
 

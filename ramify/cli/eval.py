@@ -54,9 +54,7 @@ OF_AN_EVALUATION = (
 _PLANNED = ("split", "items", "n", "seed", "validate")
 _NOT_HERE = ("cite", "cache")
 _DIRECT = Option("direct", bool, "answer by one plain call what fits easily (default: no, each attempt has a session)")
-_SETTINGS = tuple(
-    _DIRECT if option.name == "direct" else option for option in SETTINGS if option.name not in _NOT_HERE
-)
+_SETTINGS = tuple(_DIRECT if option.name == "direct" else option for option in SETTINGS if option.name not in _NOT_HERE)
 _KINDS = {name: kind for name, kind in KINDS.items() if name not in _NOT_HERE}
 
 

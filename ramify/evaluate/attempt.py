@@ -55,7 +55,14 @@ async def attempt(
     about = {**(metadata or {}), "task": item.id}
     try:
         trajectory, failure = await _run(
-            rlm, f"{name} item {item.id}".strip(), start, item.question, sampling, about, grace_s, on_stall,
+            rlm,
+            f"{name} item {item.id}".strip(),
+            start,
+            item.question,
+            sampling,
+            about,
+            grace_s,
+            on_stall,
             direct,
         )
     except BaseException:

@@ -131,9 +131,7 @@ async def evaluate(
                 continue
             drawn = _sampling(sampling, plan.seed, item, number)
             about = {"evaluation": {"split": plan.split, "attempt": number}}
-            trajectory = await attempt(
-                rlm, task, item, sampling=drawn, metadata=about, grace_s=grace_s, direct=direct
-            )
+            trajectory = await attempt(rlm, task, item, sampling=drawn, metadata=about, grace_s=grace_s, direct=direct)
             outcome = outcome_of(task, item, number, trajectory, is_stored=rlm.store is not None)
             fresh.append(outcome)
             if record is not None:

@@ -44,7 +44,9 @@ class RootCount(msgspec.Struct, frozen=True):
             head += f" (a session, with children down to depth {self.depth})"
         reasons = []
         if self.direct:
-            reasons.append(f"one plain call answers {self.direct} of them (rl.rollout.direct=false gives each a session)")
+            reasons.append(
+                f"one plain call answers {self.direct} of them (rl.rollout.direct=false gives each a session)"
+            )
         if not self.depth and self.direct < self.items:
             reasons.append(f"{self.items - self.direct} have a session, and limits.max_depth=0 allows no children")
         return head + (": " + "; ".join(reasons) if reasons else "")

@@ -21,7 +21,6 @@ from ramify.train.loop import Cadence
 from ramify.train.loss import Loss
 from tests.train.small import small, weights_of
 
-
 BASE = msgspec.structs.replace(small().policy, tokenizer=str(TINY))
 """Needs no demonstrations for its tokenizer."""
 
@@ -68,7 +67,7 @@ def test_a_flipped_bit_is_found_in_each_file_that_ranks_write(name: str, tmp_pat
         verify(latest)
     verify(older)
     flip(older / name, at=-9 if name == "state.json" else None)
-    with pytest.raises(StoreError, match="is damaged: .*; start again in another folder"):
+    with pytest.raises(StoreError, match=r"is damaged: .*; start again in another folder"):
         verify(older)
 
 

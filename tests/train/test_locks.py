@@ -48,7 +48,9 @@ def test_a_second_run_is_refused_and_names_the_first(tmp_path: Path) -> None:
     host = socket.gethostname()
     with held(out) as process:
         for resume in (None, out):
-            with pytest.raises(RunInUse, match=rf"out is being written by process {process.pid} on {host}: wait for it"):
+            with pytest.raises(
+                RunInUse, match=rf"out is being written by process {process.pid} on {host}: wait for it"
+            ):
                 train(small(), out, resume=resume)
         assert [path.name for path in out.iterdir()] == [FILE]
         found = holder(out)
@@ -79,9 +81,9 @@ def test_a_folder_that_was_made_for_the_lock_alone_goes_with_it(tmp_path: Path) 
 
 
 def test_one_process_cannot_hold_it_twice(tmp_path: Path) -> None:
-    with locked(tmp_path), pytest.raises(RunInUse, match=rf"is being written by process {os.getpid()} on "):
-        with locked(tmp_path):
-            pass
+    message = rf"is being written by process {os.getpid()} on "
+    with locked(tmp_path), pytest.raises(RunInUse, match=message), locked(tmp_path):
+        pass
 
 
 def test_who_reads_a_live_run_does_not_touch_its_checkpoints(tmp_path: Path) -> None:
