@@ -135,7 +135,7 @@ def _lock(fd: int, path: Path) -> None:
         except BlockingIOError:
             if time.monotonic() > deadline:
                 holder = _named(path) or "another process"
-                raise in_use(path, holder) from None
+                raise in_use(path, str(holder)) from None
         time.sleep(0.01)
 
 

@@ -50,7 +50,7 @@ class Columns(msgspec.Struct, frozen=True):
         question = row[self.question]
         if not isinstance(question, str) or not question.strip():
             raise TypeError(f"column '{self.question}' is {question!r:.60}; a question is text")
-        gold = None if self.gold is None else row[self.gold]
+        gold: Any = None if self.gold is None else row[self.gold]
         if gold is None and self.gold is not None:
             raise TypeError(f"column '{self.gold}' is empty; every row needs a gold answer, or give gold=None")
         is_choice = isinstance(gold, list | tuple) and len(gold)
