@@ -16,6 +16,7 @@
     │   └── SessionDied         the process behind a session ended
     ├── StoreError          a journal or blob that cannot be read or written
     │   ├── UnknownRun          no run or evaluation has that name, or several do
+    │   ├── RunInUse            another process is writing that run, evaluation or training folder
     │   └── ReplayDiverged      a replay asked something that was not recorded
     ├── TrainError          training cannot go on: a loss or gradient that is not finite
     └── LimitReached        a limit was reached; ``.stop`` says which
@@ -141,6 +142,10 @@ class StoreError(RamifyError):
 
 class UnknownRun(StoreError):
     """A name that is of no run or evaluation, or that several begin with."""
+
+
+class RunInUse(StoreError):
+    """Another process is writing what this one would write: a run, an evaluation or a training folder."""
 
 
 class ReplayDiverged(StoreError):

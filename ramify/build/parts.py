@@ -91,7 +91,7 @@ class Made:
         self.teachers: Teachers | None = None
         self.task: Task = task_of(run.task.name, **run.task.options)
         self.scaffold = scaffold_of(run.scaffold)
-        check_task(run, self.task)
+        check_task(run, self.task, say)
         check_inference(run)
         check_signals(run)
         check_schedules(run)
@@ -202,7 +202,7 @@ class Made:
         return RunnerSpec(
             name=self.client.name, task=run.task.name, options=run.task.options, scaffold=run.scaffold, limits=run.limits,
             sandbox=run.sandbox, inference=attached(run.inference, urls), checkpoint=str(checkpoint.resolve()),
-            dtype=str(self.serving.dtype).removeprefix("torch."), grace_s=run.rl.rollout.grace_s,
+            dtype=str(self.serving.dtype).removeprefix("torch."), grace_s=run.rl.rollout.grace_s, direct=run.rl.rollout.direct,
             variables=tuple(each.variable for each in run.placement.services.values()) if run.placement else (),
         )  # fmt: skip
 
@@ -321,8 +321,9 @@ class Made:
         return stages
 
     def loop(
-        self, out: Path, listener: Callable[[Measured], None] | None, on_stall: Callable[[str], None] | None = None
-    ) -> Loop:
+        self, out: Path, listener: Callable[[Measured], None] | None, on_stall: Callable[[str], None] | None = None,
+        inform: Callable[[str], None] = print,
+    ) -> Loop:  # fmt: skip
         from ramify.inference.local.client import LocalClient
 
         run = self.run
@@ -335,7 +336,7 @@ class Made:
             out, self._stages(out, trained, published), self._backend_of(trained), published, self.evaluate,
             first=run.evaluate.first, final=run.evaluate.final, cadence=run.cadence, guard=run.guard,
             config=plain(run), check=check, reference_of=lambda folder: trained.reference(folder, starts_at_base),
-            listener=listener, say=self._say,
+            listener=listener, say=self._say, inform=inform,
             watch=Watch(out, run.stall_s, others=getattr(trained, "stacks", None), on_stall=on_stall),
         )  # fmt: skip
         self.seen.on_reply = loop.watch.moved

@@ -68,6 +68,8 @@ def run_again(run: str, screen: Screen, *, as_json: bool, allow_weaker: bool) ->
 
     notes = screen.notes
     store, recorded = again.find(run)
+    if recorded.ended is None:
+        store.check_free(run)
     has_schema = bool(recorded.started.config.get("answer_schema"))
     rlm = again.rebuild(recorded.started, store, with_tools=recorded.ended is None, allow_weaker=allow_weaker)
     if recorded.ended is not None:

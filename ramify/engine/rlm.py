@@ -179,17 +179,20 @@ class RLM:
         self, prompt: Any, query: str | None = None, *, answer_type: Any = None, cite: bool = False,
         cache: bool = False, search: Search | int | None = None, on_event: Listener | None = None,
         metadata: Mapping[str, Any] | None = None, sampling: Sampling | None = None, limits: Limits | None = None,
+        direct: bool = True,
     ) -> Running:  # fmt: skip
         """A run that goes on while the caller does other things; needs a running event loop. Its ``result`` is data: it
         raises nothing for what a model did. ``metadata`` is kept with the run's configuration; ``sampling`` is this run's
         own, so that attempts at one question may each have their seed; so are ``limits``, but for ``max_concurrency``,
-        which all runs of an RLM share."""
-        asked = question(prompt, query, answer_type, cite)
+        which all runs of an RLM share. ``direct=False``: the root has a session, however short the context is."""
+        asked = msgspec.structs.replace(question(prompt, query, answer_type, cite), direct=direct)
         chosen = self._search if search is None else search_of(search)
         listeners = (*checked_listener(on_event), *tracing())
         journal = self.store.create(self.store.new_id(asked.text)) if self.store else None
         recorder = Recorder(journal, listeners)
         config = {**self._setup.config, **config_of(chosen), **(metadata or {})}
+        if not direct:
+            config["direct"] = False  # a replay and a resumed run must decide as this one did
         setup = msgspec.structs.replace(self._setup, config=config)
         if sampling is not None:
             config["sampling"] = msgspec.to_builtins(sampling)
@@ -202,6 +205,15 @@ class RLM:
             id=journal.id if journal else _new_id(), recorder=recorder, cache=self._cache(cache), search=chosen,
             close=functools.partial(_put_away, self.store, journal),
         )  # fmt: skip
+
+    async def is_direct(self, prompt: Any, query: str | None = None) -> bool:
+        """Whether ``start`` would answer by one plain call, without a session. Asks no model."""
+        asked, tools = question(prompt, query, None, False), self._setup.tools
+        if self._search is not None:
+            return False
+        async with self._shared.use() as resources:
+            window = self._connect(resources).rlm(0).window
+            return asked.is_direct(self._setup.scaffold, window, bool(tools.functions or tools.values))
 
     def conversation(self, prompt: Any) -> Conversation:
         """Several questions over one live session: ``with rlm.conversation(text) as c: c.ask(…)``, or ``async with`` and
@@ -298,7 +310,8 @@ class RLM:
         kind = kind if kind is not None else None if cite else config.get("answer_schema")
         asked = question("" if value is None else value, started.question, kind, cite) if value is not None else None
         asked = asked or question(started.question, None, kind, cite)
-        return msgspec.structs.replace(asked, about=config.get("about", ""))
+        direct = config.get("direct") is not False
+        return msgspec.structs.replace(asked, about=config.get("about", ""), direct=direct)
 
     def _from_record(self, run: str) -> Result:
         trajectory = self._need_store("resume").load(run)

@@ -16,7 +16,7 @@ from types import TracebackType
 
 import msgspec
 
-from ramify.errors import StoreError
+from ramify.errors import RunInUse, StoreError
 from ramify.secrets import Secrets
 from ramify.store.blobs import Blobs
 from ramify.store.files import FILE_MODE, Bytes, write_all
@@ -36,6 +36,10 @@ class Writer(msgspec.Struct, frozen=True):
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}"
+
+
+def this_process() -> Writer:
+    return Writer(os.getpid(), socket.gethostname())
 
 
 class Journal:
@@ -120,7 +124,7 @@ def open_locked(path: Path, flags: int) -> int:
     try:
         _lock(fd, path)
         if os.fstat(fd).st_nlink > 0:
-            me = msgspec.json.encode(Writer(os.getpid(), socket.gethostname()))
+            me = msgspec.json.encode(this_process())
             writer_file(path).write_bytes(me)
             writer_file(path).chmod(FILE_MODE)
             return fd
@@ -139,8 +143,12 @@ def _lock(fd: int, path: Path) -> None:
         except BlockingIOError:
             if time.monotonic() > deadline:
                 holder = _named(path) or "another process"
-                raise StoreError(f"run {path.stem} is being written by {holder}: stop that one first") from None
+                raise in_use(path, str(holder)) from None
         time.sleep(0.01)
+
+
+def in_use(path: Path, holder: str) -> RunInUse:
+    return RunInUse(f"run {path.stem} is being written by {holder}: stop that one first")
 
 
 def writer(path: Path) -> Writer | None:

@@ -20,11 +20,12 @@ import msgspec
 from ramify.clients.base import Sampling
 from ramify.engine.rlm import RLM
 from ramify.errors import ConfigError
-from ramify.evaluate.attempt import GRACE_S, attempt
+from ramify.evaluate.attempt import GRACE_S, attempt, is_direct
 from ramify.progress import doing
 from ramify.tasks.base import Item, Task
 from ramify.train.placement.runners import Runner
 from ramify.train.room import Gauge, Room
+from ramify.train.roots import RootCount
 from ramify.types.trajectory import Group, Stop, Trajectory
 
 
@@ -44,6 +45,8 @@ class RolloutOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     grace_s: float = GRACE_S
     """How long past its own deadline (``limits.max_seconds``) a rollout is waited for before it counts as stalled. The
     same holds for a task's ``prepare`` and ``score``."""
+    direct: bool = False
+    """Whether one plain call may answer a short context, without a session. Such a rollout trains no recursive model."""
 
     def __post_init__(self) -> None:
         if min(self.group, self.concurrency) < 1 or not self.temperature > 0 or not self.grace_s > 0:
@@ -181,6 +184,15 @@ class Rollouts:
             item, [one(number) for number in range(self._options.group)], one("greedy") if self._greedy else None
         )
 
+    async def roots(self, items: Sequence[Item]) -> RootCount:
+        """How the roots of ``items`` will begin. No model is asked."""
+        direct = 0
+        if self._options.direct:
+            grace_s = self._options.grace_s
+            asked = (is_direct(self._rlm, self._task, item, grace_s) for item in items)
+            direct = sum(await asyncio.gather(*asked))
+        return RootCount(len(items), direct, self._rlm.limits.max_depth)
+
     async def groups(
         self, items: Sequence[Item], step: int, what: str = "rollouts",
         after: Callable[[Group], Awaitable[None]] | None = None,
@@ -214,7 +226,7 @@ class Rollouts:
             return await self._runner.attempt(item, name, sampling)
         return await attempt(
             self._rlm, self._task, item, name=name, sampling=sampling, metadata={"rollout": name},
-            grace_s=self._options.grace_s, on_stall=self._on_stall,
+            grace_s=self._options.grace_s, on_stall=self._on_stall, direct=self._options.direct,
         )  # fmt: skip
 
 

@@ -133,8 +133,7 @@ def test_what_cannot_be_a_task_here() -> None:
     item = task.splits["test"][0]
     with pytest.raises(RamifyError, match="task Reads, row 0: no reward of it works without a runtime"):
         scored(task, item, answered(item, "x"))
-    with pytest.raises(ConfigError, match="it has no gold answer"):
-        validate(task)
+    assert "1 of the 1 items that were looked at have no gold answer" in validate(task)
 
 
 @needs_verifiers
