@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ramify.errors import LimitReached, ModelError, ReplayDiverged, StoreError
+from ramify.errors import LimitReached, ModelError, Refused, ReplayDiverged, StoreError
 from ramify.types.event import (
     AnyEvent,
     Attempted,
@@ -53,6 +53,8 @@ class Recording:
         self._ends: dict[str, CallEnded] = {}
         self._cells: dict[tuple[str, int, int], Cell] = {}
         self._asked: dict[tuple[str, int], Requested] = {}
+        self._replaced: dict[tuple[str, int, str], tuple[Requested, Requested]] = {}
+        """(call, turn, hash) of a refused prompt -> its request, and the request that replaced it."""
         self._replies: dict[tuple[str, int], Replied] = {}
         self._tools: dict[tuple[str, int, int, int], ToolAnswered] = {}
         self._attempts: dict[tuple[str, int], list[Attempted]] = {}
@@ -74,6 +76,7 @@ class Recording:
             self._missing(f"a request of call {call}, turn {turn} (prompt {prompt_hash[:12]})")
             return None
         if asked.prompt_hash != prompt_hash:
+            self._refuse_again(call, turn, prompt_hash)
             raise ReplayDiverged(
                 f"run {self.started.id}, call {call}, turn {turn}: the prompt has hash {prompt_hash[:12]} but "
                 f"{asked.prompt_hash[:12]} was recorded; the code, tools or context have changed, so ask as a new run"
@@ -138,6 +141,16 @@ class Recording:
         """Whether the journal has this event already, so that a resumed run must not append it again."""
         return _key(event) in self._held
 
+    def _refuse_again(self, call: str, turn: int, prompt_hash: str) -> None:
+        """Raise Refused for a prompt that was refused, and that another prompt replaced at the same place."""
+        if (call, turn, prompt_hash) not in self._replaced:
+            return
+        before, after = self._replaced[call, turn, prompt_hash]
+        error = Refused(f"call {call}, turn {turn}: the prompt {prompt_hash[:12]} was refused when it was recorded")
+        # With as many messages, it was shortened; a last word without them is sent for no other reason.
+        error.too_long = len(before.prompt) == len(after.prompt) or before.last_word is not None
+        raise error
+
     def _fail_again(self, call: str) -> None:
         ended = self._ends.get(call)
         if ended is None:
@@ -170,6 +183,9 @@ class Recording:
                 self.questions.append(event)
                 self.ended = None
             case Requested():
+                before = self._asked.get((event.call, event.turn))
+                if before is not None:
+                    self._replaced[before.call, before.turn, before.prompt_hash] = (before, event)
                 self._asked[event.call, event.turn] = event
             case Attempted():
                 self.attempts.append(event)
