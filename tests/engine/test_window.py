@@ -79,6 +79,7 @@ def test_a_child_whose_observation_does_not_fit_answers_its_parent() -> None:
 @pytest.mark.parametrize("does_summarise", [True, False])
 def test_a_replay_shows_what_was_shown(tmp_path: Path, does_summarise: bool) -> None:
     """Refused prompts are refused again, from the journal: nothing is asked, and nothing diverges."""
+
     def script(messages: tuple[Message, ...]) -> Any:
         if messages[-1].content == observe.SUMMARISE:
             return "x is there."
