@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from ramify.tasks.base import Item
 from ramify.tasks.ledger.task import ledger
@@ -30,7 +31,6 @@ ROOT = Path(__file__).parents[1]
 RECIPE = "recipes/tiny_recursive.py"
 OUT = Path("runs", "demo")
 CHARS = 10_000_000
-NUM_HELD_OUT = 256
 FLOOR = 0.9
 """Share of the held-out questions that a trained policy must answer right."""
 ENDED = (0, 3, 4)
@@ -44,6 +44,7 @@ def main() -> int:
     which.add_argument("--train", action="store_true", help="train the policy from scratch first: minutes")
     which.add_argument("--model", default="tiny", help="ask this model (default: tiny, the policy of the package)")
     parser.add_argument("--out", type=Path, help=f"folder of the training run (default: {OUT}); needs --train")
+    parser.add_argument("--questions", type=int, default=256, help="held-out questions to measure, with --train")
     options = parser.parse_args()
     if not options.train and (options.overrides or options.out):
         parser.error("fields of the recipe and --out need --train")
@@ -52,13 +53,13 @@ def main() -> int:
         if not options.train:
             return asked(options.model)
         os.chdir(ROOT)
-        policy = trained(out, options.overrides)
-        return asked(f"local:{policy}") if measured(out, policy) else 1
+        policy = trained(out, options.questions, options.overrides)
+        return asked(f"local:{policy}") if measured(out, policy, options.questions) else 1
     except subprocess.CalledProcessError as error:  # the command has said what is wrong
         return error.returncode
 
 
-def trained(out: Path, overrides: list[str]) -> Path:
+def trained(out: Path, num: int, overrides: list[str]) -> Path:
     """The policy that the recipe leaves. A finished one is used again; training that was cut off continues."""
     policy = out / "policy"
     if (policy / "config.json").is_file():
@@ -70,18 +71,18 @@ def trained(out: Path, overrides: list[str]) -> Path:
             "A transformer of half a million parameters with random weights: it imitates demonstrations, few of which"
         )
         print("are right, then finds out in its own sessions and those of its children what works.\n", flush=True)
-        words = [RECIPE, 'evaluate.first=["test"]', f"evaluate.num={NUM_HELD_OUT}", *overrides, "--out", str(out)]
+        words = [RECIPE, 'evaluate.first=["test"]', f"evaluate.num={num}", *overrides, "--out", str(out)]
     with tempfile.TemporaryDirectory() as folder:
         ramify("train", *words, env=environment(folder))
     return policy.resolve()
 
 
-def measured(out: Path, policy: Path) -> bool:
+def measured(out: Path, policy: Path, num: int) -> bool:
     """Say how many held-out questions were answered right before and after reinforcement learning; whether enough are."""
     rows = [row for row in read(out) if "test/reward" in row.values]
     with tempfile.TemporaryDirectory() as folder:
-        place = {"cwd": folder, "env": environment(folder), "stdout": subprocess.PIPE, "text": True}
-        question = ("eval", "ledger", "multi=1.0", "--items", str(NUM_HELD_OUT))
+        place: dict[str, Any] = {"cwd": folder, "env": environment(folder), "stdout": subprocess.PIPE, "text": True}
+        question = ("eval", "ledger", "multi=1.0", "--items", str(num))
         done = ramify(*question, "--model", f"local:{policy}", "--json", **place)
     report = json.loads(done.stdout)
     right = report["rows"][0]["average"]["value"]
@@ -100,7 +101,7 @@ def asked(model: str) -> int:
     """Ask ``model`` over a ledger, show the tree, and compare with the right answer; the exit code."""
     with tempfile.TemporaryDirectory() as folder:
         item = written(Path(folder, "ledger.txt"))
-        place = {"cwd": folder, "env": environment(folder)}
+        place: dict[str, Any] = {"cwd": folder, "env": environment(folder)}
         words = ("ask", item.question, "ledger.txt", "--model", model)
         done = ramify(*words, **place, check=False, stdout=subprocess.PIPE, text=True)
         print(done.stdout, flush=True)
@@ -126,10 +127,10 @@ def written(path: Path) -> Item:
     return item
 
 
-def ramify(*words: str, check: bool = True, **place: object) -> subprocess.CompletedProcess[str]:
+def ramify(*words: str, check: bool = True, **place: Any) -> subprocess.CompletedProcess[str]:
     """Run the command as a user would, after showing it. Raises CalledProcessError if it fails and ``check`` is set."""
     print(f"$ ramify {shlex.join(words)}", flush=True)
-    return subprocess.run([sys.executable, "-m", "ramify", *words], check=check, **place)  # type: ignore[call-overload,no-any-return]
+    return subprocess.run([sys.executable, "-m", "ramify", *words], check=check, **place)
 
 
 def environment(folder: str) -> dict[str, str]:
