@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from ramify.clients.base import Tool
 from ramify.engine import observe, retool
 from ramify.engine.action import Action, Final, read_action, said
 from ramify.engine.branch import Search
@@ -38,12 +39,14 @@ from ramify.errors import (
 )
 from ramify.sandbox.base import Ran
 from ramify.types.event import CellRan
-from ramify.types.message import Message
+from ramify.types.message import Message, Reply
 from ramify.types.trajectory import Cell, Fork, Stop
 
 ChildLoop = Callable[[Run, LiveCall], Coroutine[Any, Any, Outcome]]
 
 _NOTHING: Any = object()
+_SHARES = (1, 2, 4, 8, 16, 32, 64)
+"""An observation that does not fit the window is shown as one part in so many, the largest part that fits."""
 
 
 async def run_child(run: Run, call: LiveCall) -> Outcome:
@@ -122,7 +125,7 @@ class RlmLoop:
             return await self._last_word(stop)
         tools = run.scaffold.tools(NATIVE_TOOLS)
         try:
-            reply = await run.ask(call, self._pending, reused=self._reused, tools=tools)
+            reply = await self._ask_within_window(tools=tools)
         except LimitReached as reached:
             return await self._last_word(Stop(reached.stop))
         except ModelError as error:
@@ -138,6 +141,30 @@ class RlmLoop:
             self._pending = messages
             await self._compact_if_long()
         return outcome
+
+    async def _ask_within_window(self, *after: Message, tools: tuple[Tool, ...] = ()) -> Reply:
+        """Ask with the pending messages and ``after``. If an observation does not fit the model's window, show less of
+        it. Raises what ``Run.ask`` raises; Refused if even a few characters do not fit."""
+        run, whole = self.run, self._pending
+        error: Refused | None = None
+        for share in _SHARES if self.call.turn else _SHARES[:1]:  # a question is never shortened
+            pending = [observe.shortened(each, share, run.scaffold.terse_chars) for each in whole]
+            if error is not None and pending == self._pending:
+                continue
+            self._pending = pending
+            try:
+                reply = await run.ask(self.call, [*pending, *after], reused=self._reused, tools=tools)
+            except Refused as refused:
+                error = refused
+                if not refused.too_long:
+                    break
+                continue
+            if share > 1:
+                run.note(self.call, f"the window had room for one part in {share} of what the last cells gave")
+            return reply
+        self._pending = whole
+        assert error is not None
+        raise error
 
     async def _act(self, action: Action) -> tuple[Outcome | None, list[Message]]:
         """Do what the model asked for: an outcome, or the messages that it is shown next."""
@@ -363,6 +390,8 @@ class RlmLoop:
             except LimitReached:
                 continue
             except ModelError as error:
+                if isinstance(error, Refused) and error.too_long and prompt is not prompts[-1]:
+                    continue
                 return Outcome(stop, self._best(), str(error), error)
             self._last_text = reply.message.content
             return Outcome(stop, await self._last_answer(reply.message))
@@ -429,7 +458,7 @@ class RlmLoop:
             return
         run.note(call, f"the history has about {tokens:,} tokens of a window of {call.client.window:,}: summarising it")
         try:
-            reply = await run.ask(call, [*self._pending, Message("user", observe.SUMMARISE)])
+            reply = await self._ask_within_window(Message("user", observe.SUMMARISE))
         except (LimitReached, ModelError) as error:
             run.note(call, f"the summary failed ({error}); going on with the whole history")
             return

@@ -109,6 +109,8 @@ class Run:
         self._on_the_wire: set[asyncio.Task[Any]] = set()
         """Tasks that wait for a model, but for last words."""
         self._sessions: set[Session] = set()
+        self._repeated: set[tuple[str, int]] = set()
+        """(call, turn) of the recorded attempts that were repeated."""
         self._descriptions: dict[str, str] = {}
         self._loop = asyncio.get_running_loop()
         self._deadline = self._loop.time() + limits.max_seconds
@@ -280,7 +282,11 @@ class Run:
         return None
 
     def _repeat_attempts(self, recording: Replies, call: LiveCall, account: _Account) -> None:
-        """What was sent for this turn before and failed, or was under way: it may have been paid."""
+        """What was sent for this turn before and failed, or was under way: it may have been paid. Once, however many
+        prompts the turn has: one that did not fit the window was sent again, shorter."""
+        if (call.id, call.turn) in self._repeated:
+            return
+        self._repeated.add((call.id, call.turn))
         for attempt in recording.attempts_at(call.id, call.turn):
             self.recorder.emit(attempt)
             self.ledger.charge(attempt.usage, attempt.cost)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ramify.errors import LimitReached, ModelError, ReplayDiverged, StoreError
+from ramify.errors import LimitReached, ModelError, Refused, ReplayDiverged, StoreError
 from ramify.types.event import (
     AnyEvent,
     Attempted,
@@ -58,6 +58,8 @@ class Recording:
         self._ends: dict[str, CallEnded] = {}
         self._cells: dict[tuple[str, int, int], Cell] = {}
         self._asked: dict[tuple[str, int], Requested] = {}
+        self._replaced: dict[tuple[str, int, str], tuple[Requested, Requested]] = {}
+        """(call, turn, hash) of a refused prompt -> its request, and the request that replaced it."""
         self._replies: dict[tuple[str, int], Replied] = {}
         self._tools: dict[tuple[str, int, int, int], ToolAnswered] = {}
         self._attempts: dict[tuple[str, int], list[Attempted]] = {}
@@ -86,11 +88,13 @@ class Recording:
         return None if reply is None else reply.reply
 
     def check(self, call: str, turn: int, prompt_hash: str) -> None:
-        """Raises ReplayDiverged if another request was recorded there, or if the run diverged before."""
+        """Raises ReplayDiverged if another request was recorded there, or if the run diverged before;
+        Refused if the model refused this prompt and another one replaced it."""
         if self.diverged is not None:
             raise self.diverged
         asked = self._asked.get((call, turn))
         if asked is not None and asked.prompt_hash != prompt_hash:
+            self._refuse_again(call, turn, prompt_hash)
             raise self._diverged(
                 f"run {self.started.id}, call {call}, turn {turn}: the prompt has hash {prompt_hash[:12]} but "
                 f"{asked.prompt_hash[:12]} was recorded; the code, tools or context have changed, so ask as a new run"
@@ -151,6 +155,16 @@ class Recording:
         has diverged, and the journal stays as it is for the right program."""
         return self.diverged is not None or _key(event) in self._held
 
+    def _refuse_again(self, call: str, turn: int, prompt_hash: str) -> None:
+        """Raise Refused for a prompt that was refused, and that another prompt replaced at the same place."""
+        if (call, turn, prompt_hash) not in self._replaced:
+            return
+        before, after = self._replaced[call, turn, prompt_hash]
+        error = Refused(f"call {call}, turn {turn}: the prompt {prompt_hash[:12]} was refused when it was recorded")
+        # With as many messages, it was shortened; a last word without them is sent for no other reason.
+        error.too_long = len(before.prompt) == len(after.prompt) or before.last_word is not None
+        raise error
+
     def _fail_again(self, call: str) -> None:
         ended = self._ends.get(call)
         if ended is None:
@@ -195,6 +209,9 @@ class Recording:
                 self.questions.append(event)
                 self.ended = None
             case Requested():
+                before = self._asked.get((event.call, event.turn))
+                if before is not None:
+                    self._replaced[before.call, before.turn, before.prompt_hash] = (before, event)
                 self._asked[event.call, event.turn] = event
             case Attempted():
                 self.attempts.append(event)

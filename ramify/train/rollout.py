@@ -4,7 +4,8 @@
 
 Decides the seeds: each rollout has its own, from the run's seed, its name and its item, and never from the time at which
 it began. A rollout that fails is recorded and its group goes on (``attempt`` says what is a failure); so is one that is
-given up. Leaves out credit (``algorithms/``), which weights answer (``loop.py``), and which items come when (``queue.py``).
+given up, and one that was cut at its deadline, whose reward would depend on how busy the machine is. Leaves out credit
+(``algorithms/``), which weights answer (``loop.py``), and which items come when (``queue.py``).
 """
 
 from __future__ import annotations
@@ -223,11 +224,23 @@ class Rollouts:
         seed = random.Random(f"{self._seed}/{name}/{item.id}").getrandbits(31)
         sampling = self._options.sampling(self._rlm.limits.max_reply_tokens, seed, greedy=greedy)
         if self._runner is not None:
-            return await self._runner.attempt(item, name, sampling)
-        return await attempt(
+            return self._unless_cut(await self._runner.attempt(item, name, sampling))
+        rollout = await attempt(
             self._rlm, self._task, item, name=name, sampling=sampling, metadata={"rollout": name},
             grace_s=self._options.grace_s, on_stall=self._on_stall, direct=self._options.direct,
         )  # fmt: skip
+        return self._unless_cut(rollout)
+
+    def _unless_cut(self, rollout: Trajectory) -> Trajectory:
+        """``rollout``, without rewards if the deadline cut it: how busy a machine is must not become a reward."""
+        stops = [rollout.stop, *(call.stop for call in rollout.calls)]
+        if rollout.rewards and Stop.DEADLINE in stops:
+            rollout.rewards, rollout.call_rewards = {}, {}
+            rollout.errors.append(
+                f"{rollout.id} was cut at its deadline, and nothing is learnt from it: raise limits.max_seconds "
+                f"({self._rlm.limits.max_seconds:g}), or lower rl.rollout.concurrency ({self._options.concurrency})"
+            )
+        return rollout
 
 
 async def close(attempts: Iterable[Attempt]) -> None:
