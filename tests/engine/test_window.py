@@ -22,7 +22,7 @@ def in_turns(*turns: str) -> Callable[[tuple[Message, ...]], str]:
 
 
 def test_a_terse_observation_is_shown_as_far_as_it_fits() -> None:
-    model = client(in_turns("print('abcdefghi' * 10)", "FINAL(7)"), window=20)
+    model = client(in_turns("print('abcdefghi' * 10)", "FINAL(7)"), window=19)
     with rlm(model, scaffold="tiny", limits={"max_reply_tokens": 10}) as r:
         result = r.completion("alpha", "?")
     assert (result.answer, result.stop, result.error) == (7, Stop.FINAL, None)
