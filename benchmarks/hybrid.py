@@ -213,7 +213,7 @@ async def _attempted(policy: Path, num_items: int, is_start: bool) -> dict[str, 
     client = LocalClient(load(str(policy)), name="local:policy", slots=256)
     rlm = RLM(
         client, scaffold="bare", sandbox=SandboxSpec(provider="ramify.tasks.programs.evaluator"),
-        limits=Limits(max_turns=3, max_depth=0, max_reply_tokens=32, max_seconds=600, max_concurrency=512),
+        limits=Limits(max_turns=3, max_depth=0, max_reply_tokens=32, max_seconds=86_400, max_concurrency=512),
     )  # fmt: skip
     plan = Plan(model="local:policy", task="programs", items=num_items, attempts=NUM_ATTEMPTS)
     done = await evaluate(rlm, task, plan, sampling=Sampling(temperature=1.0), concurrency=256)

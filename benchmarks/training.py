@@ -48,6 +48,8 @@ from ramify.train.policy_losses import PpoClip
 from ramify.types.sequence import Batch, Sequence
 
 LOSS = Loss(policy=PpoClip())
+FP32 = Compute(precision="fp32")
+"""Both the forest and the rows compute in it, so that they differ by rounding alone."""
 GROUP = 8
 
 
@@ -308,7 +310,7 @@ def main() -> int:
     if options.device == "cuda":
         figures += on_gpu(options.quick)
     else:
-        bench = Bench(Single(small_policy()), options.quick)
+        bench = Bench(Single(small_policy(), compute=FP32), options.quick)
         for name in options.only or FIGURES:
             started = time.monotonic()
             for figure in FIGURES[name](bench):

@@ -29,7 +29,7 @@ from processes import HERE, quiet_env
 from ramify.clients.base import Known, Request, Sampling
 from ramify.inference.local.client import LocalClient
 from ramify.policy.load import Policy, save
-from ramify.train.backends.base import Optim
+from ramify.train.backends.base import Compute, Optim
 from ramify.train.backends.single import Single
 from ramify.train.loss import Loss
 from ramify.train.pack import pack
@@ -44,6 +44,7 @@ INSTALL = (
 PYTHON = HERE / ".venv-trl/bin/python"
 PROMPTS, SIBLINGS, REPLY = 16, 8, 64
 LOSS = Loss(policy=PpoClip())
+FP32 = Compute(precision="fp32")
 Step = Callable[[], float]
 """Makes an optimizer step; its CPU seconds."""
 
@@ -129,7 +130,7 @@ def _trees(policy: Policy, folder: Path, ratio: int, rounds: int) -> Iterator[Fi
         ids, logprobs = part.token_ids.tolist(), part.sampler_logprobs.tolist()
         lines.append(json.dumps({"prompt": ids[:start], "reply": ids[start:], "logprobs": logprobs[start:]}))
     (folder / "rows").write_text("\n".join(lines))
-    backend = Single(policy, Optim(lr=1e-3))
+    backend = Single(policy, Optim(lr=1e-3), FP32)
 
     def step() -> float:
         started = time.process_time()
@@ -158,7 +159,7 @@ def _compared(name: str, rounds: int, ours: Step, theirs: Step | None, least: fl
 
 @contextmanager
 def ours(policy: Policy) -> Iterator[tuple[LocalClient, Single]]:
-    yield LocalClient(policy, slots=PROMPTS * SIBLINGS), Single(policy, Optim(lr=1e-3))
+    yield LocalClient(policy, slots=PROMPTS * SIBLINGS), Single(policy, Optim(lr=1e-3), FP32)
 
 
 @contextmanager

@@ -1,75 +1,123 @@
-"""Train a recursive language model from nothing, then ask it about ten million characters: no key, no network, no GPU.
+"""Ask a recursive language model about ten million characters: no key, no network, no GPU.
 
-    python examples/demo.py                   trains into runs/demo, which takes minutes; goes on there after Ctrl-C
-    python examples/demo.py rl.steps=20       the same, with fields of the recipe overridden
-    python examples/demo.py --model tiny      trains nothing: asks the policy that comes with the package
+    python examples/demo.py                    asks the policy that comes with the package: seconds
+    python examples/demo.py --train            trains one from scratch into runs/demo first: about ten minutes of one core;
+                                               continues there after Ctrl-C
+    python examples/demo.py --train rl.steps=20       the same, with fields of the recipe overridden
+    python examples/demo.py --model local:DIR         asks another policy
 
-The ledger is several documents in one file, each in a format of its own, far longer than the policy's window of 512 tokens:
-it looks, splits them, and hands each to a child. What is right is known from the rows that the ledger was made of.
+The ledger is several documents in one file, each in its own format, far longer than the policy's window of 512 tokens: it
+looks, splits them, and hands each to a child. The right answer is known from the rows that the ledger was made of; another
+answer, or none, is an exit code other than 0. So is a policy that answers fewer than nine in ten held-out questions.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shlex
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from ramify.tasks.base import Item
 from ramify.tasks.ledger.task import ledger
+from ramify.train.metrics import read
 
 ROOT = Path(__file__).parents[1]
 RECIPE = "recipes/tiny_recursive.py"
 OUT = Path("runs", "demo")
 CHARS = 10_000_000
+FLOOR = 0.9
+"""Share of the held-out questions that a trained policy must answer right."""
+ENDED = (0, 3, 4)
+"""Exit codes of ``ramify ask`` that leave a run to look at: answered, cut short, no answer."""
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Train from nothing, ask over ten million characters, show the tree.")
-    parser.add_argument("overrides", nargs="*", metavar="FIELD=VALUE", help=f"of {RECIPE}")
-    parser.add_argument("--model", help="ask this one, and train nothing")
+    parser = argparse.ArgumentParser(description="Ask a small policy over ten million characters, and show the tree.")
+    parser.add_argument("overrides", nargs="*", metavar="FIELD=VALUE", help=f"of {RECIPE}, with --train")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--train", action="store_true", help="train the policy from scratch first: minutes")
+    which.add_argument("--model", default="tiny", help="ask this model (default: tiny, the policy of the package)")
+    parser.add_argument("--out", type=Path, help=f"folder of the training run (default: {OUT}); needs --train")
+    parser.add_argument("--questions", type=int, default=256, help="held-out questions to measure, with --train")
     options = parser.parse_args()
+    if not options.train and (options.overrides or options.out):
+        parser.error("fields of the recipe and --out need --train")
+    out = OUT if options.out is None else options.out.resolve()
     try:
-        model = options.model or trained(options.overrides)
-        return asked(model)
-    except subprocess.CalledProcessError as error:  # it has said what is wrong
+        if not options.train:
+            return asked(options.model)
+        os.chdir(ROOT)
+        policy = trained(out, options.questions, options.overrides)
+        return asked(f"local:{policy}") if measured(out, policy, options.questions) else 1
+    except subprocess.CalledProcessError as error:  # the command has said what is wrong
         return error.returncode
 
 
-def trained(overrides: list[str]) -> str:
-    """The policy that the recipe leaves; one that is there already is taken, one that was cut off is gone on with."""
-    os.chdir(ROOT)
-    policy = OUT / "policy"
+def trained(out: Path, num: int, overrides: list[str]) -> Path:
+    """The policy that the recipe leaves. A finished one is used again; training that was cut off continues."""
+    policy = out / "policy"
     if (policy / "config.json").is_file():
-        print(f"{policy} was trained before; remove {OUT} to train anew\n", flush=True)
-    elif any(OUT.glob("checkpoints/step-*")):
-        ramify("train", "--resume", str(OUT))
-    else:
+        print(f"{policy} was trained before; remove {out} to train again\n", flush=True)
+        return policy.resolve()
+    words = ["--resume", str(out)]
+    if not any(out.glob("checkpoints/step-*")):
         print(
-            "A transformer of half a million parameters, its weights random: it imitates demonstrations of which few are"
+            "A transformer of half a million parameters with random weights: it imitates demonstrations, few of which"
         )
-        print("right, then finds out by itself, in sessions of its own and of its children, what works.\n", flush=True)
-        ramify("train", RECIPE, *overrides, "--out", str(OUT))
-    return f"local:{policy.resolve()}"
+        print("are right, then finds out in its own sessions and those of its children what works.\n", flush=True)
+        words = [RECIPE, 'evaluate.first=["test"]', f"evaluate.num={num}", *overrides, "--out", str(out)]
+    with tempfile.TemporaryDirectory() as folder:
+        ramify("train", *words, env=environment(folder))
+    return policy.resolve()
+
+
+def measured(out: Path, policy: Path, num: int) -> bool:
+    """Say how many held-out questions were answered right before and after reinforcement learning; whether enough are."""
+    rows = [row for row in read(out) if "test/reward" in row.values]
+    with tempfile.TemporaryDirectory() as folder:
+        place: dict[str, Any] = {"cwd": folder, "env": environment(folder), "stdout": subprocess.PIPE, "text": True}
+        question = ("eval", "ledger", "multi=1.0", "--items", str(num))
+        done = ramify(*question, "--model", f"local:{policy}", "--json", **place)
+    report = json.loads(done.stdout)
+    right = report["rows"][0]["average"]["value"]
+    print("\nQuestions about documents that training never saw, answered right:")
+    for name, stage in (("before reinforcement learning", "first"), ("after it, the last step", "last")):
+        for row in rows:
+            if row.stage == stage:
+                print(f"  {name + ', sampled at temperature 1':<60}{row.values['test/reward']:>7.1%}")
+    print(f"  {'the policy that is asked below, at temperature 0':<60}{right:>7.1%}\n", flush=True)
+    if right < FLOOR:
+        print(f"demo: {right:.1%} right is below {FLOOR:.0%}: training did not succeed", file=sys.stderr)
+    return bool(right >= FLOOR)
 
 
 def asked(model: str) -> int:
-    """Ask ``model`` over a ledger, show the tree, say what would have been right."""
+    """Ask ``model`` over a ledger, show the tree, and compare with the right answer; the exit code."""
     with tempfile.TemporaryDirectory() as folder:
         item = written(Path(folder, "ledger.txt"))
-        place = {"cwd": folder, "env": environment(folder)}
-        ramify("ask", item.question, "ledger.txt", "--model", model, **place)
-        print(flush=True)
+        place: dict[str, Any] = {"cwd": folder, "env": environment(folder)}
+        words = ("ask", item.question, "ledger.txt", "--model", model)
+        done = ramify(*words, **place, check=False, stdout=subprocess.PIPE, text=True)
+        print(done.stdout, flush=True)
+        if done.returncode not in ENDED:
+            return int(done.returncode)
         ramify("show", "last", **place)
-    print(f"\nThe rows that the ledger was made of say: {item.gold}")
+    print(f"\nThe rows that the ledger was made of say: {item.gold}", flush=True)
+    answer = done.stdout.strip()
+    if answer != str(item.gold):
+        print(f"demo: {model} answered {answer or 'nothing'!r}, which is wrong", file=sys.stderr)
+        return int(done.returncode) or 1
     print("Everything above was real: the weights, the sessions and what they computed. A model that you know better:")
     print(
         '  export OPENAI_API_KEY=…\n  .venv/bin/ramify ask "Which host failed first, and why?" logs/ --model openai:gpt-5-mini'
     )
-    return 0
+    return int(done.returncode)
 
 
 def written(path: Path) -> Item:
@@ -79,14 +127,14 @@ def written(path: Path) -> Item:
     return item
 
 
-def ramify(*words: str, **place: object) -> None:
-    """Run the command as a user would, after showing it. Raises CalledProcessError where it fails."""
+def ramify(*words: str, check: bool = True, **place: Any) -> subprocess.CompletedProcess[str]:
+    """Run the command as a user would, after showing it. Raises CalledProcessError if it fails and ``check`` is set."""
     print(f"$ ramify {shlex.join(words)}", flush=True)
-    subprocess.run([sys.executable, "-m", "ramify", *words], check=True, **place)  # type: ignore[call-overload]
+    return subprocess.run([sys.executable, "-m", "ramify", *words], check=check, **place)
 
 
 def environment(folder: str) -> dict[str, str]:
-    """This process's, but for a user's settings and runs: a demonstration neither depends on them nor adds any."""
+    """This process's environment without a user's settings and runs: the demo neither reads nor adds any."""
     settings = Path(folder, "config.toml")
     settings.touch()
     kept = {name: value for name, value in os.environ.items() if not name.startswith("RAMIFY_")}

@@ -9,11 +9,14 @@
     │   ├── ReplyLost           sent, but the reply did not arrive   (tried again; may have been paid)
     │   ├── ServerFailed        a 5xx                                (tried again)
     │   ├── BadReply            not the API: HTML, no choices        (not tried again)
+    │   ├── ReplyCut            ended at its length limit, unfinished (``.text`` is what arrived)
+    │   ├── ReplyFiltered       stopped by a content filter, or the model refused
     │   └── Refused             4xx: key, quota, unknown model, prompt too long
     ├── SandboxError        a session could not be had, or broke
     │   └── SessionDied         the process behind a session ended
     ├── StoreError          a journal or blob that cannot be read or written
     │   ├── UnknownRun          no run or evaluation has that name, or several do
+    │   ├── RunInUse            another process is writing that run, evaluation or training folder
     │   └── ReplayDiverged      a replay asked something that was not recorded
     ├── TrainError          training cannot go on: a loss or gradient that is not finite
     └── LimitReached        a limit was reached; ``.stop`` says which
@@ -90,6 +93,22 @@ class BadReply(ModelError):
     may_be_paid = True
 
 
+class ReplyCut(ModelError):
+    """The reply ended at its length limit, unfinished. ``text`` is what arrived."""
+
+    def __init__(self, message: str, text: str) -> None:
+        super().__init__(message)
+        self.text = text
+
+
+class ReplyFiltered(ModelError):
+    """A content filter stopped the reply, or the model refused. ``text`` is what arrived."""
+
+    def __init__(self, message: str, text: str) -> None:
+        super().__init__(message)
+        self.text = text
+
+
 class Refused(ModelError):
     """The server refused the request: a 4xx other than 429."""
 
@@ -113,12 +132,20 @@ class WeakSandboxWarning(UserWarning):
     """Code of a model runs where it could do harm; ``SandboxSpec(allow_weaker=True)`` says that this is accepted."""
 
 
+class OldNameWarning(DeprecationWarning):
+    """A setting is given under a name that it has elsewhere or had; the command line shows it."""
+
+
 class StoreError(RamifyError):
     """A journal or a blob that cannot be read or written."""
 
 
 class UnknownRun(StoreError):
     """A name that is of no run or evaluation, or that several begin with."""
+
+
+class RunInUse(StoreError):
+    """Another process is writing what this one would write: a run, an evaluation or a training folder."""
 
 
 class ReplayDiverged(StoreError):

@@ -35,7 +35,7 @@ def run() -> Run:
         ),
         scaffold="default",
         limits=Limits(
-            max_turns=8, max_depth=1, max_children=16, max_reply_tokens=1024, max_seconds=600, max_concurrency=512
+            max_turns=8, max_depth=1, max_children=16, max_reply_tokens=1024, max_seconds=86_400, max_concurrency=512
         ),
         evaluate=EvaluateSpec(num=64, first=("test",), final=("test",)),
         cadence=Cadence(evaluate=10, keep_last=1),

@@ -47,7 +47,7 @@ def run() -> Run:
             optim=Optim(lr=2e-4),
         ),
         scaffold="bare",
-        limits=Limits(max_turns=3, max_depth=0, max_reply_tokens=32, max_seconds=120, max_concurrency=512),
+        limits=Limits(max_turns=3, max_depth=0, max_reply_tokens=32, max_seconds=86_400, max_concurrency=512),
         sandbox=SandboxSpec(provider="ramify.tasks.programs.evaluator"),
         evaluate=EvaluateSpec(num=256, validation=32, attempts=8, final=("test",)),
         cadence=Cadence(evaluate=10),

@@ -18,7 +18,7 @@ from ramify.train.loop import Cadence
 
 DATA = {"validation": "data/aime-2025.parquet", "test": "data/aime-2024.parquet"}
 LIMITS = Limits(
-    max_turns=16, max_depth=0, max_reply_tokens=8192, max_seconds=1800, max_tokens=400_000, max_concurrency=256
+    max_turns=16, max_depth=0, max_reply_tokens=8192, max_seconds=86_400, max_tokens=400_000, max_concurrency=256
 )  # fmt: skip
 SANDBOX = SandboxSpec(cell_s=120.0, memory_bytes=4 << 30, pool=8)
 """Whole Python in the jail; ``sandbox.packages=["sympy", "numpy"]`` where they are installed."""

@@ -16,7 +16,7 @@ import torch
 
 from ramify import RLM, Limits
 from ramify.inference.local.client import LocalClient
-from ramify.policy.load import load, save
+from ramify.policy.load import Defaults, load, save
 from ramify.tasks.base import task_of
 from ramify.train.algorithms.dr_grpo import DrGRPO
 from ramify.train.backends.base import Optim
@@ -33,7 +33,7 @@ async def main(checkpoint: str, num_steps: int = 45, num_items: int = 24) -> Non
     client = LocalClient(policy, name="local:policy")  # an engine that shares the policy's weights
     backend = Single(policy, Optim(lr=1e-3, schedule="linear", num_steps=num_steps, max_grad_norm=0.5))
     task, algorithm, loss = task_of("ledger"), DrGRPO(), Loss()
-    limits = Limits(max_turns=6, max_reply_tokens=100, max_seconds=120, max_concurrency=512)
+    limits = Limits(max_turns=6, max_reply_tokens=100, max_seconds=86_400, max_concurrency=512)
 
     async with RLM(client, scaffold="tiny", limits=limits) as rlm:  # jailed sessions, children, the tree
         rollouts = Rollouts(rlm, task, RolloutOptions(group=8))
@@ -56,6 +56,7 @@ async def main(checkpoint: str, num_steps: int = 45, num_items: int = 24) -> Non
             print(f"step {step}: reward {stamping.metrics['reward']:.3f}  loss {measured['loss']:.4f}")
 
     await client.close()
+    policy.defaults = Defaults(temperature=0.0)  # for requests that do not set one
     save(policy, f"{checkpoint}-rl")
 
 

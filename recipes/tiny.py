@@ -39,7 +39,7 @@ def run() -> Run:
             optim=Optim(lr=5e-4, warmup_steps=3, schedule="linear", max_grad_norm=0.5),
         ),
         scaffold="tiny",
-        limits=Limits(max_turns=5, max_depth=1, max_reply_tokens=100, max_seconds=120, max_concurrency=512),
+        limits=Limits(max_turns=5, max_depth=1, max_reply_tokens=100, max_seconds=86_400, max_concurrency=512),
         evaluate=EvaluateSpec(num=256, validation=128, final=("test", "test_formats", "test_names")),
         cadence=Cadence(evaluate=8),
         compute=Compute(precision="fp32"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import tempfile
 import warnings
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,12 +26,15 @@ if TYPE_CHECKING:
     from ramify.policy.load import Policy
 
 
-def check_task(run: Run, task: Task) -> None:
-    """The task has the splits that the run asks, and its options can be learnt by."""
+def check_task(run: Run, task: Task, say: Callable[[str], None] = print) -> None:
+    """The task has the splits that the run asks, its gold answers score 1 where it has any, and its options can be learnt
+    by. ``say`` is told where scores were not checked."""
     splits = dict.fromkeys(("train", "validation", *run.evaluate.first, *run.evaluate.final))
     for split in splits:
         items_of(task, split)
-    validate(task, splits)
+    skipped = validate(task, splits, gold=run.task.validate)
+    if skipped:
+        say(skipped if run.task.validate else f"{skipped} (task.validate=false)")
     if run.rl is not None and run.rl.rollout.group == 1 and run.rl.algorithm.has_group_baseline:
         warnings.warn(
             "a group of one has nothing to be compared with: every advantage is 0, and nothing will be learnt; set "

@@ -52,7 +52,10 @@ def policy_of(run: Run, demonstrations: Sequence[Trajectory]) -> Policy:
         }
     )  # fmt: skip
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    return from_config(config, tokenizer, run.seed, device=device)
+    policy = from_config(config, tokenizer, run.seed, device=device)
+    if spec.dtype != "auto":
+        policy.model.to(getattr(torch, spec.dtype))
+    return policy
 
 
 def serving_of(run: Run, policy: Policy, is_here: bool, say: Callable[[str], None]) -> Policy:

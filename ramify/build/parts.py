@@ -32,6 +32,7 @@ from ramify.store.store import Store
 from ramify.tasks.base import Task, items_of, task_of
 from ramify.train.algorithms.base import needs_of
 from ramify.train.backends.base import BACKENDS
+from ramify.train.backends.precision import ROUNDING, decided
 from ramify.train.config import Run, plain
 from ramify.train.loop import Loop
 from ramify.train.metrics import Measured
@@ -45,7 +46,7 @@ from ramify.train.placement.services import Services
 from ramify.train.placement.sharing import sleeping
 from ramify.train.processors import Meter
 from ramify.train.rollout import RolloutOptions, Rollouts
-from ramify.train.selfcheck import Seen, SelfCheck
+from ramify.train.selfcheck import CanaryLimits, Seen, SelfCheck
 from ramify.train.signals.compose import Hybrid
 from ramify.train.signals.reading import Signals
 from ramify.train.signals.scorer import Teachers
@@ -58,11 +59,12 @@ if TYPE_CHECKING:
     from ramify.inference.local.client import LocalClient
     from ramify.train.backends.base import Backend, Trained
 
-_TOLERANCE = {"torch.float32": 1e-4}
-_FOREIGN_TOLERANCE = {"torch.float32": 1e-3}
-"""Where another engine's kernels computed them."""
+_TOLERANCE = 1e-4
+"""Largest difference of two log-probabilities if engine and trainer compute in fp32."""
+_FOREIGN_TOLERANCE = 1e-3
+"""The same if another engine's kernels computed them."""
 _COARSE = 0.3
-"""Most that two log-probabilities may differ by in half precision."""
+"""The same if either computes in half precision; more on paths of unlikely tokens (``ROUNDING``)."""
 
 
 class Made:
@@ -89,13 +91,15 @@ class Made:
         self.teachers: Teachers | None = None
         self.task: Task = task_of(run.task.name, **run.task.options)
         self.scaffold = scaffold_of(run.scaffold)
-        check_task(run, self.task)
+        check_task(run, self.task, say)
         check_inference(run)
         check_signals(run)
         check_schedules(run)
         self._engines = sleeping(run, _device_of(run))
         shown = list(demonstrations_of(run, self.task, self.scaffold))
         self.policy = policy_of(run, shown)
+        dtype, device = self.policy.dtype, self.policy.device.type
+        self.compute = decided(run.compute, dtype, device)
         self.serving = serving_of(run, self.policy, self._kind.is_here, say)
         check_prompts(run, self.task, self.scaffold, self.policy)
         weights = self.task.weights
@@ -124,7 +128,7 @@ class Made:
         """What is trained: the policy of this process, or a copy of it over ranks."""
         run = self.run
         if self._kind.is_here:
-            here: Trained = self._kind(self.policy, run.compute, out)
+            here: Trained = self._kind(self.policy, self.compute, out)
             return here
         from ramify.train.backends.adapters import Lora
 
@@ -135,7 +139,7 @@ class Made:
         critic = run.rl is not None and needs_of(run.rl.algorithm).values and run.rl.critic.model == "shared"
         hosts = {} if self.hosts is None else {"hosts": self.hosts}
         spread: Trained = self._kind(
-            self.policy, run.compute, out, lora=adapters, source=source, critic=critic, **hosts
+            self.policy, self.compute, out, lora=adapters, source=source, critic=critic, **hosts
         )  # fmt: skip
         return spread
 
@@ -198,7 +202,7 @@ class Made:
         return RunnerSpec(
             name=self.client.name, task=run.task.name, options=run.task.options, scaffold=run.scaffold, limits=run.limits,
             sandbox=run.sandbox, inference=attached(run.inference, urls), checkpoint=str(checkpoint.resolve()),
-            dtype=str(self.serving.dtype).removeprefix("torch."), grace_s=run.rl.rollout.grace_s,
+            dtype=str(self.serving.dtype).removeprefix("torch."), grace_s=run.rl.rollout.grace_s, direct=run.rl.rollout.direct,
             variables=tuple(each.variable for each in run.placement.services.values()) if run.placement else (),
         )  # fmt: skip
 
@@ -224,13 +228,19 @@ class Made:
             raise
         return hosts
 
-    def _tolerance(self) -> float:
-        """Most that log-probabilities of engine and trainer may differ by."""
-        spec, dtype = self.run.inference, str(self.serving.dtype)
+    def _canary_limits(self) -> CanaryLimits:
+        """How much log-probabilities of engine and trainer may differ by: by the coarser precision."""
+        spec, dtype = self.run.inference, str(self.serving.dtype).removeprefix("torch.")
+        is_exact = dtype == "float32" and self.compute.precision == "fp32"
+        hint = f"the engine computes in {dtype} and the trainer in {self.compute.precision}"
+        if not is_exact:
+            hint += "; set policy.dtype=float32 and compute.precision=fp32 to rule out rounding"
         if spec is not None and spec.tolerance:
-            return spec.tolerance
-        same = spec is None or spec.engine == "ramify"
-        return (_TOLERANCE if same else _FOREIGN_TOLERANCE).get(dtype, _COARSE)
+            return CanaryLimits(spec.tolerance, 0.0, hint)
+        if not is_exact:
+            return CanaryLimits(_COARSE, ROUNDING, hint)
+        is_ours = spec is None or spec.engine == "ramify"
+        return CanaryLimits(_TOLERANCE if is_ours else _FOREIGN_TOLERANCE, 0.0, hint)
 
     def _backend_of(self, trained: Trained) -> Callable[[Stage], Backend]:
         def backend(stage: Stage) -> Backend:
@@ -263,7 +273,7 @@ class Made:
         if isinstance(self.client, LocalClient) and self.serving is self.policy and trained.is_here:
             in_engine = self.client.run
         teachers = self.teachers = Teachers(
-            sources, self.policy, lambda policy: Single(policy, None, self.run.compute, dumps=out), out, published.save,
+            sources, self.policy, lambda policy: Single(policy, None, self.compute, dumps=out), out, published.save,
             trained.weights, self._engine_of, self.run.seed, in_engine, is_copy=not trained.is_here,
         ) if sources else None  # fmt: skip
         return Signals(
@@ -311,8 +321,9 @@ class Made:
         return stages
 
     def loop(
-        self, out: Path, listener: Callable[[Measured], None] | None, on_stall: Callable[[str], None] | None = None
-    ) -> Loop:
+        self, out: Path, listener: Callable[[Measured], None] | None, on_stall: Callable[[str], None] | None = None,
+        inform: Callable[[str], None] = print,
+    ) -> Loop:  # fmt: skip
         from ramify.inference.local.client import LocalClient
 
         run = self.run
@@ -320,12 +331,12 @@ class Made:
         trained = self.trained = self._trained(out)
         published = Published(self.policy, self.serving, self.client, trained)
         starts_at_base = run.warmup is None and run.sft is None
-        check = SelfCheck(self.seen, published.weights, prompt, self._tolerance())
+        check = SelfCheck(self.seen, published.weights, prompt, *self._canary_limits())
         loop = Loop(
             out, self._stages(out, trained, published), self._backend_of(trained), published, self.evaluate,
             first=run.evaluate.first, final=run.evaluate.final, cadence=run.cadence, guard=run.guard,
             config=plain(run), check=check, reference_of=lambda folder: trained.reference(folder, starts_at_base),
-            listener=listener, say=self._say,
+            listener=listener, say=self._say, inform=inform,
             watch=Watch(out, run.stall_s, others=getattr(trained, "stacks", None), on_stall=on_stall),
         )  # fmt: skip
         self.seen.on_reply = loop.watch.moved

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -90,13 +91,14 @@ class Published:
         return unmerged(self._serving.model if self._is_loaded else self._trained.model)
 
     def save(self, folder: Path) -> None:
-        """What the engine answers with, in its precision; the trainer's is in the checkpoint."""
-        from ramify.policy.load import save
+        """What the engine answers with, in its precision; the trainer's is in the checkpoint. It says temperature 0,
+        which holds for requests that do not set one: rollouts explore, users want the likeliest answer."""
+        from ramify.policy.load import Defaults, save
         from ramify.policy.weights import load_weights
 
         if not self._shares:
             load_weights(self._serving.model, dict(self.weights()))
-        save(self._serving, folder)
+        save(dataclasses.replace(self._serving, defaults=Defaults(temperature=0.0)), folder)
 
     def load(self, folder: Path) -> None:
         from ramify.policy.load import load_into

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from ramify.errors import ConfigError, RamifyError
 from ramify.train.algorithms import ALGORITHMS
 from ramify.train.checkpoint import find, read_state
-from ramify.train.config import CHOICES, Run
+from ramify.train.config import CHOICES, Run, plain
 from ramify.train.override import of_name, override
 from ramify.train.redacted import cut_out
 
@@ -40,6 +41,24 @@ def recipe(path: str | Path, overrides: Sequence[str] = ()) -> Run:
     if not isinstance(run, Run):
         raise ConfigError(f"{path} has no `def run() -> Run` (ramify.train.config.Run)")
     return override(run, overrides, CHOICES)
+
+
+def with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration of a checkpoint, with the defaults of fields that it was written without, by an older version."""
+    try:
+        whole = plain(msgspec.convert(config, Run))
+    except (ConfigError, msgspec.ValidationError):  # what was cut out may not fit: compared as it is
+        return dict(config)
+    return _completed(config, whole)
+
+
+def _completed(found: Mapping[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
+    """``found`` with the keys of ``whole`` that it lacks, at every depth."""
+    both = {**whole, **found}
+    for name, value in found.items():
+        if isinstance(value, Mapping) and isinstance(whole.get(name), Mapping):
+            both[name] = _completed(value, whole[name])
+    return both
 
 
 def stored(path: str | Path, overrides: Sequence[str] = ()) -> Run:

@@ -11,17 +11,24 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
 from pathlib import Path
 
+import msgspec
+
 from ramify.build.checks import check_folder
 from ramify.build.parts import Made
+from ramify.build.recipe import with_defaults
 from ramify.errors import ConfigError
 from ramify.train.backends import launch
-from ramify.train.checkpoint import FOLDER, State, check_config, find, read_state
+from ramify.train.checkpoint import FOLDER, State, check_config, find, read_state, verify
 from ramify.train.config import Run, plain
+from ramify.train.lock import locked
 from ramify.train.loop import Loop
 from ramify.train.metrics import Measured
 from ramify.train.trackers.base import Trackers
 
-FREE = ("cadence.", "compute.shard.", "evaluate.", "guard.", "inference", "name", "placement", "stall_s", "tracker")
+FREE = (
+    "cadence.", "compute.shard.", "evaluate.", "guard.", "inference", "name", "placement", "sft.task.validate", "stall_s",
+    "task.validate", "tracker",
+)  # fmt: skip
 """Fields of a run that a resumed one may have otherwise: they change no weight, but for how long it is trained."""
 _PARTS = ("teachers", "runners", "client", "trained", "services", "hosts")
 """Of ``Made``, in the order in which they are closed: who asks before who is asked."""
@@ -33,18 +40,32 @@ after each system call. At Python's 5 ms a step of rollouts takes a fifth longer
 def train(
     run: Run, out: str | Path, *, resume: str | Path | None = None,
     listener: Callable[[Measured], None] | None = None, say: Callable[[str], None] = print,
-    on_stall: Callable[[str], None] | None = None,
+    on_stall: Callable[[str], None] | None = None, inform: Callable[[str], None] = print,
 ) -> State:  # fmt: skip
     """Carry ``run`` out in the folder ``out``, from the beginning or from a checkpoint; where it stands at the end.
 
-    ``resume`` is a run's folder or one of its checkpoints. Raises ConfigError for what is wrong with the run before
-    anything is trained, TrainError where training cannot go on. ``on_stall`` is told where nothing moves for
-    ``run.stall_s``: an error follows, but a thread that stands may keep this from returning."""
+    ``resume`` is a run's folder or one of its checkpoints. Raises RunInUse while another process trains in ``out``,
+    ConfigError for what is wrong with the run before anything is trained, StoreError for a damaged checkpoint, and
+    TrainError where training cannot go on. ``on_stall`` is told where nothing moves for ``run.stall_s``: an error
+    follows, but a stuck thread may keep this from returning. ``say`` is told what a person should know, ``inform`` what
+    is worth knowing where all is well."""
     launch.follow_if_told()
     out = Path(out)
-    checkpoint = find(Path(resume)) if resume is not None else None
+    with locked(out):
+        return _train(run, out, Path(resume) if resume is not None else None, listener, say, on_stall, inform)
+
+
+def _train(
+    run: Run, out: Path, resume: Path | None, listener: Callable[[Measured], None] | None,
+    say: Callable[[str], None], on_stall: Callable[[str], None] | None, inform: Callable[[str], None],
+) -> State:  # fmt: skip
+    """``train`` for the process that holds the folder's lock."""
+    checkpoint = find(resume) if resume is not None else None
     if checkpoint is not None:
-        check_config(read_state(checkpoint), plain(run), FREE)
+        verify(checkpoint)
+        state = read_state(checkpoint)
+        known = msgspec.structs.replace(state, config=with_defaults(state.config))
+        check_config(known, plain(run), FREE)
     is_of_out = checkpoint is not None and checkpoint.resolve().parent == (out / FOLDER).resolve()
     if not is_of_out and any(out.glob(f"{FOLDER}/step-*")):
         raise ConfigError(f"{out} holds a run already: resume it, or give another folder")
@@ -59,7 +80,7 @@ def train(
             listener(each)
 
     async def carry_out() -> State:
-        async with building(run, out, checkpoint, listener=measured, say=say, on_stall=on_stall) as loop:
+        async with building(run, out, checkpoint, listener=measured, say=say, on_stall=on_stall, inform=inform) as loop:
             with trackers.opened(run.name, out, plain(run), resumed_at):
                 return await loop.run(checkpoint)
 
@@ -70,7 +91,7 @@ def train(
 async def building(
     run: Run, out: Path, checkpoint: Path | None = None, *,
     listener: Callable[[Measured], None] | None = None, say: Callable[[str], None] = print,
-    on_stall: Callable[[str], None] | None = None,
+    on_stall: Callable[[str], None] | None = None, inform: Callable[[str], None] = print,
 ) -> AsyncIterator[Loop]:  # fmt: skip
     """The loop of ``run``, with all that it needs open as long as the block lasts. All checks are done here, also that it can
     go on from ``checkpoint``."""
@@ -85,7 +106,7 @@ async def building(
         try:
             await made.start(out)
             async with made.rlm:
-                yield made.loop(out, listener, on_stall)
+                yield made.loop(out, listener, on_stall, inform)
         finally:
             gc.unfreeze()
             sys.setswitchinterval(interval)

@@ -54,6 +54,7 @@ SETTINGS = (
     Option("max_tokens", int, "in and out, in all (default: 20000000)"),
     Option("max_reply_tokens", int, "of one reply (default: 8192)"),
     Option("max_concurrency", int, "requests at once (default: 64)"),
+    Option("patience", float, "seconds to try again while a model cannot be reached (default: 300)"),
     Option("branches", int, "first turns to go on from, each to an answer; most of them win (default: 1)"),
     Option("cite", bool, "ask for citations and check them"),
     Option(
@@ -71,7 +72,11 @@ SETTINGS = (
     Option("mcp", list, "MCP server whose tools sessions get, a command or an address; repeat it for more", "COMMAND"),
     Option("temperature", float, "of sampling (default: the provider's)"),
     Option("direct", bool, "answer by one plain call what fits easily (default: yes)"),
-    Option("cache", bool, "use stored replies to the same requests"),
+    Option(
+        "cache",
+        bool,
+        "keep replies in a cache, and use those that earlier runs with --cache kept for the same requests",
+    ),
     Option("store", bool, "keep the run (default: yes)"),
     Option("json", bool, "print one JSON object"),
     Option("quiet", bool, "nothing on stderr but errors", short="-q"),
@@ -192,7 +197,10 @@ def make_rlm(
     temperature = settings.get("temperature")
     if temperature is not None and not 0 <= temperature < math.inf:
         raise ConfigError(f"temperature={temperature:g} is none that can be sampled at: give 0 or more")
-    limits = Limits(**{name: value for name, value in settings.items() if name in Limits.__struct_fields__})
+    given = {name: value for name, value in settings.items() if name in Limits.__struct_fields__}
+    if settings.get("patience") is not None:
+        given["patience_s"] = settings["patience"]
+    limits = Limits(**given)
     scaffold = read_scaffold(settings.get("scaffold"), settings["model"])
     if settings.get("direct") is False:
         scaffold = msgspec.structs.replace(scaffold, direct_chars=0)

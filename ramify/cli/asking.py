@@ -22,10 +22,12 @@ from ramify.cli import text
 from ramify.cli.exits import Exit, exit_of
 from ramify.cli.notes import Notes, error_line
 from ramify.cli.progress import Screen
+from ramify.cli.stopping import on_signal
 from ramify.cli.watch import Lines, Watcher
 from ramify.engine.call import jsonable
 from ramify.engine.rlm import RLM
 from ramify.engine.running import Result, Running
+from ramify.errors import ModelError, ReplyCut, ReplyFiltered
 from ramify.types.event import AnyEvent
 from ramify.types.message import Usage
 from ramify.types.trajectory import Trajectory
@@ -66,6 +68,8 @@ def run_again(run: str, screen: Screen, *, as_json: bool, allow_weaker: bool) ->
 
     notes = screen.notes
     store, recorded = again.find(run)
+    if recorded.ended is None:
+        store.check_free(run)
     has_schema = bool(recorded.started.config.get("answer_schema"))
     rlm = again.rebuild(recorded.started, store, with_tools=recorded.ended is None, allow_weaker=allow_weaker)
     if recorded.ended is not None:
@@ -129,8 +133,8 @@ class Interrupts:
     @contextlib.contextmanager
     def caught(self, running: Running) -> Iterator[None]:
         loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGINT, self._interrupted, running)
-        loop.add_signal_handler(signal.SIGTERM, self._terminated, running)
+        on_signal(signal.SIGINT, lambda: self._interrupted(running))
+        on_signal(signal.SIGTERM, lambda: self._terminated(running))
         try:
             yield
         finally:
@@ -163,6 +167,12 @@ def _print(result: Result, notes: Notes, as_json: bool, has_schema: bool, *, is_
         _print_answer(result, notes, has_schema)
     if result.answer is None or code is Exit.ERROR:
         error_line(_why(result))
+    elif isinstance(result.failure, ReplyCut):
+        notes.say(f"ramify: {result.error}")
+    failure = result.failure
+    is_recorded = isinstance(failure, ReplyFiltered)  # a resume would meet it again
+    if run_id and code is Exit.ERROR and isinstance(failure, ModelError) and not is_recorded:
+        notes.say(f"continue this run with: ramify ask --resume {run_id}")
     notes.say(summary(result.trajectory, run_id))
     return code
 

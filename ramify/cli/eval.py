@@ -53,7 +53,8 @@ OF_AN_EVALUATION = (
 )
 _PLANNED = ("split", "items", "n", "seed", "validate")
 _NOT_HERE = ("cite", "cache")
-_SETTINGS = tuple(option for option in SETTINGS if option.name not in _NOT_HERE)
+_DIRECT = Option("direct", bool, "answer by one plain call what fits easily (default: no, each attempt has a session)")
+_SETTINGS = tuple(_DIRECT if option.name == "direct" else option for option in SETTINGS if option.name not in _NOT_HERE)
 _KINDS = {name: kind for name, kind in KINDS.items() if name not in _NOT_HERE}
 
 
@@ -111,7 +112,7 @@ class _Command:
             check_k(self._k, plan.attempts)
         if other is not None:
             check_same_items(plan, other.plan)
-        task = _task(plan, bool(about.get("validate", True) is not False and resume is None))
+        task = _task(plan, bool(about.get("validate", True) is not False and resume is None), self._notes)
         if record is None and records is not None:
             record = records.create(plan)
         try:
@@ -143,6 +144,7 @@ class _Command:
 
         fields = {"split": about["split"], "items": about["items"], "attempts": about["n"], "seed": about["seed"]}
         settings = {name: value for name, value in self._settings.items() if name not in (*_OUTPUT, "model")}
+        settings.setdefault("direct", False)  # a plan without it is older, and was begun with direct calls
         if settings.get("mcp"):
             from ramify.engine.mcp import recorded
 
@@ -169,7 +171,7 @@ class _Command:
             progress = _Progress(self._screen, work, num, record)
             evaluating = evaluate(
                 rlm, task, plan, sampling=Sampling(temperature=plan.settings.get("temperature")), record=record,
-                concurrency=self._concurrency, on_outcome=progress,
+                concurrency=self._concurrency, on_outcome=progress, direct=plan.settings.get("direct") is not False,
             )  # fmt: skip
             return self._run(evaluating, progress, record, other)
 
@@ -271,7 +273,7 @@ class _Progress:
         return (f"average {self._right / scored:.3f}" if scored else "no average") + failed + cost
 
 
-def _task(plan: Plan, validates: bool) -> Task:
+def _task(plan: Plan, validates: bool, notes: Notes) -> Task:
     from ramify.tasks.base import items_of, task_of
     from ramify.tasks.validate import validate
 
@@ -279,7 +281,9 @@ def _task(plan: Plan, validates: bool) -> Task:
     task = task_of(plan.task, **plan.options)
     items_of(task, plan.split)
     if validates:
-        validate(task, [plan.split], num=min(4, plan.items))
+        skipped = validate(task, [plan.split], num=min(4, plan.items))
+        if skipped:
+            notes.say(f"ramify: {skipped}")
     return task
 
 

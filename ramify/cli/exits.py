@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from typing import Any
 
-from ramify.errors import ConfigError, SourceError, UnknownRun
+from ramify.errors import ConfigError, RunInUse, SourceError, UnknownRun
 from ramify.types.trajectory import Stop
 
 
@@ -32,7 +32,7 @@ MEANINGS = {
 }
 
 
-WRONG = (ConfigError, SourceError, UnknownRun)
+WRONG = (ConfigError, RunInUse, SourceError, UnknownRun)
 """Errors that say what is wrong with what was asked for, before anything is run."""
 
 

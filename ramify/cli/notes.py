@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 
 from ramify.cli.text import clean
+from ramify.errors import OldNameWarning
 
 
 class Notes:
@@ -28,7 +29,8 @@ class Notes:
             self.say(text)
 
     def take_warnings(self) -> None:
-        """Say the warnings of libraries in a line each, without file and line."""
+        """Say the warnings of libraries in a line each, without file and line; our own old names, too."""
+        warnings.simplefilter("default", OldNameWarning)  # Python hides a DeprecationWarning outside of __main__
         warnings.showwarning = lambda message, *_, **__: self.say(f"ramify: warning: {message}")
 
 

@@ -28,6 +28,7 @@ import msgspec
 from ramify.cli.exits import Exit
 from ramify.cli.notes import Notes, write
 from ramify.cli.parser import Option, UsageError
+from ramify.cli.stopping import SignalWatch
 from ramify.cli.text import clean, count, one_line, seconds, size
 from ramify.errors import nearest
 from ramify.progress import Doing, heard
@@ -242,7 +243,10 @@ def _ending_in_order() -> Iterator[None]:
         yield
         return
 
+    watch = SignalWatch(signal.SIGTERM)
+
     def leave() -> None:
+        watch.acted()
         raise SystemExit(Exit.TERMINATED)
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -250,6 +254,7 @@ def _ending_in_order() -> Iterator[None]:
             loop = asyncio.get_running_loop()
         except RuntimeError:
             leave()
+        watch.arrived(number, frame)
         loop.call_soon_threadsafe(
             leave
         )  # raised in the middle of a task, it would be told as that task's error as well

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import signal
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from ramify.cli.ask import KINDS, NO_MODEL, SETTINGS
 from ramify.cli.notes import Notes, write
 from ramify.cli.settings import fill, unknown_variables
+from ramify.cli.stopping import on_signal
 
 _OF_ONE_QUESTION = ("cite", "cache", "json", "verbose", "progress")
 LIMITS = tuple(option for option in SETTINGS if option.name not in _OF_ONE_QUESTION)
@@ -31,6 +31,5 @@ def begin(given: dict[str, Any], command: str) -> tuple[dict[str, Any] | None, N
 
 def on_stop(do: Callable[[], None]) -> None:
     """Call ``do`` for each Ctrl-C and each SIGTERM, as long as the running loop lasts."""
-    loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, do)
+        on_signal(number, do)

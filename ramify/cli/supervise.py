@@ -22,6 +22,7 @@ from ramify.child import following
 from ramify.cli.exits import Exit
 from ramify.cli.notes import error_line
 from ramify.cli.parser import UsageError
+from ramify.train.lock import holder
 from ramify.train.metrics import FILE, read
 
 _LONGEST_PAUSE_S = 30.0
@@ -43,6 +44,8 @@ def supervise(
             code = trainer.run([*command, *(("--resume", resume) if resume else ())])
             if code == Exit.ANSWERED or trainer.was_stopped or code in (Exit.STOPPED, -signal.SIGINT):
                 return Exit.STOPPED if code == -signal.SIGINT else 128 - code if code < 0 else code
+            if code == Exit.USAGE and holder(folder) is not None:
+                return code  # another run has the folder: what is written there is not of this one
             step = _step(folder, since)
             if step is None and furthest < 0 and code > 0:
                 return code  # it said why

@@ -85,7 +85,7 @@ def train(
             resume = str(folder)
         listener = _listener(run.name, folder, screen, resume is not None)
         try:
-            train(run, folder, resume=resume, listener=listener, say=notes.say, on_stall=_end_soon)
+            train(run, folder, resume=resume, listener=listener, say=notes.say, on_stall=_end_soon, inform=notes.say)
         except KeyboardInterrupt:
             screen.close()
             write(f"stopped; go on with: ramify train --resume {folder}")

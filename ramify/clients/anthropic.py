@@ -19,14 +19,12 @@ import msgspec
 from ramify.clients.base import Price, Request
 from ramify.clients.chat import is_strict, without_surrogates
 from ramify.clients.failures import from_status, redacted
+from ramify.clients.finish import finish_of
 from ramify.clients.providers import no_key, split_name, split_url
+from ramify.clients.usage import counted
 from ramify.errors import BadReply, ConfigError, ModelError, Refused, ReplyLost, Unreachable
-from ramify.types.message import Finish, Message, Reply, ToolCall, Usage
+from ramify.types.message import Message, Reply, ToolCall, Usage
 
-_FINISHES: dict[str, Finish] = {
-    "end_turn": "stop", "stop_sequence": "stop", "tool_use": "tool_calls", "max_tokens": "length",
-    "model_context_window_exceeded": "length", "refusal": "content_filter",
-}  # fmt: skip
 _NEVER_SENT = ("ConnectError", "ConnectTimeout", "ProxyError", "PoolTimeout", "UnsupportedProtocol")
 _MOST_REMEMBERED = 1024
 _CACHE = {"type": "ephemeral"}
@@ -130,8 +128,9 @@ class AnthropicClient:
         )
         if message.tool_calls:
             self._remember(message, [b.model_dump() for b in blocks if b.type in ("thinking", "redacted_thinking")])
-        finish = _FINISHES.get(str(sent.stop_reason), "other")
-        return Reply(message, _usage(sent.usage), finish, model=str(sent.model or self._model), seconds=seconds)
+        finish, model = finish_of(sent.stop_reason, self.name), str(sent.model or self._model)
+        stopped_by = str(sent.stop_reason) if finish == "content_filter" else ""
+        return Reply(message, _usage(sent.usage), finish, model=model, seconds=seconds, filter=stopped_by)
 
     def _remember(self, message: Message, thoughts: Blocks) -> None:
         if thoughts:
@@ -216,13 +215,9 @@ def _sendable(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _usage(sent: Any) -> Usage:
-    read, stored = sent.cache_read_input_tokens or 0, sent.cache_creation_input_tokens or 0
+    """The prompt is what was fresh, what was read from the cache and what was stored in it."""
+    parts = [sent.input_tokens, sent.cache_read_input_tokens or 0, sent.cache_creation_input_tokens or 0]
     thinking = getattr(getattr(sent, "output_tokens_details", None), "thinking_tokens", None)
-    return Usage(
-        input_tokens=sent.input_tokens + read + stored,
-        output_tokens=sent.output_tokens,
-        cached_tokens=read,
-        reasoning_tokens=thinking or 0,
-        calls=1,
-        cache_write_tokens=stored,
-    )
+    known = [counted(part, 0).input_tokens if counted(part, 0).calls else None for part in parts]
+    given = None if None in known else sum(filter(None, known))
+    return counted(given, sent.output_tokens, cached=known[1], stored=known[2], reasoning=thinking)

@@ -16,13 +16,10 @@ from typing import Any
 import msgspec
 
 from ramify.clients.base import Request
+from ramify.clients.finish import finish_of
 from ramify.clients.providers import Endpoint
+from ramify.clients.usage import counted, dollars
 from ramify.types.message import Finish, Message, Reply, ToolCall, Usage
-
-_FINISHES: dict[str | None, Finish] = {
-    "stop": "stop", "length": "length", "tool_calls": "tool_calls", "function_call": "tool_calls",
-    "content_filter": "content_filter",
-}  # fmt: skip
 
 
 class _Function(msgspec.Struct):
@@ -54,35 +51,17 @@ class _Logprobs(msgspec.Struct):
 class _Choice(msgspec.Struct):
     message: _Message = msgspec.field(default_factory=_Message)
     finish_reason: str | None = None
+    content_filter_results: Any = None
     logprobs: _Logprobs | None = None
     token_ids: tuple[int, ...] | None = None
-
-
-class _InputDetails(msgspec.Struct):
-    cached_tokens: int | None = None
-    cache_write_tokens: int | None = None
-
-
-class _OutputDetails(msgspec.Struct):
-    reasoning_tokens: int | None = None
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    total_tokens: int | None = None
-    prompt_tokens_details: _InputDetails | None = None
-    completion_tokens_details: _OutputDetails | None = None
-    prompt_cache_hit_tokens: int | None = None
-    reasoning_tokens: int | None = None
-    cost: float | None = None
 
 
 class Completion(msgspec.Struct):
     """A server's answer, as far as it is read."""
 
     choices: list[_Choice] | None = None
-    usage: _Usage | None = None
+    usage: Any = None
+    """As the server reports it: often wrong in form, so ``_usage`` reads it."""
     model: str | None = None
     error: Any = None
     prompt_token_ids: tuple[int, ...] | None = None
@@ -98,10 +77,15 @@ def decode(body: bytes) -> Completion:
         return _decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         try:
-            loose = json.dumps(json.loads(body.decode("utf-8-sig", "replace")), ensure_ascii=False)
+            parsed = json.loads(body.decode("utf-8-sig", "replace"), parse_constant=_no_number)
+            loose = json.dumps(parsed, ensure_ascii=False)
         except (ValueError, RecursionError):
             raise error from None
         return _decode(loose.encode("utf-8", "replace"))
+
+
+def _no_number(constant: str) -> None:
+    """NaN and the infinities, which some servers write and JSON does not have."""
 
 
 _encode = msgspec.json.Encoder().encode
@@ -163,13 +147,16 @@ def encode(fields: dict[str, Any]) -> bytes:
 
 
 def read(completion: Completion, choice: _Choice, model: str, seconds: float) -> Reply:
-    """``completion`` as a ``Reply``; raises ValueError where it contradicts itself."""
+    """``completion`` as a ``Reply``; raises ValueError where it contradicts itself, ServerFailed where the server says
+    that it broke off."""
+    finish = _finish(choice, model)
     return Reply(
         message=_message(choice.message),
         usage=_usage(completion.usage),
-        finish=_finish(choice),
+        finish=finish,
+        filter=_filter(choice) if finish == "content_filter" else "",
         model=completion.model or model,
-        cost=completion.usage.cost if completion.usage else None,
+        cost=dollars(_fields(completion.usage).get("cost")),
         seconds=seconds,
         prompt_ids=completion.prompt_token_ids,
         token_ids=choice.token_ids,
@@ -233,10 +220,19 @@ def _parts(parts: list[Any]) -> tuple[str, str | None]:
     return "".join(text), "".join(thinking) or None
 
 
-def _finish(choice: _Choice) -> Finish:
+def _finish(choice: _Choice, model: str) -> Finish:
     if choice.message.refusal and not choice.message.content:
         return "content_filter"
-    return _FINISHES.get(choice.finish_reason, "other")
+    return finish_of(choice.finish_reason, model)
+
+
+def _filter(choice: _Choice) -> str:
+    """What stopped the reply: ``refusal``, or the server's word, with the categories that Azure adds."""
+    if choice.message.refusal:
+        return "refusal"
+    about = _fields(choice.content_filter_results)
+    kinds = [str(kind) for kind, found in about.items() if _fields(found).get("filtered") is True]
+    return f"{choice.finish_reason} ({', '.join(kinds)})" if kinds else str(choice.finish_reason)
 
 
 def _logprobs(choice: _Choice) -> tuple[float, ...] | None:
@@ -245,21 +241,19 @@ def _logprobs(choice: _Choice) -> tuple[float, ...] | None:
     return tuple(token.logprob for token in choice.logprobs.content)
 
 
-def _usage(wire: _Usage | None) -> Usage:
-    """``calls`` is 0 where the server did not count both sides, or counts what cannot be."""
-    if wire is None or wire.prompt_tokens is None or (wire.completion_tokens is None and wire.total_tokens is None):
-        return Usage()
-    if min(wire.prompt_tokens, wire.completion_tokens or 0) < 0:  # would give a budget back what was spent
-        return Usage()
-    inputs = wire.prompt_tokens_details or _InputDetails()
-    outputs = wire.completion_tokens_details or _OutputDetails()
-    # Some count thinking in the total alone, and charge for it.
-    output = max(wire.completion_tokens or 0, (wire.total_tokens or 0) - wire.prompt_tokens)
-    return Usage(
-        input_tokens=wire.prompt_tokens,
-        output_tokens=output,
-        cached_tokens=inputs.cached_tokens or wire.prompt_cache_hit_tokens or 0,
-        reasoning_tokens=outputs.reasoning_tokens or wire.reasoning_tokens or 0,
-        calls=1,
-        cache_write_tokens=inputs.cache_write_tokens or 0,
+def _usage(reported: Any) -> Usage:
+    """``calls`` is 0 if the server did not count both sides, or counted what cannot be."""
+    fields = _fields(reported)
+    inputs, outputs = (_fields(fields.get(f"{kind}_tokens_details")) for kind in ("prompt", "completion"))
+    return counted(
+        fields.get("prompt_tokens"),
+        fields.get("completion_tokens"),
+        total=fields.get("total_tokens"),
+        cached=inputs.get("cached_tokens") or fields.get("prompt_cache_hit_tokens"),
+        stored=inputs.get("cache_write_tokens"),
+        reasoning=outputs.get("reasoning_tokens") or fields.get("reasoning_tokens"),
     )
+
+
+def _fields(reported: Any) -> dict[str, Any]:
+    return reported if isinstance(reported, dict) else {}

@@ -11,6 +11,7 @@ the connection; anything else is an error, never a guess.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import deque
 from collections.abc import Mapping
 
@@ -19,6 +20,26 @@ import msgspec
 from ramify.errors import BadReply, ModelError, ReplyLost, Unreachable
 
 _MOST_HEAD_BYTES = 1 << 16
+"""Of the head with the interim replies before it; of all chunk extensions and trailers together."""
+_MOST_HEADERS = 256
+_MOST_INTERIM = 16
+_MOST_LINE_BYTES = 1 << 13
+"""Of a chunk's first line, and of a trailer."""
+_MOST_DIGITS = 18
+_ENDLESS = 10**_MOST_DIGITS
+"""Stands for every length of more digits; longer than any bound."""
+
+_NAME = r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+"
+_TEXT = r"[^\r\n\0]*"
+_STATUS = re.compile(rf"HTTP/1\.[0-9] [1-9][0-9]{{2}}(?: {_TEXT})?")
+_HEADER = re.compile(f"{_NAME}:{_TEXT}")
+_HEAD = re.compile(rf"{_STATUS.pattern}(?:\r\n{_HEADER.pattern})*")
+_FOLD = re.compile(r"\r\n[ \t]+")
+"""A header that continues in the next line: obsolete, and read as a space (RFC 9112, 5.2)."""
+_ALONE = re.compile(rb"(?<!\r)\n|\r(?=[^\n])")
+_CHUNK = re.compile(rf"([0-9A-Fa-f]{{1,16}})(?:[ \t]*;{_TEXT})?\r\n".encode())
+_TRAILER = re.compile(rf"({_HEADER.pattern}|)\r\n".encode())
+_DIGITS = re.compile("[0-9]+")
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -63,7 +84,7 @@ class Http1:
             raise type(error)(f"{where}: {error} ({origin.url})") from None
         finally:
             self._put(origin, connection)
-        if answer.headers.get("content-encoding", "identity") != "identity":
+        if answer.headers.get("content-encoding", "identity").lower() not in ("identity", ""):
             raise BadReply(f"{where}: the reply is compressed, though that was not asked for ({origin.url})")
         return answer
 
@@ -124,7 +145,8 @@ class _Connection(asyncio.Protocol):
         return self._keep and self._waiting is None and self._transport is not None and not self._transport.is_closing()
 
     async def ask(self, head: bytes, body: bytes) -> Answer:
-        assert self._transport is not None
+        if self._transport is None:
+            raise Unreachable("the server closed the connection before the request was sent")
         self._reset()
         self._waiting = asyncio.get_running_loop().create_future()
         if len(body) < 65536:
@@ -160,25 +182,30 @@ class _Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._waiting is None or self._waiting.done():
-            self._keep = False  # nothing was asked: whatever this is, it is no answer
+            self._keep = False  # no request is open, so these bytes are not a reply
+            self.abort()
             return
         self._received += data
         try:
             self._read()
         except ValueError as error:
             self._fail(BadReply(f"the reply is not HTTP: {error}"))
+        except BadReply as error:
+            self._fail(error)
 
     def _reset(self) -> None:
         self._received = bytearray()
         self._at = 0
         """How far what was received has been read."""
+        self._search_from = 0
+        """Where to look for the end of the head."""
+        self._interim = 0
+        """Number of 1xx replies before the final one."""
         self._status = 0
         self._headers: dict[str, str] = {}
         self._ends = -1
         """Where the body ends; -1 where its length is not known before."""
-        self._chunked = False
-        self._chunks: list[bytes] = []
-        self._size = 0
+        self._chunked = False  # what chunks need is set where they begin
 
     def _read(self) -> None:
         while not self._status:
@@ -186,83 +213,164 @@ class _Connection(asyncio.Protocol):
                 return
         if self._chunked:
             self._read_chunks()
-        elif self._ends >= 0 and len(self._received) >= self._ends:
-            self._keep = self._keep and len(self._received) == self._ends
-            self._finish(bytes(self._received[self._at : self._ends]))
+        elif self._ends >= 0:
+            if len(self._received) >= self._ends:
+                self._keep = self._keep and len(self._received) == self._ends
+                self._finish(bytes(self._received[self._at : self._ends]))
         else:
             self._bound(len(self._received) - self._at)
 
+    # --- the head --------------------------------------------------------------------------------
+
     def _read_head(self) -> bool:
-        end = self._received.find(b"\r\n\r\n", self._at)
+        end = self._received.find(b"\r\n\r\n", self._search_from)
+        if (len(self._received) if end < 0 else end) > _MOST_HEAD_BYTES:
+            raise ValueError(f"headers of more than {_MOST_HEAD_BYTES} bytes")
         if end < 0:
-            if len(self._received) - self._at > _MOST_HEAD_BYTES:
-                raise ValueError(f"headers of more than {_MOST_HEAD_BYTES} bytes")
+            self._check_head_so_far()
             return False
-        first, *lines = self._received[self._at : end].decode("latin-1").split("\r\n")
-        self._at = end + 4
-        version, _, rest = first.partition(" ")
-        status = rest[:3]
-        if not version.startswith("HTTP/1.") or not status.isdigit():
-            raise ValueError(f"it begins with {first[:40]!r}")
-        if status[0] == "1":
-            return True  # an interim answer; the real one follows
+        head = self._received[self._at : end].decode("latin-1")
+        self._at = self._search_from = end + 4
+        if not _HEAD.fullmatch(head):
+            head = _unfolded(head)
+        lines, status = head.split("\r\n"), int(head[9:12])
+        if status >= 200:
+            self._status = status
+            self._take_headers(lines)
+            self._frame(head[:8])
+            return True
+        self._interim += 1
+        if status == 101:
+            raise ValueError("it switches to a protocol that was not asked for (status 101)")
+        if self._interim > _MOST_INTERIM:
+            raise ValueError(f"more than {_MOST_INTERIM} interim replies")
+        return True  # the final reply follows
+
+    def _check_head_so_far(self) -> None:
+        """Raises ValueError for a head that can no longer become a valid one: its end may never come."""
+        begin = bytes(self._received[self._at : self._at + 40])
+        if not (begin.startswith(b"HTTP/1.") or b"HTTP/1.".startswith(begin)):
+            raise ValueError(f"it begins with {begin!r}")
+        if alone := _ALONE.search(self._received, self._search_from):
+            raise ValueError(f"its headers have a {alone[0][:1]!r} that is not part of a CR LF")
+        self._search_from = max(self._at, len(self._received) - 3)
+
+    def _take_headers(self, lines: list[str]) -> None:
+        if len(lines) > _MOST_HEADERS + 1:
+            raise ValueError(f"more than {_MOST_HEADERS} headers")
         headers = self._headers
-        for line in lines:
+        for line in lines[1:]:
             name, _, value = line.partition(":")
-            headers[name.lower()] = value.strip()
-        self._status = int(status)
-        self._frame(version)
-        return True
+            name, value = name.lower(), value.strip(" \t")
+            headers[name] = f"{headers[name]}, {value}" if name in headers else value
 
     def _frame(self, version: str) -> None:
         """How the body is delimited, and whether the connection may be used again."""
         headers = self._headers
-        connection = headers.get("connection", "").lower()
-        self._keep = "close" not in connection if version == "HTTP/1.1" else "keep-alive" in connection
-        length = headers.get("content-length")
-        if "chunked" in headers.get("transfer-encoding", "").lower():
-            self._chunked = True
-        elif self._status in (204, 304):
-            self._ends = self._at
-        elif length is not None:
-            if not length.isdigit():
-                raise ValueError(f"its Content-Length is {length[:40]!r}")
-            self._bound(int(length))
-            self._ends = self._at + int(length)
+        connection = _words(headers["connection"]) if "connection" in headers else ()
+        self._keep = "close" not in connection and (version == "HTTP/1.1" or "keep-alive" in connection)
+        if self._status in (204, 304):
+            self._ends = self._at  # never a body, whatever the headers say
+        elif "transfer-encoding" in headers:
+            self._check_chunked(headers)
+            self._keep = self._keep and version != "HTTP/1.0"
+            self._begin_chunks()
+        elif "content-length" in headers:
+            self._ends = self._at + self._length(headers["content-length"])
         else:
             self._keep = False
 
-    def _read_chunks(self) -> None:
-        while not self._waiting_is_over():
-            end = self._received.find(b"\r\n", self._at)
-            if end < 0:
-                return
-            size = int(self._received[self._at : end].split(b";")[0], 16)
-            if size == 0:
-                self._read_trailers(end)
-                return
-            start, stop = end + 2, end + 2 + size
-            self._bound(self._size + size)
-            if len(self._received) < stop + 2:
-                return
-            self._chunks.append(bytes(self._received[start:stop]))
-            self._size += size
-            del self._received[: stop + 2]
-            self._at = 0
+    def _begin_chunks(self) -> None:
+        self._chunked = True
+        self._in_trailers = False
+        self._overhead = 0
+        """Bytes of chunk extensions and trailers, which nobody needs and which are bounded."""
+        self._body = bytearray()
+        """Data of the chunks so far."""
+        del self._received[: self._at]
+        self._at = 0
 
-    def _read_trailers(self, end: int) -> None:
-        """After the last chunk come header lines that nobody needs, and an empty one."""
-        closing = end if self._received[end : end + 4] == b"\r\n\r\n" else self._received.find(b"\r\n\r\n", end)
-        if closing >= 0:
-            self._keep = self._keep and len(self._received) == closing + 4
-            self._finish(b"".join(self._chunks))
+    def _check_chunked(self, headers: Mapping[str, str]) -> None:
+        if "content-length" in headers:
+            raise ValueError("it has both Transfer-Encoding and Content-Length")
+        if _words(headers["transfer-encoding"]) != ["chunked"]:
+            raise ValueError(f"its Transfer-Encoding is {headers['transfer-encoding'][:40]!r}")
+
+    def _length(self, value: str) -> int:
+        """Bytes of the body. The same length given twice is one; anything else is an error."""
+        if len(value) <= _MOST_DIGITS and _DIGITS.fullmatch(value):  # as nearly always
+            self._bound(int(value))
+            return int(value)
+        lengths = {each.strip(" \t") for each in value.split(",")}
+        length = lengths.pop()
+        if lengths or not _DIGITS.fullmatch(length):
+            raise ValueError(f"its Content-Length is {value[:40]!r}")
+        significant = length.lstrip("0")
+        size = int(significant or "0") if len(significant) <= _MOST_DIGITS else _ENDLESS
+        self._bound(size)
+        return size
+
+    # --- chunks ----------------------------------------------------------------------------------
+
+    def _read_chunks(self) -> None:
+        """Move whole chunks from what was received to the body. Each round takes one, or ends."""
+        received, at = self._received, 0
+        while not self._in_trailers:
+            found = _CHUNK.match(received, at)
+            if found is None:
+                self._check_line(at)
+                break
+            start, size = found.end(), int(found[1], 16)
+            stop = start + size
+            if size:
+                self._bound(len(self._body) + size)
+                if received[stop : stop + 2] != b"\r\n":
+                    self._check_chunk(size, received[stop : stop + 2])
+                    break
+                self._body += received[start:stop]
+            if start - found.end(1) > 2:
+                self._count_overhead(start - found.end(1) - 2)
+            self._in_trailers, at = not size, stop + 2 if size else start
+        del received[:at]
+        if self._in_trailers:
+            self._read_trailers()
+
+    def _check_chunk(self, size: int, end: bytearray) -> None:
+        """Raises ValueError if what follows a chunk is not the beginning of a line's end."""
+        if not b"\r\n".startswith(end):
+            raise ValueError(f"a chunk of {size} bytes is followed by {bytes(end)!r}")
+
+    def _read_trailers(self) -> None:
+        """After the last chunk come headers that nobody needs, and an empty line."""
+        at = 0
+        while found := _TRAILER.match(self._received, at):
+            at = found.end()
+            if not found[1]:
+                self._keep = self._keep and len(self._received) == at
+                return self._finish(bytes(self._body))
+            self._count_overhead(len(found[0]))
+        self._check_line(at)
+        del self._received[:at]
+        return None
+
+    def _check_line(self, at: int) -> None:
+        """Raises ValueError for a line that is whole or too long, where no valid one begins at ``at``."""
+        line, newline, _ = bytes(self._received[at : at + _MOST_LINE_BYTES]).partition(b"\n")
+        if newline:
+            raise ValueError(f"its chunks have the line {(line + newline)[:40]!r}")
+        if len(line) == _MOST_LINE_BYTES:
+            raise ValueError(f"a line of more than {_MOST_LINE_BYTES} bytes")
+
+    def _count_overhead(self, size: int) -> None:
+        self._overhead += size
+        if self._overhead > _MOST_HEAD_BYTES:
+            raise ValueError(f"chunk extensions and trailers of more than {_MOST_HEAD_BYTES} bytes")
+
+    # --- the end ---------------------------------------------------------------------------------
 
     def _bound(self, size: int) -> None:
         if size > self._max_body_bytes:
-            self._fail(BadReply(f"the reply is longer than {self._max_body_bytes} bytes; lower max_tokens"))
-
-    def _waiting_is_over(self) -> bool:
-        return self._waiting is None or self._waiting.done()
+            raise BadReply(f"the reply is longer than {self._max_body_bytes} bytes; lower max_tokens")
 
     def _finish(self, body: bytes) -> None:
         if self._waiting is not None and not self._waiting.done():
@@ -273,3 +381,20 @@ class _Connection(asyncio.Protocol):
         if self._waiting is not None and not self._waiting.done():
             self._waiting.set_exception(error)
         self.abort()
+
+
+def _words(value: str) -> list[str]:
+    """The elements of a header that is a list, in lower case."""
+    return [word for each in value.lower().split(",") if (word := each.strip(" \t"))]
+
+
+def _unfolded(head: str) -> str:
+    """``head`` with each continued header in one line. Raises ValueError where it is malformed."""
+    head = _FOLD.sub(" ", head)
+    first, *lines = head.split("\r\n")
+    if not _STATUS.fullmatch(first):
+        raise ValueError(f"it begins with {first[:40]!r}")
+    for line in lines:
+        if not _HEADER.fullmatch(line):
+            raise ValueError(f"a header is {line[:40]!r}")
+    return head

@@ -18,6 +18,7 @@ from ramify.clients import chat
 from ramify.clients.base import Price, Request
 from ramify.clients.failures import from_status, redacted
 from ramify.clients.providers import Endpoint, Provider, split_name, split_url
+from ramify.clients.usage import dollars
 from ramify.errors import BadReply, ConfigError, ModelError, Refused, ReplyLost, Unreachable
 from ramify.types.message import Reply
 
@@ -92,13 +93,13 @@ class LiteLLMClient:
             completion = msgspec.convert(sent.model_dump(), chat.Completion)
             if not completion.choices:
                 raise BadReply(f"{self.name}: LiteLLM returned a reply without choices")
-            if completion.usage is not None and not completion.usage.total_tokens:
+            if isinstance(completion.usage, dict) and not completion.usage.get("total_tokens"):
                 completion.usage = None  # what LiteLLM makes of a reply that did not say
             reply = chat.read(completion, completion.choices[0], self._endpoint.model, seconds)
         except (ValueError, AttributeError) as error:
             raise BadReply(f"{self.name}: LiteLLM returned something that is not a chat completion ({error})") from None
         hidden = getattr(sent, "_hidden_params", None) or {}
-        return msgspec.structs.replace(reply, cost=hidden.get("response_cost") or reply.cost)
+        return msgspec.structs.replace(reply, cost=dollars(hidden.get("response_cost")) or reply.cost)
 
     def _failure(self, error: Exception) -> ModelError:
         said = redacted(" ".join(str(error).split())[:300], (self._endpoint.secret,))

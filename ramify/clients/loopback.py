@@ -103,6 +103,7 @@ class _Connection(asyncio.Protocol):
         """Where the body of the present request ends in what was received, once its head was read."""
         self._starts = 0
         self._busy = False
+        self._is_reading = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -115,14 +116,13 @@ class _Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._received += data
-        if not self._busy:
-            self._read()
+        self._read()
 
     def answer(self, data: bytes) -> None:
         self._busy = False
         if self._transport is not None:
             self._transport.write(data)
-            if self._received:
+            if not self._is_reading:
                 self._read()
 
     def close(self, last: bytes = b"") -> None:
@@ -136,16 +136,25 @@ class _Connection(asyncio.Protocol):
             self._transport.abort()
 
     def _read(self) -> None:
+        """Hand over request after request; one that is answered at once is followed by the next."""
+        self._is_reading = True
+        while self._received and not self._busy and self._read_request():
+            pass
+        self._is_reading = False
+
+    def _read_request(self) -> bool:
+        """Hand over a request that has arrived whole; False where there is none."""
         if self._head is None and not self._read_head():
-            return
+            return False
         if len(self._received) < self._ends:
-            return
+            return False
         assert self._head is not None
         body = bytes(self._received[self._starts : self._ends])
         del self._received[: self._ends]
         exchange = Exchange(self, *self._head, body)
         self._head, self._busy = None, True
         self._handle(exchange)
+        return True
 
     def _read_head(self) -> bool:
         end = self._received.find(b"\r\n\r\n", 0, _MOST_HEAD_BYTES)
@@ -154,13 +163,14 @@ class _Connection(asyncio.Protocol):
                 self._refuse(431)
             return False
         first, *lines = self._received[:end].decode("latin-1").split("\r\n")
-        headers = {}
+        headers: dict[str, str] = {}
         for line in lines:
             name, _, value = line.partition(":")
-            headers[name.lower()] = value.strip()
+            name, value = name.lower(), value.strip(" \t")
+            headers[name] = f"{headers[name]}, {value}" if name in headers else value
         parts = first.split(" ")
         length = headers.get("content-length", "0")
-        if len(parts) != 3 or not length.isdigit():
+        if len(parts) != 3 or not (length.isascii() and length.isdigit() and len(length) < 20):
             return self._refuse(400)
         if "transfer-encoding" in headers:
             return self._refuse(411)

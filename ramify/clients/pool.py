@@ -14,6 +14,7 @@ through meanwhile: a crowded server lets its queue through however long it is, a
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TypeVar
@@ -24,8 +25,9 @@ from ramify.clients.base import Account, Client, Request
 from ramify.clients.limiter import Limiter
 from ramify.clients.prices import PriceTable, is_local
 from ramify.clients.providers import IN_PROCESS, PROVIDERS, resolve, split_name
+from ramify.clients.usage import believed, dollars
 from ramify.clients.wire import Wire
-from ramify.errors import ConfigError, ModelError, RateLimited, ReplyLost
+from ramify.errors import ConfigError, ModelError, RateLimited, ReplyLost, Unreachable
 from ramify.types.message import Reply
 
 AnyClient = TypeVar("AnyClient", bound=Client)
@@ -33,6 +35,8 @@ Sleep = Callable[[float], Awaitable[object]]
 
 _FIRST_WAIT_S = 0.5
 _LONGEST_BACKOFF_S = 30.0
+_FIRST_PATIENCE_S = 30.0
+"""For a model that has not answered yet: more likely than an outage is a wrong address."""
 _WINDOW, _LOCAL_WINDOW = 128_000, 32_768
 """Tokens assumed where the window is not known."""
 
@@ -89,16 +93,22 @@ class Pool:
         return client
 
     async def ask(
-        self, client: Client, request: Request, account: Account, on_retry: Callable[[str], None] | None = None
+        self,
+        client: Client,
+        request: Request,
+        account: Account,
+        on_retry: Callable[[str], None] | None = None,
+        patience_s: float = 0.0,
     ) -> Reply:
         """One reply, with its cost, for a request that is sent until it succeeds or is not worth sending again.
 
         Raises the last attempt's ModelError, or what ``account.reserve`` raises. ``on_retry`` is told, in
-        a line for a person, of each failure that is followed by another attempt."""
+        a line for a person, of each failure that is followed by another attempt. A model that cannot be reached is tried
+        for ``patience_s``, however many attempts that takes."""
         gate = self._gates.get(client.name)
         if gate is None:
             gate = self._gates[client.name] = Limiter(self.max_in_flight)
-        failed = 0
+        failed, began, waited_s = 0, math.inf, 0.0
         while True:
             passed = gate.passed
             try:
@@ -106,13 +116,21 @@ class Pool:
             except ModelError as error:
                 limited = isinstance(error, RateLimited)
                 failed += not (limited and gate.passed > passed)
-                if not error.transient or failed >= self.max_attempts or _asked_s(error) > self.max_wait_s:
+                now = asyncio.get_running_loop().time()
+                began = min(began, now)
+                out_s = max(waited_s, now - began)
+                left_s = (patience_s if gate.passed else min(patience_s / 10, _FIRST_PATIENCE_S)) - out_s
+                most = self._most_attempts(error, left_s)
+                if not error.transient or failed >= most or _asked_s(error) > self.max_wait_s:
                     raise
                 wait_s = gate.opens_in_s() if limited else self._wait_s(error, failed)
+                wait_s = min(wait_s, left_s) if most == math.inf else wait_s
                 if on_retry is not None:
-                    tried = f"attempt {failed} of {self.max_attempts}" if failed else "others got through"
+                    tried = f"attempt {failed} of {most}" if most < math.inf else f"for {left_s:.0f} s at most"
+                    tried = tried if failed else "others got through"
                     on_retry(f"{error}; trying again in {wait_s:.1f} s ({tried})")
             if not limited:  # after a rate limit it is the gate that waits, for everyone
+                waited_s += wait_s
                 await self._sleep(wait_s)
 
     async def close(self) -> None:
@@ -124,6 +142,15 @@ class Pool:
                 await client.close()
         finally:
             await self._wire.close()
+
+    def _most_attempts(self, error: ModelError, left_s: float) -> float:
+        """What was never sent costs nothing, and is sent again while there is patience. A connection that breaks may
+        cost a reply each time, and gets twice the usual attempts."""
+        if left_s <= 0:
+            return self.max_attempts
+        if isinstance(error, Unreachable):
+            return math.inf
+        return 2 * self.max_attempts if isinstance(error, ReplyLost) else self.max_attempts
 
     async def _attempt(self, client: Client, request: Request, account: Account, gate: Limiter, failed: int) -> Reply:
         await account.reserve()
@@ -171,7 +198,9 @@ class Pool:
 
     def _wait_s(self, error: ModelError, failed: int) -> float:
         """Seconds until the next attempt: as the server asked, or exponential with full jitter."""
-        backoff_s = self._random.uniform(0.0, min(_LONGEST_BACKOFF_S, _FIRST_WAIT_S * 2.0 ** max(failed - 1, 0)))
+        backoff_s = self._random.uniform(
+            0.0, min(_LONGEST_BACKOFF_S, _FIRST_WAIT_S * 2.0 ** min(max(failed - 1, 0), 9))
+        )
         return _asked_s(error) or backoff_s
 
     def _connect(self, name: str) -> Client:
@@ -207,6 +236,6 @@ def _asked_s(error: ModelError) -> float:
 
 
 def _priced(reply: Reply, client: Client, request: Request) -> Reply:
-    usage = reply.usage if reply.usage.calls else request.max_usage()
-    cost = client.price.of(usage) if client.price is not None else reply.cost
+    usage = believed(reply.usage, request.max_usage(), client.window)
+    cost = client.price.of(usage) if client.price is not None else dollars(reply.cost)
     return msgspec.structs.replace(reply, usage=usage, cost=cost)

@@ -174,7 +174,7 @@ def _kept(run: Path) -> Iterator[tuple[int, list[Trajectory]]]:
         try:
             trees = [decoder.decode(line) for line in path.read_bytes().splitlines()]
             yield int(path.stem.removeprefix("step-")), [tree for tree in trees if tree.calls]
-        except (msgspec.DecodeError, ValueError) as error:
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:
             raise ConfigError(f"{path} holds something else than trajectories: {error}") from error
 
 

@@ -157,8 +157,8 @@ def _optimizer(run: Run, shape: Shape) -> int:
 
 def _gathered(run: Run, shape: Shape, device: Device) -> int:
     """Whole weights while they are computed with, and whole gradients until they are added up."""
-    bf16 = run.compute.precision == "bf16" or (run.compute.precision == "auto" and not device.is_cpu)
-    itemsize = 2 if bf16 else FP32
+    precision = run.compute.precision
+    itemsize = {"fp32": FP32, "bf16": 2, "auto": itemsize_of(run, device)}[precision]
     if run.compute.shard.gather == "step":
         return shape.parameters * itemsize + shape.trained * FP32
     two_layers = 2 * shape.largest_layer  # one is computed while the next is on its way

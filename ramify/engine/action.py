@@ -38,6 +38,7 @@ _MAX_CLOSINGS = 100
 _QUOTED = re.compile(
     r"""\s*[rRuUbBfF]?(\"\"\".*?\"\"\"|'''.*?'''|"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*')\s*\)""", re.DOTALL
 )
+_CUT = "your message was cut at its limit of tokens, and the last {}, which was not closed, was not {}"
 _FINAL = re.compile(r"^[ \t>*]*(?P<name>FINAL_VAR|FINAL)\s*\(", re.MULTILINE)
 
 
@@ -69,10 +70,12 @@ class Action(msgspec.Struct, frozen=True):
     """What was not understood, for the model to read."""
 
 
-def read_action(message: Message) -> Action:
-    """The action that ``message`` asks for."""
-    codes, prose, ignored = _fenced(without_thinking(message.content))
-    final = _final_text(prose)
+def read_action(message: Message, is_cut: bool = False) -> Action:
+    """The action that ``message`` asks for. Of one that ``is_cut`` at its limit, no fence and no ``FINAL(`` counts that
+    was not closed: it may be half of what was meant."""
+    codes, prose, ignored = _fenced(without_thinking(message.content), is_cut)
+    final, is_half = _final_text(prose, is_cut)
+    ignored += [_CUT.format("FINAL(…)", "taken")] if is_half else []
     for call in message.tool_calls:
         code, answer, problem = _native(call)
         codes += [code] if code is not None else []
@@ -95,7 +98,7 @@ def without_thinking(text: str) -> str:
     return _THINK.sub("", text)
 
 
-def _fenced(text: str) -> tuple[list[str], str, list[str]]:
+def _fenced(text: str, is_cut: bool = False) -> tuple[list[str], str, list[str]]:
     """(codes, the text outside all fences, what was ignored)."""
     codes: list[str] = []
     prose: list[str] = []
@@ -107,7 +110,9 @@ def _fenced(text: str) -> tuple[list[str], str, list[str]]:
         language = opening["language"].lower()
         is_code = language in _LANGUAGES
         body, position, closed = _body(text, body_start, opening["fence"], len(opening["indent"]), is_code)
-        if is_code and body.strip():
+        if is_code and not closed and is_cut:
+            ignored.append(_CUT.format("code fence", "run"))
+        elif is_code and body.strip():
             codes.append(body)
             if not closed:
                 ignored.append("the last code fence was not closed; it was run up to the end of the message")
@@ -160,31 +165,35 @@ def _ends_inside_string(code: str) -> bool:
     return False
 
 
-def _final_text(prose: str) -> Final | None:
-    """The last ``FINAL(…)`` or ``FINAL_VAR(…)`` that begins a line."""
+def _final_text(prose: str, is_cut: bool) -> tuple[Final | None, bool]:
+    """(The last ``FINAL(…)`` or ``FINAL_VAR(…)`` that begins a line, whether one was left out that
+    ``is_cut`` halved)."""
     found = None
     position = 0
     while match := _FINAL.search(prose, position):
-        inside, position = _balanced(prose, match.end())
+        inside, position, closed = _balanced(prose, match.end())
+        if is_cut and not closed:
+            return found, True
         inside = inside.strip()
         if not inside:
             continue
         variable = match["name"] == "FINAL_VAR"
         found = Final(inside.strip("\"'` ") if variable else inside, variable)
-    return found
+    return found, False
 
 
-def _balanced(text: str, start: int) -> tuple[str, int]:
-    """The text from ``start`` to the parenthesis that closes it, or to the end; and where to go on."""
+def _balanced(text: str, start: int) -> tuple[str, int, bool]:
+    """(The text from ``start`` to the parenthesis that closes it, or to the end; where that ends;
+    whether it closes)."""
     quoted = _QUOTED.match(text, start)
     if quoted:  # parentheses inside a string do not count
-        return text[start : quoted.end() - 1], quoted.end()
+        return text[start : quoted.end() - 1], quoted.end(), True
     depth = 1
     for index in range(start, len(text)):
         depth += {"(": 1, ")": -1}.get(text[index], 0)
         if depth == 0:
-            return text[start:index], index + 1
-    return text[start:], len(text)
+            return text[start:index], index + 1, True
+    return text[start:], len(text), False
 
 
 def _native(call: ToolCall) -> tuple[str | None, Final | None, str | None]:

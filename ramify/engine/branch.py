@@ -11,6 +11,7 @@ conversation goes on from the continuation that was chosen.
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -40,9 +41,16 @@ def vote(answers: Sequence[Any]) -> int:
     >>> vote(["a", None, "b", "b"])
     2
     """
-    keys = [None if answer is None else msgspec.json.encode(jsonable(answer), order="sorted") for answer in answers]
+    keys = [None if answer is None else _key(jsonable(answer)) for answer in answers]
     counts = Counter(key for key in keys if key is not None)
     return keys.index(counts.most_common(1)[0][0]) if counts else 0
+
+
+def _key(plain: Any) -> bytes:
+    try:
+        return msgspec.json.encode(plain, order="sorted")
+    except UnicodeEncodeError:  # half a surrogate pair in it, which only an escape can show
+        return json.dumps(plain, sort_keys=True).encode()
 
 
 def by_score(score: Callable[[Any], float]) -> Callable[[Sequence[Any]], int]:

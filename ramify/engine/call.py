@@ -132,9 +132,20 @@ def context_ref(context: SharedContext | None) -> ContextRef | None:
 def jsonable(value: Any) -> Any:
     """``value`` as it is written down: what JSON has no form for becomes text."""
     try:
-        return msgspec.to_builtins(value, str_keys=True, enc_hook=_dumped)
-    except (TypeError, ValueError):
+        plain = msgspec.to_builtins(value, str_keys=True, enc_hook=_dumped)
+        msgspec.json.decode(msgspec.json.encode(plain))  # as whoever reads a journal will
+    except UnicodeEncodeError:  # half a surrogate pair: a journal writes its escape
+        return plain
+    except Exception:  # noqa: BLE001 -- a model chose the value, which may be anything
+        return _text_of(value)
+    return plain
+
+
+def _text_of(value: Any) -> str:
+    try:
         return str(value)
+    except Exception as error:  # noqa: BLE001 -- such as an integer of more digits than Python writes
+        return f"(a value of type {type(value).__name__} that has no text: {type(error).__name__})"
 
 
 def _dumped(value: Any) -> Any:

@@ -4,16 +4,19 @@
     session: rlm_query("…", part)       ──>  Host.answer  ──>  a child with its own session  ──>  its answer
 
 A sub-call that fails raises ``SubcallError`` in the session after all others of its batch have ended, with their
-results.
+results. One that was cut at its limit is among the failed, and its text in ``SubcallError.partial``.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import inspect
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from ramify.clients.base import Client
 from ramify.engine.call import LiveCall, Outcome
@@ -22,7 +25,7 @@ from ramify.engine.past import Answered, fingerprint
 from ramify.engine.plain import ask_plain
 from ramify.engine.run import Run
 from ramify.engine.typed import AnswerType, answer_type
-from ramify.errors import ConfigError, HostCallError, LimitReached, ModelError, ReplayDiverged, SandboxError
+from ramify.errors import ConfigError, HostCallError, LimitReached, ModelError, ReplayDiverged, ReplyCut, SandboxError
 from ramify.sandbox.context import SharedContext
 from ramify.types.event import ToolAnswered
 from ramify.types.trajectory import Parent, Stop
@@ -32,6 +35,8 @@ if TYPE_CHECKING:
 
 MAX_QUESTION_CHARS = 20_000
 """A longer prompt to a child without a context becomes that child's context."""
+MAX_PROMPTS = 10_000
+"""Prompts of one batch."""
 
 
 class Host:
@@ -66,7 +71,7 @@ class Host:
             "tool": self._tool,
         }
         if name not in functions:
-            raise HostCallError("NameError", f"the host has no function '{name}'")
+            raise HostCallError("NameError", f"the host has no function '{name[:100]}'")
         try:
             inspect.signature(functions[name]).bind(*args, **kwargs)  # a session may forge any arguments
         except TypeError as error:
@@ -80,8 +85,9 @@ class Host:
     # --- plain calls -------------------------------------------------------------------------------------------
 
     async def _llm_query_batched(self, prompts: list[str], model: str | None = None, schema: Any = None) -> list[Any]:
-        _check_texts(prompts)
-        client = self._client(model, self._run.models.plain)
+        with _arguments_of("llm_query_batched"):
+            _check_texts(prompts)
+            client = self._client(model, self._run.models.plain)
         kind = None if schema is None else await asyncio.to_thread(_schema_check, schema)  # a large one takes a second
         calls = [self._sub_call("lm", client, prompt) for prompt in prompts]
         return await self._all([self._plain(call, call.question, kind) for call in calls])
@@ -100,14 +106,17 @@ class Host:
     async def _rlm_query_batched(
         self, prompts: list[str], contexts: list[Any] | None = None, model: str | None = None
     ) -> list[Any]:
-        _check_texts(prompts)
         depth = self._call.depth + 1
         deep = depth <= self._run.limits.max_depth
-        client = self._client(model, self._run.models.rlm(depth) if deep else self._run.models.plain)
-        given = contexts if contexts is not None else [None] * len(prompts)
-        if len(given) != len(prompts):
-            raise HostCallError("ValueError", f"{len(prompts)} prompts but {len(given)} contexts")
-        pairs = [self._question_and_context(prompt, value) for prompt, value in zip(prompts, given, strict=True)]
+        with _arguments_of("rlm_query_batched"):
+            _check_texts(prompts)
+            client = self._client(model, self._run.models.rlm(depth) if deep else self._run.models.plain)
+            given = contexts if contexts is not None else [None] * len(prompts)
+            if not isinstance(given, list):
+                raise HostCallError("TypeError", f"contexts must be a list or None, not {type(given).__name__}")
+            if len(given) != len(prompts):
+                raise HostCallError("ValueError", f"{len(prompts)} prompts but {len(given)} contexts")
+            pairs = [self._question_and_context(prompt, value) for prompt, value in zip(prompts, given, strict=True)]
         kind = "rlm" if deep else "lm"
         calls = [self._sub_call(kind, client, question, context) for question, context in pairs]
         for context in {id(context): context for _, context in pairs if context is not None}.values():
@@ -147,11 +156,16 @@ class Host:
     # --- the rest ----------------------------------------------------------------------------------------------
 
     async def _history(self, seen: int) -> list[dict[str, str]]:
+        if type(seen) is not int:
+            raise HostCallError("TypeError", f"history: seen must be an int, not {type(seen).__name__}")
         return [{"role": message.role, "content": message.content} for message in self._call.messages[seen:]]
 
-    async def _tool(self, name: str, *args: Any, **kwargs: Any) -> Any:
+    async def _tool(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(name, str):
+            raise HostCallError("TypeError", f"the name of a tool must be a str, not {type(name).__name__}")
         ordinal, self._num_tool_calls = self._num_tool_calls, self._num_tool_calls + 1
-        asked = hashlib.sha256(repr((name, args, sorted(kwargs.items()))).encode()).hexdigest()[:32]
+        with _arguments_of(name):
+            asked = hashlib.sha256(repr((name, args, sorted(kwargs.items()))).encode()).hexdigest()[:32]
         where = (self._where.call, self._where.turn, self._where.cell, ordinal)
         run = self._run
         if run.recording is not None:
@@ -190,10 +204,12 @@ class Host:
     def _client(self, model: str | None, default: Client) -> Client:
         if model is None:
             return default
+        if not isinstance(model, str):
+            raise HostCallError("TypeError", f"model must be the name of a model or None, not {type(model).__name__}")
         client = self._run.models.named(model)
         if client is None:
             known = ", ".join(sorted(client.name for client in self._run.models.all))
-            raise HostCallError("SubcallError", f"there is no model '{model}' in this run; there are: {known}")
+            raise HostCallError("SubcallError", f"there is no model '{model[:200]}' in this run; there are: {known}")
         return client
 
     async def _all(self, work: list[Awaitable[Outcome]]) -> list[Any]:
@@ -211,7 +227,12 @@ class Host:
                 if len(outcomes) == 1
                 else f"{len(failures)} of {len(outcomes)} sub-calls failed; the first: {first}"
             )
-            raise HostCallError("SubcallError", str(message), {"results": results, "failures": failures})
+            data: dict[str, Any] = {"results": results, "failures": failures}
+            cut = {i: o.failure.text for i, o in enumerate(outcomes) if isinstance(o.failure, ReplyCut)}
+            if cut:
+                data["partial"] = cut
+                message = f"{message}; what arrived is in .partial of this error"
+            raise HostCallError("SubcallError", str(message), data)
         return results
 
 
@@ -226,11 +247,30 @@ async def _caught(work: Awaitable[Outcome]) -> Outcome:
 def _check_texts(prompts: Any) -> None:
     if not isinstance(prompts, list) or not all(isinstance(prompt, str) for prompt in prompts):
         raise HostCallError("TypeError", "prompts must be a list of str")
+    if len(prompts) > MAX_PROMPTS:
+        raise HostCallError("ValueError", f"{len(prompts):,} prompts at once: give at most {MAX_PROMPTS:,}")
+
+
+@contextlib.contextmanager
+def _arguments_of(name: str) -> Iterator[None]:
+    """While arguments are looked at, which a session chose: what that raises is the cell's error, not the run's."""
+    try:
+        yield
+    except (SandboxError, TypeError) as error:  # the former for a context that no session can hold
+        raise HostCallError("TypeError", f"{name}: {error}") from error
+    except (ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+        raise HostCallError("ValueError", f"{name}: {type(error).__name__}: {error}") from error
 
 
 def _schema_check(schema: Any) -> AnswerType | None:
     """The check for a schema that a session gave, which is a stranger's."""
+    if not isinstance(schema, dict):
+        raise HostCallError("TypeError", f"schema must be a dict (a JSON schema) or None, not {type(schema).__name__}")
     try:
-        return answer_type(schema if isinstance(schema, dict) else None, trusted=False)
+        kind = answer_type(schema, trusted=False)
+        msgspec.json.encode(schema)  # as a request will hold it
     except ConfigError as error:
         raise HostCallError("ValueError", str(error)) from error
+    except Exception as error:  # a schema is a program of sorts: what it raises is its author's
+        raise HostCallError("ValueError", f"schema: it cannot be used ({type(error).__name__}: {error})") from error
+    return kind

@@ -52,6 +52,9 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Children of one call that run at once; each holds a session."""
     max_reply_tokens: int = 8192
     """Of any single reply."""
+    patience_s: float = 300.0
+    """How long a request is tried again while its model cannot be reached; a tenth of it, 30 s at
+    most, for a model that has not answered yet."""
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:

@@ -16,13 +16,14 @@ from typing import Any
 
 import msgspec
 
+from ramify.clients.base import Tool
 from ramify.engine import observe, retool
 from ramify.engine.action import Action, Final, read_action, said
 from ramify.engine.branch import Search
 from ramify.engine.call import LiveCall, Outcome
 from ramify.engine.host import Host
 from ramify.engine.notebook import MAX_DEATHS, Notebook
-from ramify.engine.run import NATIVE_TOOLS, Run
+from ramify.engine.run import NATIVE_TOOLS, Run, cut_reply
 from ramify.engine.typed import AnswerType, Mismatch
 from ramify.errors import (
     ConfigError,
@@ -32,17 +33,20 @@ from ramify.errors import (
     RamifyError,
     Refused,
     ReplayDiverged,
+    ReplyCut,
     SandboxError,
     SessionDied,
 )
 from ramify.sandbox.base import Ran
 from ramify.types.event import CellRan
-from ramify.types.message import Message
+from ramify.types.message import Message, Reply
 from ramify.types.trajectory import Cell, Fork, Stop
 
 ChildLoop = Callable[[Run, LiveCall], Coroutine[Any, Any, Outcome]]
 
 _NOTHING: Any = object()
+_SHARES = (1, 2, 4, 8, 16, 32, 64)
+"""An observation that does not fit the window is shown as one part in so many, the largest part that fits."""
 
 
 async def run_child(run: Run, call: LiveCall) -> Outcome:
@@ -62,7 +66,8 @@ async def run_child(run: Run, call: LiveCall) -> Outcome:
         run.end(call, outcome)
     if outcome.answer is None and outcome.error is None:
         return Outcome(outcome.stop, error=f"the child ended without an answer ({outcome.stop})")
-    return outcome if outcome.answer is None else Outcome(outcome.stop, outcome.answer)
+    whole = outcome.answer is not None and not isinstance(outcome.failure, ReplyCut)
+    return Outcome(outcome.stop, outcome.answer) if whole else outcome
 
 
 class RlmLoop:
@@ -85,6 +90,8 @@ class RlmLoop:
         self._deferred: Any = _NOTHING
         self._partial: Any = None
         self._last_text = ""
+        self._is_cut = False
+        """True if the last reply ended at its limit of tokens."""
         self._num_idle = 0
         self._is_root = call.parent is None
 
@@ -118,22 +125,46 @@ class RlmLoop:
             return await self._last_word(stop)
         tools = run.scaffold.tools(NATIVE_TOOLS)
         try:
-            reply = await run.ask(call, self._pending, reused=self._reused, tools=tools)
+            reply = await self._ask_within_window(tools=tools)
         except LimitReached as reached:
             return await self._last_word(Stop(reached.stop))
         except ModelError as error:
             outgrown = isinstance(error, Refused) and error.too_long and call.turn and not run.scaffold.compact_at
             stop = Stop.MAX_TOKENS if outgrown else Stop.ERROR  # a history that is never summarised ends at the window
             return Outcome(stop, self._best(in_words=False), str(error), error)
-        self._reused, self._last_text = None, reply.message.content
+        self._reused, self._last_text, self._is_cut = None, reply.message.content, reply.finish == "length"
         try:
-            outcome, messages = await self._act(run.scaffold.read(reply.message))
+            outcome, messages = await self._act(run.scaffold.read(reply.message, self._is_cut))
         except SessionDied as died:
             return Outcome(Stop.ERROR, self._best(in_words=False), str(died), died)
         if outcome is None:
             self._pending = messages
             await self._compact_if_long()
         return outcome
+
+    async def _ask_within_window(self, *after: Message, tools: tuple[Tool, ...] = ()) -> Reply:
+        """Ask with the pending messages and ``after``. If an observation does not fit the model's window, show less of
+        it. Raises what ``Run.ask`` raises; Refused if even a few characters do not fit."""
+        run, whole = self.run, self._pending
+        error: Refused | None = None
+        for share in _SHARES if self.call.turn else _SHARES[:1]:  # a question is never shortened
+            pending = [observe.shortened(each, share, run.scaffold.terse_chars) for each in whole]
+            if error is not None and pending == self._pending:
+                continue
+            self._pending = pending
+            try:
+                reply = await run.ask(self.call, [*pending, *after], reused=self._reused, tools=tools)
+            except Refused as refused:
+                error = refused
+                if not refused.too_long:
+                    break
+                continue
+            if share > 1:
+                run.note(self.call, f"the window had room for one part in {share} of what the last cells gave")
+            return reply
+        self._pending = whole
+        assert error is not None
+        raise error
 
     async def _act(self, action: Action) -> tuple[Outcome | None, list[Message]]:
         """Do what the model asked for: an outcome, or the messages that it is shown next."""
@@ -161,8 +192,16 @@ class RlmLoop:
             return outcome, [] if outcome else self._observation(action, [], notes)
         self._num_idle += 1
         if self._num_idle >= self.run.scaffold.max_idle:
-            return Outcome(Stop.NO_CODE, self._best()), []
+            return self._in_words(), []
         return None, self._observation(action, [observe.NUDGE], notes)
+
+    def _in_words(self) -> Outcome:
+        """What was said last as the answer; a partial one if it was cut."""
+        best = self._best()
+        if not self._is_cut or best is None or self._best(in_words=False) is not None:
+            return Outcome(Stop.NO_CODE, best)
+        error = cut_reply(self.call, self.run.sampling.max_tokens, self._last_text)
+        return Outcome(Stop.MAX_TOKENS, best, str(error), error)
 
     def _conclude(self, final: Any, reports: list[str], notes: list[str], *, confirmed: bool) -> Outcome | None:
         """The answer, if it fits its type and nothing is unseen; otherwise None, with a note for the model."""
@@ -219,6 +258,7 @@ class RlmLoop:
             fork.notebook = await self.notebook.fork(call)
         fork._kind, fork._pending, fork._reused = self._kind, list(self._pending), self._reused
         fork._deferred, fork._partial, fork._last_text = self._deferred, self._partial, self._last_text
+        fork._is_cut = self._is_cut
         fork._num_idle, fork._branched_at = self._num_idle, 0  # where this very branching is
         run.begin(call, Fork(origin.id, origin.turn - 1))
         return fork
@@ -284,7 +324,7 @@ class RlmLoop:
         if cell.stdout_chars > most and self.run.blobs is not None:
             digest = self.run.blobs.put(cell.stdout.encode("utf-8", "backslashreplace"))
         most_kept = 16 * self.run.max_output_bytes  # of the guest; see sandbox.base.SandboxSpec
-        where = f"in outputs[{note['cell']}]" if "cell" in note else "lost"
+        where = f"in outputs[{note['cell']}]" if type(note.get("cell")) is int else "lost"
         if cell.stdout_chars > most_kept:
             where = f"not kept; {most_kept >> 20} MB of it, head and tail, are {where}"
         error = observe.cut(cell.error, most, len(cell.error), "not kept") if cell.error is not None else None
@@ -312,8 +352,9 @@ class RlmLoop:
                 session = await self.notebook.session()
                 return await session.get(name)
             except (HostCallError, SandboxError) as error:
-                if final.variable:
-                    notes.append(f"FINAL_VAR({name}): {error}")
+                is_too_much = isinstance(error, HostCallError) and error.kind == "ValueError"
+                if final.variable or is_too_much:
+                    notes.append(f"{'FINAL_VAR' if final.variable else 'FINAL'}({name}): {error}")
                     return _NOTHING
         if self._kind is None and not name.startswith(("'", '"')):
             return name
@@ -349,6 +390,8 @@ class RlmLoop:
             except LimitReached:
                 continue
             except ModelError as error:
+                if isinstance(error, Refused) and error.too_long and prompt is not prompts[-1]:
+                    continue
                 return Outcome(stop, self._best(), str(error), error)
             self._last_text = reply.message.content
             return Outcome(stop, await self._last_answer(reply.message))
@@ -415,7 +458,7 @@ class RlmLoop:
             return
         run.note(call, f"the history has about {tokens:,} tokens of a window of {call.client.window:,}: summarising it")
         try:
-            reply = await run.ask(call, [*self._pending, Message("user", observe.SUMMARISE)])
+            reply = await self._ask_within_window(Message("user", observe.SUMMARISE))
         except (LimitReached, ModelError) as error:
             run.note(call, f"the summary failed ({error}); going on with the whole history")
             return

@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
+from ramify.types.message import Message
 from ramify.types.trajectory import Cell
 
 _PREVIEW_CHARS = 300
@@ -31,6 +34,7 @@ REBUILT = (
     "What this cell did is lost. The cells before it were run again in a new session, with the answers that their calls "
     "had been given: their variables are back."
 )
+_NO_ROOM = "\n[… {hidden:,} of {length:,} characters left out: your window has no room for them …]\n"
 STARTED_ANEW = "A new session was started: `context` is there, your variables and imports are not."
 CONTINUE = "Summary of the work so far (the session and its variables are as you left them):\n\n{summary}\n\nGo on."
 
@@ -46,6 +50,24 @@ def cut(text: str, max_chars: int, length: int, where: str) -> str:
     head, tail = text[: max_chars - max_chars // 2], text[len(text) - max_chars // 2 :]
     hidden = length - len(head) - len(tail)
     return f"{head}\n[… {hidden:,} of {length:,} characters cut; the whole is {where} …]\n{tail}"
+
+
+def shortened(message: Message, share: int, terse_chars: int) -> Message:
+    """``message`` with one part in ``share`` of its content: its head if observations are terse, else head and tail,
+    with the true length stated.
+
+    >>> shortened(Message("user", "abcdefgh"), 4, 90).content
+    'ab'
+    """
+    text = message.content
+    if share == 1:
+        return message
+    if terse_chars:
+        return msgspec.structs.replace(message, content=text[: len(text) // share])
+    most = len(text) // share
+    head, tail = text[: most - most // 2], text[len(text) - most // 2 :]
+    mark = _NO_ROOM.format(hidden=len(text) - most, length=len(text))
+    return message if len(mark) + most >= len(text) else msgspec.structs.replace(message, content=head + mark + tail)
 
 
 def cell_report(cell: Cell) -> str:

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 from ramify.engine.call import LiveCall, Outcome
-from ramify.engine.run import Run
+from ramify.engine.run import Run, cut_reply
 from ramify.engine.typed import AnswerType, Mismatch
 from ramify.errors import LimitReached, ModelError, ReplayDiverged
 from ramify.types.message import Message
@@ -20,11 +20,14 @@ _LONG_CHARS = 5_000
 async def ask_plain(
     run: Run, call: LiveCall, prompt: str, kind: AnswerType | None, *, system: str | None = None
 ) -> Outcome:
-    """Ask once, and again with the error shown while the reply does not fit ``kind``. Never raises for a failed model."""
-    text = f"{prompt}\n\n{kind.alone()}" if kind else prompt
-    new = [*([Message("system", system)] if system else []), Message("user", text)]
+    """Ask once, and again with the error shown while the reply does not fit ``kind``. Never raises for a failed model.
+
+    A reply that was cut at its limit ends with ``MAX_TOKENS``: its text is a partial answer, never a
+    whole one."""
+    question = f"{prompt}\n\n{kind.alone()}" if kind else prompt
+    new = [*([Message("system", system)] if system else []), Message("user", question)]
     schema = kind.enforced if kind else None
-    error = "no reply"
+    error, text, is_cut = "no reply", "", False
     for _ in range(1 + MAX_REPAIRS):
         try:
             reply = await run.ask(call, new, schema=schema)
@@ -32,18 +35,28 @@ async def ask_plain(
             return Outcome(Stop(reached.stop), error=str(reached), failure=reached)
         except (ModelError, ReplayDiverged) as failure:
             return Outcome(Stop.ERROR, error=str(failure), failure=failure)
+        text, is_cut = reply.message.content, reply.finish == "length"
         if kind is None:
-            return Outcome(Stop.FINAL, reply.message.content)
+            return _cut(run, call, text, text or None) if is_cut else Outcome(Stop.FINAL, text)
         try:
-            return Outcome(Stop.FINAL, await _value(kind, reply.message.content))
+            value = await _value(kind, text)
+            # A number or a text that fits may be the beginning of a longer one.
+            return _cut(run, call, text, None) if is_cut else Outcome(Stop.FINAL, value)
         except Mismatch as mismatch:
             error = str(mismatch)
             new = [
                 Message("user", f"That does not fit the schema: {error}. Reply with the corrected JSON value alone.")
             ]
+    if is_cut:
+        return _cut(run, call, text, None)
     return Outcome(
         Stop.ERROR, error=f"after {1 + MAX_REPAIRS} replies the value still does not fit its schema: {error}"
     )
+
+
+def _cut(run: Run, call: LiveCall, text: str, answer: str | None) -> Outcome:
+    error = cut_reply(call, run.sampling.max_tokens, text)
+    return Outcome(Stop.MAX_TOKENS, answer, str(error), error)
 
 
 async def _value(kind: AnswerType, text: str) -> Any:

@@ -38,12 +38,19 @@ _MISSING: Any = type("Missing", (), {"__repr__": lambda self: "<no value>"})()
 
 class SubcallError(RuntimeError):
     """Some sub-calls failed. ``results`` has every reply that did arrive, None where one failed; ``failures`` maps the
-    index of each that failed to the reason."""
+    index of each that failed to the reason; ``partial`` maps the index of each that was cut at its limit to its text."""
 
-    def __init__(self, message: str, results: list[Any] | None = None, failures: dict[int, str] | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        results: list[Any] | None = None,
+        failures: dict[int, str] | None = None,
+        partial: dict[int, str] | None = None,
+    ) -> None:
         super().__init__(message)
         self.results: list[Any] = results or []
         self.failures: dict[int, str] = failures or {}
+        self.partial: dict[int, str] = partial or {}
 
 
 def _ask(name: str, *args: Any, **kwargs: Any) -> list[Any]:
@@ -53,7 +60,8 @@ def _ask(name: str, *args: Any, **kwargs: Any) -> list[Any]:
         if error.kind != "SubcallError":
             kind = getattr(builtins, error.kind, None)
             raise (kind(str(error)) if isinstance(kind, type) and issubclass(kind, Exception) else error) from None
-        raise SubcallError(str(error), error.data.get("results"), error.data.get("failures")) from None
+        given = (error.data.get(name) for name in ("results", "failures", "partial"))
+        raise SubcallError(str(error), *given) from None
 
 
 def llm_query(prompt: str, model: str | None = None, schema: Any = None) -> Any:
@@ -66,7 +74,19 @@ def llm_query_batched(prompts: Sequence[str], model: str | None = None, schema: 
     """Ask for every prompt at once; replies in the order of the prompts. Raises SubcallError after all have ended."""
     if isinstance(prompts, str):
         raise TypeError("llm_query_batched takes a list of prompts; for a single one use llm_query")
-    return _ask("llm_query_batched", [str(prompt) for prompt in prompts], model=model, schema=_schema(schema))
+    return _ask("llm_query_batched", _texts(prompts), model=model, schema=_schema(schema))
+
+
+def _texts(prompts: Any) -> list[str]:
+    """The prompts as text. None and bytes are no prompts: a model would be asked ``None`` or ``b'…'``."""
+    if not hasattr(prompts, "__iter__"):
+        raise TypeError(f"prompts must be a list of str, not {type(prompts).__name__}")
+    texts: list[str] = []
+    for prompt in prompts:
+        if prompt is None or isinstance(prompt, (bytes, bytearray)):
+            raise TypeError(f"prompt {len(texts)} must be a str, not {type(prompt).__name__}")
+        texts.append(str(prompt))
+    return texts
 
 
 def rlm_query(prompt: str, context: Any = _MISSING, model: str | None = None) -> Any:
@@ -82,12 +102,16 @@ def rlm_query_batched(
     """Start a child for every prompt at once, with the context of the same index; their answers in order."""
     if isinstance(prompts, str):
         raise TypeError("rlm_query_batched takes a list of prompts; for a single one use rlm_query")
+    is_list = hasattr(contexts, "__len__") and not isinstance(contexts, (str, bytes, Mapping))
+    if contexts is not None and not is_list:
+        raise TypeError(f"contexts must be a list with one context for each prompt, not {type(contexts).__name__}")
+    prompts = _texts(prompts)
     if contexts is not None and len(contexts) != len(prompts):
         raise ValueError(
             f"{len(prompts)} prompts but {len(contexts)} contexts; give one context for each prompt, or None"
         )
     given = None if contexts is None else [_shared(value) for value in contexts]
-    return _ask("rlm_query_batched", [str(prompt) for prompt in prompts], contexts=given, model=model)
+    return _ask("rlm_query_batched", prompts, contexts=given, model=model)
 
 
 def _shared(value: Any) -> Any:
@@ -112,7 +136,7 @@ def FINAL(value: Any = _MISSING) -> None:
 
 def _carried(value: Any) -> Any:
     """A copy of ``value`` as the host will get it: objects of dataclasses and the like as dicts, and the text of what
-    cannot go over at all."""
+    cannot go over at all. Raises ValueError for more than the host takes."""
     try:
         return portable(value)
     except TypeError:

@@ -53,10 +53,12 @@ class Question(msgspec.Struct, frozen=True):
     cite: bool = False
     on_session: Callable[[Session], Awaitable[None]] | None = None
     """What is done to each fresh session before its first cell."""
+    direct: bool = True
+    """Whether one direct call may answer it; False: the root always has a session."""
 
     def is_direct(self, scaffold: Scaffold, window: int, has_tools: bool) -> bool:
         """The root-level rule: what fits easily is answered by one direct call."""
-        if has_tools or self.tools or self.on_session is not None or scaffold.protocol != "notebook":
+        if not self.direct or has_tools or self.tools or self.on_session is not None or scaffold.protocol != "notebook":
             return False
         return self.context is None or observe.chars_of(self.context) <= min(scaffold.direct_chars, 2 * window)
 

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Protocol
 
 from ramify.errors import ConfigError
-from ramify.types.event import AnyEvent, Fold, RunEnded
+from ramify.types.event import AnyEvent, Fold, Noted, RunEnded
 from ramify.types.trajectory import Trajectory
 
 Listener = Callable[[AnyEvent], None]
@@ -49,6 +49,8 @@ class Recorder:
         self._journal = journal
         self._listeners = list(listeners)
         self._held = held
+        self._notes: list[AnyEvent] = []
+        """Notes of a resumed run that are not written yet."""
         self._fold = Fold()
         self._began = time.perf_counter() - since_s
 
@@ -61,8 +63,8 @@ class Recorder:
         return round(time.perf_counter() - self._began, 6)
 
     def emit(self, event: AnyEvent) -> None:
-        if self._journal is not None and not (self._held is not None and self._held(event)):
-            self._journal.append(event)
+        if self._journal is not None:
+            self._write(self._journal, event)
         self._fold.apply(event)
         for listener in tuple(self._listeners):
             try:
@@ -70,6 +72,21 @@ class Recorder:
             except Exception as error:  # noqa: BLE001 -- a listener is the user's; it must not end a paid run
                 self._listeners.remove(listener)
                 warnings.warn(f"an event listener failed and is not called again: {error!r}", stacklevel=2)
+
+    def _write(self, journal: Journal, event: AnyEvent) -> None:
+        """A resumed run that does nothing new leaves its journal as it was: a note alone waits for
+        the next event."""
+        if self._held is not None:
+            if self._held(event):
+                return
+            self._notes.append(event)
+            if isinstance(event, Noted):
+                return
+            notes, self._notes = self._notes, []
+            for each in notes:
+                journal.append(each)
+            return
+        journal.append(event)
 
     def listen(self, listener: Listener) -> None:
         """Tell ``listener`` of every event from now on."""

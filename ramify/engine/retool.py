@@ -31,6 +31,7 @@ CORRECTION = (
     f"the tool {TOOL_NAME} with it. When you know the answer, write it as \\boxed{{{{answer}}}}."
 )
 SILENT = "(it ran and printed nothing: print what you want to see)"
+_HALF = "the message was cut at its limit of tokens, and code in it that was not closed was not run"
 _NAMES = (TOOL_NAME, "python", "repl")
 _CODE = re.compile(r"<code>(.*?)(?:</code>|\Z)", re.DOTALL)
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
@@ -40,13 +41,14 @@ _XML = re.compile(
 )
 
 
-def read(message: Message) -> Action:
-    """What a reply asks for: an answer, or one piece of code or several. An answer counts where no code follows it."""
+def read(message: Message, is_cut: bool = False) -> Action:
+    """What a reply asks for: an answer, or one piece of code or several. An answer counts where no code follows it. Of
+    one that ``is_cut`` at its limit, code that was not closed is not run."""
     text = without_thinking(message.content)
     ids = tuple(call.id for call in message.tool_calls)
     codes, problems = _from_calls(message.tool_calls)
     if not ids:
-        found, problems, end = _from_text(text)
+        found, problems, end = _from_text(text, is_cut)
         box = last_boxed(text[end:], None)
         if box:
             return Action(final=Final(box, as_is=True))
@@ -69,7 +71,7 @@ def _from_calls(calls: Iterable[ToolCall]) -> tuple[list[str], list[str]]:
     return codes, problems
 
 
-def _from_text(text: str) -> tuple[list[str], list[str], int]:
+def _from_text(text: str, is_cut: bool) -> tuple[list[str], list[str], int]:
     """(codes, what was wrong, where the last of them ends) of a reply without native calls."""
     calls = list(_CALL.finditer(text))
     if calls:
@@ -78,10 +80,12 @@ def _from_text(text: str) -> tuple[list[str], list[str], int]:
         return [_bare(code) for code in read if code], problems, calls[-1].end()
     blocks = [found for found in _CODE.finditer(text) if found[1].strip()]
     if blocks:
-        return [_bare(found[1]) for found in blocks], [], blocks[-1].end()
-    fenced = read_action(Message("assistant", text))
+        half = is_cut and not blocks[-1][0].endswith("</code>")
+        whole = blocks[:-1] if half else blocks
+        return [_bare(found[1]) for found in whole], [_HALF] * half, blocks[-1].end()
+    fenced = read_action(Message("assistant", text), is_cut)
     end = text.rfind("```") + 3 if fenced.codes else 0
-    return list(fenced.codes), [], end
+    return list(fenced.codes), [_HALF] * (is_cut and not fenced.codes and "```" in text), end
 
 
 def _of_call(body: str) -> str | None:

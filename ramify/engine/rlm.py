@@ -43,7 +43,7 @@ from ramify.engine.scaffold import Scaffold, scaffold_of
 from ramify.engine.setup import Setup
 from ramify.engine.spans import tracing
 from ramify.engine.tools import Tools, ToolSet
-from ramify.errors import ConfigError
+from ramify.errors import ConfigError, ReplayDiverged
 from ramify.sandbox.base import SandboxSpec, module_of
 from ramify.sandbox.context import SharedContext
 from ramify.store.cache import CallCache
@@ -179,17 +179,20 @@ class RLM:
         self, prompt: Any, query: str | None = None, *, answer_type: Any = None, cite: bool = False,
         cache: bool = False, search: Search | int | None = None, on_event: Listener | None = None,
         metadata: Mapping[str, Any] | None = None, sampling: Sampling | None = None, limits: Limits | None = None,
+        direct: bool = True,
     ) -> Running:  # fmt: skip
         """A run that goes on while the caller does other things; needs a running event loop. Its ``result`` is data: it
         raises nothing for what a model did. ``metadata`` is kept with the run's configuration; ``sampling`` is this run's
         own, so that attempts at one question may each have their seed; so are ``limits``, but for ``max_concurrency``,
-        which all runs of an RLM share."""
-        asked = question(prompt, query, answer_type, cite)
+        which all runs of an RLM share. ``direct=False``: the root has a session, however short the context is."""
+        asked = msgspec.structs.replace(question(prompt, query, answer_type, cite), direct=direct)
         chosen = self._search if search is None else search_of(search)
         listeners = (*checked_listener(on_event), *tracing())
         journal = self.store.create(self.store.new_id(asked.text)) if self.store else None
         recorder = Recorder(journal, listeners)
         config = {**self._setup.config, **config_of(chosen), **(metadata or {})}
+        if not direct:
+            config["direct"] = False  # a replay and a resumed run must decide as this one did
         setup = msgspec.structs.replace(self._setup, config=config)
         if sampling is not None:
             config["sampling"] = msgspec.to_builtins(sampling)
@@ -203,6 +206,15 @@ class RLM:
             close=functools.partial(_put_away, self.store, journal),
         )  # fmt: skip
 
+    async def is_direct(self, prompt: Any, query: str | None = None) -> bool:
+        """Whether ``start`` would answer by one plain call, without a session. Asks no model."""
+        asked, tools = question(prompt, query, None, False), self._setup.tools
+        if self._search is not None:
+            return False
+        async with self._shared.use() as resources:
+            window = self._connect(resources).rlm(0).window
+            return asked.is_direct(self._setup.scaffold, window, bool(tools.functions or tools.values))
+
     def conversation(self, prompt: Any) -> Conversation:
         """Several questions over one live session: ``with rlm.conversation(text) as c: c.ask(…)``, or ``async with`` and
         ``await c.aask(…)``. Limits hold for each question."""
@@ -214,8 +226,10 @@ class RLM:
         self, run: str, *, answer_type: Any = None, search: Search | int | None = None,
         on_event: Listener | None = None,
     ) -> Result:  # fmt: skip
-        """Go on with a stored run that was cut off: no reply that was recorded is paid for again; what was in flight is
-        sent again and counted as possibly paid. A run that has ended is answered from the record."""
+        """Go on with a stored run that was cut off or failed: no reply that was recorded is paid for again; what was in
+        flight is sent again and counted as possibly paid. A run that has ended is answered from the record.
+
+        Raises ReplayDiverged for a program that asks something else than the recorded one; the journal stays as it is."""
         store = self._need_store("resume")
         recording = Recording(store.events(run))
         if recording.ended is not None:
@@ -226,7 +240,7 @@ class RLM:
         self, run: str, *, answer_type: Any = None, search: Search | int | None = None,
         on_event: Listener | None = None,
     ) -> Running:  # fmt: skip
-        """As ``start``, for a stored run that was cut off. Raises ConfigError for one that has ended."""
+        """As ``start``, for a stored run that was cut off or failed. Raises ConfigError for one that has ended."""
         store = self._need_store("resume")
         recording = Recording(store.events(run))
         if recording.ended is not None:
@@ -235,6 +249,7 @@ class RLM:
         journal = store.reopen(run)
         recorder = Recorder(journal, listeners, held=recording.holds, since_s=recording.last_s)
         try:
+            self._check_models(recording.started)
             return self._again(recording, answer_type, search, recorder, journal.close)
         except BaseException:
             journal.close()
@@ -277,6 +292,15 @@ class RLM:
             search=recorded_search(started.config, self._search) if search is None else search_of(search), close=close,
         )  # fmt: skip
 
+    def _check_models(self, started: RunStarted) -> None:
+        for name in ("model", "sub_model"):
+            recorded, ours = started.config.get(name), self._setup.config[name]
+            if recorded is not None and recorded != ours:
+                raise ReplayDiverged(
+                    f"run {started.id} was begun with {name}={', '.join(recorded) or None}, not "
+                    f"{', '.join(ours) or None}: resume it with that one, or ask as a new run"
+                )
+
     def _question_of(self, started: RunStarted, kind: Any) -> Question:
         config, value = started.config, None
         if started.context is not None:
@@ -286,7 +310,8 @@ class RLM:
         kind = kind if kind is not None else None if cite else config.get("answer_schema")
         asked = question("" if value is None else value, started.question, kind, cite) if value is not None else None
         asked = asked or question(started.question, None, kind, cite)
-        return msgspec.structs.replace(asked, about=config.get("about", ""))
+        direct = config.get("direct") is not False
+        return msgspec.structs.replace(asked, about=config.get("about", ""), direct=direct)
 
     def _from_record(self, run: str) -> Result:
         trajectory = self._need_store("resume").load(run)

@@ -30,7 +30,7 @@ from ramify.engine.resources import Resources
 from ramify.engine.retool import closed
 from ramify.engine.setup import Setup
 from ramify.engine.tools import ToolSet
-from ramify.errors import ConfigError, LimitReached
+from ramify.errors import ConfigError, LimitReached, ReplyCut, ReplyFiltered
 from ramify.sandbox.base import Session
 from ramify.sandbox.context import SharedContext
 from ramify.types.event import Attempted, CallEnded, CallStarted, Noted, Replied, Requested, ToolAnswered
@@ -48,6 +48,8 @@ NATIVE_TOOLS = (
 
 class Replies(Protocol):
     """Where a reply may come from without asking: a recorded run (see ``store.replay.Recording``)."""
+
+    def check(self, call: str, turn: int, prompt_hash: str) -> None: ...
 
     def reply(self, call: str, turn: int, prompt_hash: str) -> Reply | None: ...
 
@@ -107,6 +109,8 @@ class Run:
         self._on_the_wire: set[asyncio.Task[Any]] = set()
         """Tasks that wait for a model, but for last words."""
         self._sessions: set[Session] = set()
+        self._repeated: set[tuple[str, int]] = set()
+        """(call, turn) of the recorded attempts that were repeated."""
         self._descriptions: dict[str, str] = {}
         self._loop = asyncio.get_running_loop()
         self._deadline = self._loop.time() + limits.max_seconds
@@ -215,8 +219,8 @@ class Run:
         last_word: Stop | None = None,
     ) -> Reply:
         """The next turn of ``call``: its first ``reused`` messages (by default all) and ``new``. ``last_word`` names the
-        limit at which this is the request that was held back. Raises ModelError for a model that gave no reply,
-        LimitReached where the run may not ask any more."""
+        limit at which this is the request that was held back. Raises ModelError for a model that gave no reply or a
+        filtered one, LimitReached where the run may not ask any more."""
         reused = len(call.messages) if reused is None else reused
         new = tuple(map(sendable, new))
         prompt = (*call.messages[:reused], *new)
@@ -229,6 +233,8 @@ class Run:
         digest = prompt_hash(call.client.name, request)
 
         def about_to_send() -> None:
+            if self.recording is not None:  # a call beside this one may have diverged meanwhile
+                self.recording.check(call.id, call.turn, digest)
             self.recorder.emit(
                 Requested(
                     at_s=self.recorder.now(), call=call.id, turn=call.turn, reused=reused, prompt=new,
@@ -254,12 +260,15 @@ class Run:
             )
         )  # fmt: skip
         call.advance(reused, new, reply, reused_ids)
+        if reply.finish == "content_filter":
+            raise _filtered(call.client.name, reply)
         return reply
 
     def _recorded(self, call: LiveCall, digest: str, account: _Account) -> tuple[Reply, int] | None:
         """The reply, and the ids of the path that its prompt began with, from the run that is being repeated or from the
         cache. Raises what that run met instead of one."""
         if self.recording is not None:
+            self.recording.check(call.id, call.turn, digest)
             self._repeat_attempts(self.recording, call, account)
             reply = self.recording.reply(call.id, call.turn, digest)
             if reply is not None:
@@ -273,7 +282,11 @@ class Run:
         return None
 
     def _repeat_attempts(self, recording: Replies, call: LiveCall, account: _Account) -> None:
-        """What was sent for this turn before and failed, or was under way: it may have been paid."""
+        """What was sent for this turn before and failed, or was under way: it may have been paid. Once, however many
+        prompts the turn has: one that did not fit the window was sent again, shorter."""
+        if (call.id, call.turn) in self._repeated:
+            return
+        self._repeated.add((call.id, call.turn))
         for attempt in recording.attempts_at(call.id, call.turn):
             self.recorder.emit(attempt)
             self.ledger.charge(attempt.usage, attempt.cost)
@@ -287,7 +300,9 @@ class Run:
             raise _closed(self.closing)
         if last_word and call.parent is None:
             self.ledger.held = Amount()
-        work = self._resources.pool.ask(client, request, account, lambda text: self.note(call, text))
+        work = self._resources.pool.ask(
+            client, request, account, lambda text: self.note(call, text), self.limits.patience_s
+        )
         reply = await (self._until_deadline(work) if last_word else self._until_closing(work))
         message = sendable(reply.message)
         if self.scaffold.stop and reply.finish == "stop" and not message.tool_calls:
@@ -397,6 +412,24 @@ def prompt_hash(model: str, request: Request) -> str:
     """What makes two requests the same: model, prompt, sampling, schema and tools."""
     parts = (model, request.messages, request.sampling, request.schema, request.tools)
     return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:32]
+
+
+def cut_reply(call: LiveCall, limit: int, text: str) -> ReplyCut:
+    """The error for a reply of ``call`` that ended at its limit of tokens after ``text``."""
+    return ReplyCut(
+        f"{call.client.name}: the reply was cut at its limit of {limit} tokens; ask for less, or raise max_reply_tokens",
+        text,
+    )
+
+
+def _filtered(model: str, reply: Reply) -> ReplyFiltered:
+    text, stopped_by = reply.message.content, reply.filter or "content_filter"
+    if stopped_by == "refusal":
+        said = f": {text[:200]!r}" if text else ""
+        return ReplyFiltered(f"{model}: the model refused to answer (refusal){said}; ask in another way", text)
+    return ReplyFiltered(
+        f"{model}: a content filter stopped the reply ({stopped_by}); ask in another way, or ask another model", text
+    )
 
 
 def _closed(stop: Stop) -> LimitReached:

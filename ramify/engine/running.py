@@ -302,10 +302,11 @@ def as_text(answer: Any) -> str:
         return ""
     if isinstance(answer, str):
         return answer
+    plain = jsonable(answer)
     try:
-        return msgspec.json.encode(jsonable(answer)).decode()
+        return msgspec.json.encode(plain).decode()
     except UnicodeEncodeError:  # half a surrogate pair in it, which only an escape can show
-        return json.dumps(jsonable(answer), separators=(",", ":"))
+        return json.dumps(plain, separators=(",", ":"))
 
 
 def checked(result: Result) -> Result:

@@ -148,11 +148,12 @@ class Scaffold(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             return ()
         return (retool.TOOL,) if self.protocol == "retool" else usual
 
-    def read(self, message: Message) -> Action:
-        """What a reply asks for."""
+    def read(self, message: Message, is_cut: bool = False) -> Action:
+        """What a reply asks for; ``is_cut`` if it ended at its limit, so that its last code or answer may be half of one.
+        With ``raw_code`` nothing says where code ends, so that a cut reply is run as it is."""
         if self.raw_code:
             return Action(codes=(message.content,))
-        return retool.read(message) if self.protocol == "retool" else read_action(message)
+        return retool.read(message, is_cut) if self.protocol == "retool" else read_action(message, is_cut)
 
     def report(self, cell: Cell) -> str:
         """What is shown of one execution."""

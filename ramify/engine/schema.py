@@ -89,7 +89,8 @@ class Schema:
             found = jsonschema.exceptions.best_match(self._validator.iter_errors(value))
         except (Unresolvable, RecursionError) as error:
             return f"the schema itself cannot be followed ({type(error).__name__})"
-        except (ValueError, OverflowError) as error:  # a number of more digits than Python writes
+        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+            # a number of more digits than Python writes, or a keyword with a value that its check did not expect
             return f"the value cannot be checked ({error})"
         finally:
             _budget.reset(token)

@@ -122,7 +122,7 @@ def _of_schema(schema: dict[str, Any], trusted: bool) -> AnswerType:
             ) from None
         if failure is not None:
             raise Mismatch(failure)
-        return plain
+        return _writable(plain)
 
     return AnswerType(schema, convert)
 
@@ -130,9 +130,11 @@ def _of_schema(schema: dict[str, Any], trusted: bool) -> AnswerType:
 def _msgspec(kind: Any) -> Callable[[Any], Any]:
     def convert(value: Any) -> Any:
         try:
-            return msgspec.convert(_plain(value), kind)
+            return msgspec.convert(_writable(_plain(value)), kind)
         except msgspec.ValidationError as error:
             raise Mismatch(str(error)) from None
+        except (TypeError, ValueError, ArithmeticError, RecursionError) as error:
+            raise _unchecked(error) from None
 
     return convert
 
@@ -151,18 +153,35 @@ def _parts(kind: Any) -> Iterator[Any]:
 def _pydantic(validate: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def convert(value: Any) -> Any:
         try:
-            return validate(_plain(value))
+            return validate(_writable(_plain(value)))
         except ValueError as error:  # pydantic's ValidationError is one
             raise Mismatch(str(error)[:1000]) from None
+        except (TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+            raise _unchecked(error) from None  # a validator that did not expect such a value
 
     return convert
+
+
+def _unchecked(error: Exception) -> Mismatch:
+    return Mismatch(f"the value cannot be checked ({type(error).__name__}: {str(error)[:300]})")
+
+
+def _writable(plain: Any) -> Any:
+    """``plain``, if a reader of JSON can have it back: an integer of thousands of digits has no such form."""
+    try:
+        msgspec.json.decode(msgspec.json.encode(plain))
+    except UnicodeEncodeError:  # half a surrogate pair: a journal writes its escape
+        pass
+    except (TypeError, ValueError, ArithmeticError, RecursionError) as error:
+        raise _unchecked(error) from None
+    return plain
 
 
 def _plain(value: Any) -> Any:
     """``value`` as JSON would have it: tuples and sets as lists, other keys than text as text."""
     try:
         return msgspec.to_builtins(value, str_keys=True)
-    except (TypeError, ValueError, RecursionError) as error:
+    except (TypeError, ValueError, ArithmeticError, RecursionError) as error:
         raise Mismatch(f"a value of type {type(value).__name__} has no JSON form ({error})") from None
 
 

@@ -21,7 +21,7 @@ from ramify.clients.base import Sampling
 from ramify.engine.rlm import RLM
 from ramify.engine.running import Result
 from ramify.engine.thread import in_thread
-from ramify.errors import RamifyError, Refused, SessionDied
+from ramify.errors import RamifyError, Refused, ReplyFiltered, SessionDied
 from ramify.tasks.base import Item, Start, Task, scored
 from ramify.types.event import scores_of
 from ramify.types.trajectory import Stop, Trajectory
@@ -41,11 +41,13 @@ async def attempt(
     metadata: Mapping[str, Any] | None = None,
     grace_s: float = GRACE_S,
     on_stall: Callable[[str], None] = print,
+    direct: bool = False,
 ) -> Trajectory:
     """The trajectory of one attempt, with ``rewards`` where it could be scored and ``errors`` where it could not.
 
     ``name`` is its id in place of the run's; ``sampling`` its own, so that attempts differ in their seed; ``metadata`` is
-    kept with the run; ``on_stall`` is told where an attempt stood that did not end."""
+    kept with the run; ``on_stall`` is told where an attempt stood that did not end. ``direct``: one plain call may answer
+    a short context, as in ``ask``. By default each root has a session, since that is what is trained and measured."""
     try:
         start = await _in_time(lambda: task.prepare(item), task, item, "prepare", grace_s)
     except RamifyError as error:
@@ -53,7 +55,15 @@ async def attempt(
     about = {**(metadata or {}), "task": item.id}
     try:
         trajectory, failure = await _run(
-            rlm, f"{name} item {item.id}".strip(), start, item.question, sampling, about, grace_s, on_stall
+            rlm,
+            f"{name} item {item.id}".strip(),
+            start,
+            item.question,
+            sampling,
+            about,
+            grace_s,
+            on_stall,
+            direct,
         )
     except BaseException:
         if start.on_end is not None:
@@ -79,6 +89,21 @@ async def attempt(
     return trajectory
 
 
+async def is_direct(rlm: RLM, task: Task, item: Item, grace_s: float = GRACE_S) -> bool:
+    """Whether one plain call would answer ``item`` in an attempt with ``direct=True``. An item that cannot be prepared
+    counts as no: its attempts will say why."""
+    try:
+        start = await _in_time(lambda: task.prepare(item), task, item, "prepare", grace_s)
+        try:
+            return await rlm.is_direct(start, item.question)
+        finally:
+            if start.on_end is not None:
+                end = functools.partial(in_thread, start.on_end, None)
+                await _in_time(end, task, item, "on_end", grace_s)
+    except RamifyError:
+        return False
+
+
 async def _in_time(work: Callable[[], Awaitable[Any]], task: Task, item: Item, what: str, grace_s: float) -> Any:
     """What the task's own code gives. Raises RamifyError, naming task and item, where it fails or takes too long."""
     where = f"task '{task.name}', item {item.id}: its {what}"
@@ -95,10 +120,10 @@ async def _in_time(work: Callable[[], Awaitable[Any]], task: Task, item: Item, w
 
 async def _run(
     rlm: RLM, name: str, start: Start, question: str, sampling: Sampling | None, about: Mapping[str, Any],
-    grace_s: float, on_stall: Callable[[str], None],
+    grace_s: float, on_stall: Callable[[str], None], direct: bool,
 ) -> tuple[Trajectory, str | None]:  # fmt: skip
     """The trajectory and, where it is not to be scored, why."""
-    running = rlm.start(start, question, metadata=about, sampling=sampling)
+    running = rlm.start(start, question, metadata=about, sampling=sampling, direct=direct)
     ending = asyncio.ensure_future(running.result())
     max_seconds = rlm.limits.max_seconds
     try:
@@ -117,7 +142,7 @@ async def _run(
 def _failure(result: Result) -> str | None:
     """Why the attempt is not to be scored, if so."""
     failure = result.failure
-    is_its_own = isinstance(failure, SessionDied) or (isinstance(failure, Refused) and failure.too_long)
+    is_its_own = isinstance(failure, SessionDied | ReplyFiltered) or (isinstance(failure, Refused) and failure.too_long)
     if result.stop is not Stop.ERROR or is_its_own:
         return None
     return result.error or "it ended in an error that was not said"

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from ramify.errors import ConfigError, StoreError, UnknownRun
+from ramify.errors import ConfigError, RunInUse, StoreError, UnknownRun
 from ramify.evaluate.run import Evaluation, Outcome, Plan
 from ramify.store.files import EVALUATIONS, FILE_MODE, make_folder, write_all
 
@@ -74,7 +74,9 @@ class Record:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             os.close(self._fd)
-            raise StoreError(f"the evaluation {path.stem} is being written by another process") from None
+            raise RunInUse(
+                f"the evaluation {path.stem} is being written by another process: stop that one first"
+            ) from None
         if plan is not None:
             self.plan, self.outcomes = plan, list[Outcome]()
             self._write(plan)

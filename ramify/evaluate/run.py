@@ -110,12 +110,13 @@ async def evaluate(
     record: Record | None = None,
     on_outcome: Watcher | None = None,
     grace_s: float = GRACE_S,
+    direct: bool = False,
 ) -> Evaluation:
     """Make the attempts of ``plan`` that ``record`` does not have, ``concurrency`` at once.
 
     ``sampling`` is that of every request, but for its seed. ``on_outcome`` is told of each attempt as it ends. What an
     attempt's model, session or score did wrong is in its outcome; raises ConfigError for a split that the task does not
-    have, and what is a bug."""
+    have, and what is a bug. ``direct``: one plain call may answer a short context (see ``attempt``)."""
     if concurrency < 1:
         raise ConfigError(f"evaluate with concurrency {concurrency}: give at least 1")
     items = items_of(task, plan.split)
@@ -130,7 +131,7 @@ async def evaluate(
                 continue
             drawn = _sampling(sampling, plan.seed, item, number)
             about = {"evaluation": {"split": plan.split, "attempt": number}}
-            trajectory = await attempt(rlm, task, item, sampling=drawn, metadata=about, grace_s=grace_s)
+            trajectory = await attempt(rlm, task, item, sampling=drawn, metadata=about, grace_s=grace_s, direct=direct)
             outcome = outcome_of(task, item, number, trajectory, is_stored=rlm.store is not None)
             fresh.append(outcome)
             if record is not None:

@@ -22,6 +22,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from ramify.errors import ConfigError, StoreError
+from ramify.policy.checksums import check_model, drop
 from ramify.policy.dense import Dense, Shape, unsupported
 from ramify.policy.renderer import Renderer, renderer_of
 from ramify.policy.weights import check_weights, config_difference, load_weights, read_weights, write_weights
@@ -89,10 +90,11 @@ def load(
     ``thinking`` switches a hybrid model's thinking where its template can. Raises ConfigError for a folder that is not
     there, weights that are not those of its configuration, a tokenizer that does not fit its template."""
     folder = _folder(path_or_name)
+    check_model(folder)
     config = _config(folder)
     tokenizer = load_tokenizer(folder)
     device = _device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    dtype = dtype or (torch.float32 if device.type == "cpu" else _stored_dtype(config))
+    dtype = dtype or stored_dtype(config, device.type)
     generation = _generation(folder)
     if len(tokenizer) > config.vocab_size:
         raise ConfigError(
@@ -137,6 +139,7 @@ def save(policy: Policy, folder: str | Path, dtype: torch.dtype | None = None) -
     generation_config.json, model.safetensors, tokenizer with its chat template. The folder may exist."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    drop(folder)  # they are of what was there before
     if isinstance(policy.model, Dense):
         config = policy.config.__class__.from_dict(policy.config.to_dict())
         config.architectures = [_architecture(policy)]
@@ -315,7 +318,10 @@ def _architecture(policy: Policy) -> str:
     return str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[policy.config.model_type])
 
 
-def _stored_dtype(config: Any) -> torch.dtype:
+def stored_dtype(config: Any, device: str) -> torch.dtype:
+    """The precision of a checkpoint's weights on a kind of device: fp32 on a CPU, else as stored."""
+    if device == "cpu":
+        return torch.float32
     stored = getattr(config, "dtype", None) or torch.float32
     return getattr(torch, stored) if isinstance(stored, str) else stored
 

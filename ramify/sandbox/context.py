@@ -111,6 +111,6 @@ class SharedContext:
 def anonymous_file(name: str) -> int:
     """A file of memory without a name, or where the platform has none, one on disk that is unlinked already."""
     if hasattr(os, "memfd_create"):
-        return os.memfd_create(name, os.MFD_CLOEXEC)
+        return os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with tempfile.TemporaryFile(prefix=name) as file:
         return os.dup(file.fileno())

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import struct
 from collections.abc import Iterator
 from typing import Any
@@ -20,6 +21,11 @@ from ramify.errors import ConfigError, SandboxError
 _FRAME = struct.Struct(">BxxxI")
 _STDERR = 2
 _MAX_FRAME_BYTES = 64 << 20
+_MAX_BODY_BYTES = 64 << 20
+_MAX_INTERIM = 16
+_BROKEN = (asyncio.IncompleteReadError, asyncio.LimitOverrunError, ValueError, OSError)
+_STATUS = re.compile(r"HTTP/1\.[0-9] ([1-9][0-9]{2})(?: [^\r\n]*)?")
+_CHUNK = re.compile(rb"([0-9A-Fa-f]{1,16})(?:[ \t]*;[^\r\n]*)?\r\n")
 HOW_TO_GET_ONE = (
     "start Docker or Podman (podman system service), or set DOCKER_HOST=unix:///path/to/its.sock; "
     "to get one, see https://docs.docker.com/engine/install"
@@ -70,7 +76,7 @@ class Engine:
         try:
             status, headers = await _head(reader)
             data = await _body(reader, status, headers)
-        except (asyncio.IncompleteReadError, ValueError, OSError) as error:
+        except _BROKEN as error:
             raise SandboxError(f"the container engine at {self._path} broke off ({what}): {error}") from None
         finally:
             await _shut(writer)
@@ -87,7 +93,7 @@ class Engine:
             if status not in (101, 200):
                 message = _message(await _body(reader, status, headers))
                 raise EngineError("attach to a container", status, message)
-        except (asyncio.IncompleteReadError, ValueError, OSError) as error:
+        except _BROKEN as error:
             await _shut(writer)
             raise SandboxError(f"the container engine at {self._path} broke off (attach): {error}") from None
         except BaseException:
@@ -145,33 +151,83 @@ async def _shut(writer: asyncio.StreamWriter) -> None:
 
 
 async def _head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
-    first, *lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
-    headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-    return int(first.split()[1]), headers
+    """Status and headers of the final answer. Raises ValueError for what is not HTTP."""
+    for _ in range(_MAX_INTERIM):
+        first, *lines = (await reader.readuntil(b"\r\n\r\n"))[:-4].decode("latin-1").split("\r\n")
+        found = _STATUS.fullmatch(first)
+        if found is None:
+            raise ValueError(f"its answer begins with {first[:40]!r}")
+        status = int(found[1])
+        if status == 101 or status >= 200:
+            return status, _headers(lines)
+    raise ValueError(f"more than {_MAX_INTERIM} interim answers")
+
+
+def _headers(lines: list[str]) -> dict[str, str]:
+    headers: dict[str, str] = {}
+    for line in lines:
+        name, colon, value = line.partition(":")
+        name, value = name.lower(), value.strip(" \t")
+        if not colon or not name or name != name.strip() or set(line) & set("\r\n\0"):
+            raise ValueError(f"a header of its answer is {line[:40]!r}")
+        headers[name] = f"{headers[name]}, {value}" if name in headers else value
+    return headers
 
 
 async def _body(reader: asyncio.StreamReader, status: int, headers: dict[str, str]) -> bytes:
+    """Raises ValueError for a body that is too long, or whose length does not follow HTTP's grammar."""
     if status in (204, 304):
         return b""
-    if "content-length" in headers:
-        return await reader.readexactly(int(headers["content-length"]))
-    if headers.get("transfer-encoding", "").lower() != "chunked":
-        return await reader.read()
-    parts = []
-    while size := int((await reader.readline()).split(b";")[0], 16):
-        parts.append((await reader.readexactly(size + 2))[:-2])
-    return b"".join(parts)
+    coding, length = headers.get("transfer-encoding"), headers.get("content-length")
+    if coding is not None:
+        if coding.lower() != "chunked" or length is not None:
+            raise ValueError(f"its Transfer-Encoding is {coding[:40]!r}, its Content-Length {str(length)[:40]!r}")
+        return await _chunks(reader)
+    if length is None:
+        body = bytearray()
+        while data := await reader.read(1 << 16):
+            body += data
+            _bound(len(body))
+        return bytes(body)
+    if not (length.isascii() and length.isdigit()):
+        raise ValueError(f"its Content-Length is {length[:40]!r}")
+    size = int(length) if len(length) < 20 else _MAX_BODY_BYTES + 1
+    _bound(size)
+    return await reader.readexactly(size)
+
+
+async def _chunks(reader: asyncio.StreamReader) -> bytes:
+    """The chunks' data. Trailers stay unread, since the connection serves no other request."""
+    body = bytearray()
+    while True:
+        line = await reader.readuntil(b"\n")
+        found = _CHUNK.fullmatch(line)
+        if found is None:
+            raise ValueError(f"a chunk of its answer begins with {line[:40]!r}")
+        size = int(found[1], 16)
+        if not size:
+            return bytes(body)
+        _bound(len(body) + size)
+        data = await reader.readexactly(size + 2)
+        if not data.endswith(b"\r\n"):
+            raise ValueError(f"a chunk of {size} bytes of its answer is followed by {data[-2:]!r}")
+        body += data[:-2]
+
+
+def _bound(size: int) -> None:
+    if size > _MAX_BODY_BYTES:
+        raise ValueError(f"its answer is longer than {_MAX_BODY_BYTES:,} bytes")
 
 
 def _decoded(data: bytes) -> Any:
     """A JSON answer; of a stream of JSON lines (a pull), the list of them; else the text."""
     try:
         return json.loads(data) if data else None
-    except ValueError:
+    except (ValueError, RecursionError):
         pass
     try:
         return [json.loads(line) for line in data.splitlines() if line.strip()]
-    except ValueError:
+    except (ValueError, RecursionError):
         return data.decode("utf-8", "replace")
 
 

@@ -81,8 +81,13 @@ class ForkingDoor(Door, Protocol):
         """Whatever must be waited for before ``begin_branch``. Raises SandboxError."""
         ...
 
-    def begin_branch(self, frame: list[Any]) -> Door:
-        """Send ``frame`` with what a branch needs, and let one process be created. The door to the branch."""
+    def begin_branch(self, frame: list[Any], moved: Callable[[], None]) -> Door:
+        """Send ``frame``, and let one process be created. The door to the branch. ``moved`` is called if the session itself
+        gets a new stream and new files."""
+        ...
+
+    def check_apart(self) -> None:
+        """Raises SandboxError if the session and its branch share memory."""
         ...
 
     def end_branch(self, door: Any) -> None:
@@ -91,6 +96,8 @@ class ForkingDoor(Door, Protocol):
 
 
 SCRATCH_BYTES = 1 << 18
+_MOST_READS = 16
+"""More than a socket holds."""
 MAX_UNSENT_BYTES = 64 << 20
 """Waiting to be sent to a guest; from there on it is not heard until it has read."""
 
@@ -155,6 +162,26 @@ class SocketStream:
             self._loop.remove_reader(self._sock)
         else:
             self._loop.add_reader(self._sock, self._readable)
+
+    def drain(self) -> None:
+        """Take what has come, and no more."""
+        with contextlib.suppress(OSError):
+            for _ in range(_MOST_READS):
+                count = self._sock.recv_into(self._scratch)
+                if not count:
+                    break
+                self._received(self._view[:count])
+
+    def successor(self, sock: socket.socket) -> SocketStream:
+        """Close this stream; the one over ``sock`` takes its place."""
+        self.close()
+        stream = SocketStream(sock, self._scratch)
+        stream.attach(self._received, self._lost)
+        return stream
+
+    def lose(self) -> None:
+        """There is nobody at the other end any more."""
+        self._lost()
 
     def write_with(self, data: list[Any], fds: Sequence[int]) -> None:
         """Send buffers and descriptors at once, or raise SandboxError."""

@@ -111,6 +111,8 @@ class Server:
         self.config = config
         self._context: Any = None
         self._has_context = False
+        self.take_wire: Any = None
+        """How a session and its branch get new wires after a fork, where the host does not send them along."""
         self.children: dict[int, Any] = {}
         """Process -> what its session was given (``prepare``); _TEMPLATE for a template."""
         self._num_opened = 0
@@ -256,6 +258,7 @@ class Server:
         session = guest.Guest(
             wire, wire, spools.FileSpool(spool), max_output_bytes=self.config["max_output_bytes"], owns_process=True,
             memory_limits=memory, can_fork=True, shelf=shelf.Shelf(rest[0], is_host=False) if rest else None,
+            take_wire=self.take_wire,
         )  # fmt: skip
         if self._has_context:
             session.notebook.bind("context", self._context, True)

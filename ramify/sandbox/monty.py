@@ -25,6 +25,7 @@ from ramify.errors import ConfigError, HostCallError, SandboxError, SessionDied
 from ramify.sandbox.base import Answer, Caps, Context, Ran, SandboxSpec
 from ramify.sandbox.context import SharedContext
 from ramify.sandbox.guest.calls import HostError
+from ramify.sandbox.guest.packed import portable_to_host
 from ramify.sandbox.guest.shown import VALUE_CHARS, cut, safe_repr
 from ramify.sandbox.guest.tails import HeadTail
 from ramify.sandbox.guest.values import CodecError, Encoder, portable
@@ -323,7 +324,7 @@ class MontySession:
             hook = module.__dict__.get("after_cell")
             if hook is not None:
                 try:
-                    notes[name] = portable(await asyncio.to_thread(hook))
+                    notes[name] = portable_to_host(await asyncio.to_thread(hook))
                 except Exception as failure:  # noqa: BLE001  (shown to whoever wrote the cell)
                     notes[name], error = None, error or f"{type(failure).__name__}: {cut(str(failure), 2000)}"
         for name, state in before.items():
@@ -376,9 +377,9 @@ class MontySession:
             if not name.isidentifier():
                 raise HostCallError("NameError", f"name '{name}' is not defined")
             try:
-                return portable(await self._feed(name))
-            except TypeError as error:
-                raise HostCallError("TypeError", str(error)) from None
+                return portable_to_host(await self._feed(name))
+            except (TypeError, ValueError) as error:
+                raise HostCallError(type(error).__name__, str(error)) from None
             except self._monty.MontyError as error:
                 raise HostCallError("NameError", str(error).removeprefix("NameError: ")) from None
 
@@ -387,7 +388,7 @@ class MontySession:
             made = types.ModuleType(module)
             made.__dict__.update(
                 call_host=self._call_host, HostError=HostError, namespace=self._namespace,
-                last_output=lambda: self._last_output, portable=portable, namespace_is_live=False,
+                last_output=lambda: self._last_output, portable=portable_to_host, namespace_is_live=False,
             )  # fmt: skip
             try:
                 exec(compile(source, f"<{module}>", "exec", 0, True), made.__dict__)
@@ -409,12 +410,12 @@ class MontySession:
                     if isinstance(value, dict):
                         self._states[name] = value
 
-    def _call_host(self, name: str, *args: Any, **kwargs: Any) -> Any:
+    def _call_host(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         """For a module's functions, which run in a thread."""
         cell = self._cell
         if cell is None:
             raise HostError("RuntimeError", f"{name}() was called after its cell had ended")
-        args, kwargs = portable([list(args), kwargs])
+        args, kwargs = portable_to_host([list(args), kwargs])
         future = asyncio.run_coroutine_threadsafe(self._answer(cell, name, args, kwargs), self._loop)
         cell.calls.add(future)
         try:

@@ -43,6 +43,7 @@ _GONE_S = 0.2
 """In which a server that was killed is known to be gone."""
 _MAX_TEMPLATES = 8
 _FDS_PER_SESSION = 4
+_SPARE_FDS = 128
 
 
 class ProcessSandbox:
@@ -173,7 +174,7 @@ class ProcessSandbox:
 
     async def fork(self, link: Link, seed: str, *, early: bool = False) -> GuestSession:
         """A session forked from ``link``'s process. ``early``: nobody waits for it yet."""
-        _make_room(_FDS_PER_SESSION * (len(self.sessions) + 1) + 128)
+        _make_room(_FDS_PER_SESSION * (len(self.sessions) + 1) + _SPARE_FDS)
         ours, theirs = socket.socketpair()
         files = Files.make(self.buffers.shelf)
         try:
@@ -202,6 +203,8 @@ class ProcessSandbox:
     def opened(self, session: GuestSession) -> None:
         """A session or a branch is there."""
         self.sessions.add(session)
+        with contextlib.suppress(SandboxError):  # the next fork says what is lacking
+            _make_room(_FDS_PER_SESSION * (2 * len(self.sessions) + 1) + _SPARE_FDS)
 
     def closed(self, session: GuestSession) -> None:
         self.sessions.discard(session)

@@ -86,15 +86,16 @@ class ProcessDoor:
     async def prepare_branch(self) -> None:
         """Whatever must be waited for before ``begin_branch``."""
 
-    def begin_branch(self, frame: list[Any]) -> BranchDoor:
+    def check_apart(self) -> None:
+        """Nothing keeps processes without a jail apart."""
+
+    def begin_branch(self, frame: list[Any], moved: Callable[[], None]) -> BranchDoor:
         sock, files = self.send_branch(frame)
         return BranchDoor(self.caps, sock, self.buffers, self.link, files)
 
     def send_branch(self, frame: list[Any]) -> tuple[socket.socket, Files]:
         """Send ``frame`` with a socket and files for a branch; our ends of them."""
-        ours, theirs = socket.socketpair()
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)  # before the branch can speak
-        files = Files.make(self.buffers.shelf)
+        ours, theirs, files = self.branch_ends()
         with theirs:
             try:
                 self.stream.write_with(frame, (theirs.fileno(), *files.given()))
@@ -104,11 +105,37 @@ class ProcessDoor:
                 raise
         return ours, files
 
+    def branch_ends(self) -> tuple[socket.socket, socket.socket, Files]:
+        """Our end and the branch's of its socket, and its files. Raises SandboxError."""
+        try:
+            ours, theirs = socket.socketpair()
+            try:
+                ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)  # before the branch can speak
+                return ours, theirs, Files.make(self.buffers.shelf)
+            except BaseException:
+                ours.close()
+                theirs.close()
+                raise
+        except OSError as error:
+            raise SandboxError(f"the session cannot be forked: nothing to reach a branch by: {error}") from None
+
     def end_branch(self, door: BranchDoor) -> None:
         """The branch is there, or will not come."""
         if door.pidfd >= 0:
             with contextlib.suppress(SandboxError):
                 self.link.tell({"op": "adopt", "pid": door.pid})
+
+    def move(self, sock: socket.socket, files: Files) -> Files:
+        """From here on the session is reached by these. Returns the files that it had."""
+        self.stream = self.stream.successor(sock)
+        self.write, self.pause, self.resume = self.stream.write, self.stream.pause, self.stream.resume
+        old, self._files = self._files, files
+        self.shelf = files.shelf
+        return old
+
+    def on_exit(self, call: Callable[[], None]) -> None:
+        """Call when the process has ended."""
+        self._exited.add_done_callback(lambda _: call())
 
     def _note_exit(self, status: int | None) -> None:
         if not self._exited.done():
@@ -198,6 +225,12 @@ class BranchDoor(ProcessDoor):
             self.pidfd = os.pidfd_open(pid) if pid > 0 else -1
         self._pid = pid
         return self.pidfd >= 0
+
+    def abandon(self) -> None:
+        """There will be no branch, and nobody waits for it."""
+        self._sock.close()
+        self._files.close()
+        self._note_exit(None)
 
     def _gone(self) -> None:
         asyncio.get_running_loop().remove_reader(self.pidfd)

@@ -127,13 +127,15 @@ class RemoteSandbox:
         door = RemoteDoor(self.caps, await self._start(), self._service)
         try:
             await door.begin(_parcel(self._spec, seed))
+            if self._is_closed:  # meanwhile: nothing would close this session
+                raise SandboxError("the sandbox was closed while a session was being opened")
             session = self._session(door)
             await session.ready(START_S)
+            if context is not None:
+                await session.set_context(context.buffer())
         except BaseException:
             await door.close()
             raise
-        if context is not None:
-            await session.set_context(context.buffer())
         return session
 
     async def _start(self) -> Stream:
@@ -243,17 +245,22 @@ class RemoteDoor:
 
     async def close(self) -> None:
         tasks, self._tasks = self._tasks, []
+        stream, self._stream = self._stream, _Closed()
         for task in tasks:
             task.cancel()
-        if tasks:
-            await asyncio.wait(tasks, timeout=CLOSE_S)
-        stream, self._stream = self._stream, _Closed()
+        try:
+            if tasks:
+                await asyncio.wait(tasks, timeout=CLOSE_S)
+        finally:  # also if this task is cancelled: a box costs money
+            await self._close_stream(stream)
+
+    async def _close_stream(self, stream: Stream) -> None:
         try:
             async with asyncio.timeout(CLOSE_S):
                 await stream.close()
         except Exception as error:  # noqa: BLE001  (an SDK may raise anything; the session is over all the same)
             what = f"sandbox '{self._service.name}': a session's box may be left running: {_told(error)}"
-            warnings.warn(what, ResourceWarning, stacklevel=2)
+            warnings.warn(what, RuntimeWarning, stacklevel=2)
 
     # -- bytes
 

@@ -38,9 +38,9 @@ class GuestSession:
     """Implements ``base.Session`` over a ``Door``."""
 
     __slots__ = (
-        "_assembler", "_cell", "_cell_s", "_closed", "_door", "_ended", "_failure", "_grace_s", "_hello",
-        "_is_paused", "_last_id", "_left", "_loop", "_max_output_bytes", "_on_close", "_on_fork", "_on_install", "_upto",
-        "_waiting", "caps", "pid", "tree",
+        "_assembler", "_cell", "_cell_s", "_closed", "_door", "_ended", "_failure", "_forking", "_forks", "_grace_s",
+        "_held", "_hello", "_is_paused", "_last_id", "_left", "_loop", "_max_output_bytes", "_on_close", "_on_fork",
+        "_on_install", "_upto", "_waiting", "caps", "pid", "tree",
     )  # fmt: skip
 
     def __init__(
@@ -71,6 +71,10 @@ class GuestSession:
         self._failure: str | None = None
         self._cell: Running | None = None
         self._waiting: tuple[int, asyncio.Future[Any]] | None = None
+        self._forking = asyncio.Lock()
+        self._forks = 0
+        self._held: list[tuple[dict[str, Any], Encoder | None]] | None = None
+        """While it forks: what it gets afterwards, by a new wire perhaps."""
         self._last_id = 0
         self._is_paused = False
         self._upto = 0
@@ -195,12 +199,15 @@ class GuestSession:
         finally:
             self._waiting = None
 
-    def _check_free(self) -> None:
+    def _check_open(self) -> None:
         if self._failure is not None or self._ended.done():
             raise SessionDied(f"the session has ended: {self._failure or 'its process is gone'}")
         if self._left is not None:
             raise SandboxError("this branch was forked in the middle of a cell: resume it first")
-        if self._cell is not None or self._waiting is not None:
+
+    def _check_free(self) -> None:
+        self._check_open()
+        if self._cell is not None or self._waiting is not None or self._forks:
             raise SandboxError("the session is busy: one run, set, get or install at a time")
 
     def _next_id(self) -> int:
@@ -208,6 +215,9 @@ class GuestSession:
         return self._last_id
 
     def _send(self, header: dict[str, Any], encoder: Encoder | None = None) -> None:
+        if self._held is not None:
+            self._held.append((header, encoder))
+            return
         shelf = self._door.shelf
         if shelf is not None and (header["op"] not in ("ret", "err", "fork") or header["id"] == shelf.owed):
             shelf.owed = None
@@ -237,11 +247,21 @@ class GuestSession:
     # -- branches
 
     async def fork(self) -> GuestSession:
+        """A branch. Forks that are asked for at the same time happen one after the other."""
         door, cell = self._door, self._cell
         if not self.caps.fork or not isinstance(door, ForkingDoor):
             raise SandboxError("sessions of this provider do not fork: use the provider 'jail' (or 'process')")
+        self._forks += 1
+        try:
+            async with self._forking:
+                return await self._fork(door, cell)
+        finally:
+            self._forks -= 1
+
+    async def _fork(self, door: ForkingDoor, cell: Running | None) -> GuestSession:
+        """``cell``: the one that ran, and waited, when the fork was asked for."""
         if cell is None:
-            self._check_free()
+            self._check_open()
         id, future = self._next_id(), self._loop.create_future()
         self._check_waits(cell)
         self._waiting = (id, future)
@@ -249,13 +269,15 @@ class GuestSession:
             await door.prepare_branch()
             self._check_waits(cell, also_waiting=True)
             pending = dict(cell.calls) if cell is not None else {}
-            behind = door.begin_branch(wire.request({"op": "fork", "id": id}))
+            behind = door.begin_branch(wire.request({"op": "fork", "id": id}), self._moved)
+            self._held = []
             branch = GuestSession(
                 behind, cell_s=self._cell_s, grace_s=self._grace_s, max_output_bytes=self._max_output_bytes,
                 on_close=self._on_close, on_fork=self._on_fork, on_install=self._on_install,
             )  # fmt: skip
             try:
                 await self._until_forked(future, branch)
+                door.check_apart()
             except BaseException:
                 await branch.close()
                 raise
@@ -263,12 +285,22 @@ class GuestSession:
                 door.end_branch(behind)
         finally:
             self._waiting = None
+            self._send_held()
         branch.tree, branch._last_id = self.tree, self._last_id
         if cell is not None and self._cell is cell and cell.end is None:
             branch._left = cell.copy(pending)
         self.tree.add(branch)
         self._on_fork(branch)
         return branch
+
+    def _moved(self) -> None:
+        """Its output goes to a new file from here on."""
+        self._upto = 0
+
+    def _send_held(self) -> None:
+        held, self._held = self._held, None
+        for header, encoder in held or ():
+            self._send(header, encoder)
 
     def _check_waits(self, cell: Running | None, *, also_waiting: bool = False) -> None:
         """A cell may be forked only while it waits for the host and nothing else is asked of it."""

@@ -23,8 +23,8 @@ from typing import Any
 
 MIN_BYTES = 1 << 16
 HALF_BYTES = 8 << 20
-_F_ADD_SEALS, _SEALS = 1033, 0x1 | 0x2 | 0x4
-"""Neither shrink nor grow, for good."""
+_F_ADD_SEALS, _SEALS = 1033, 0x2 | 0x4
+"""Neither shrink nor grow, for good. The jail adds that nobody writes, once the file is of no more use."""
 _PUNCH, _KEEP_SIZE = 2, 1
 _MAX_PARTS = 64
 _PIECE = 1 << 18

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from ramify.sandbox.guest.bounds import MAX_NESTING, LimitError, check_blobs, check_header
 from ramify.sandbox.guest.frames import MAX_FRAME, MAX_HEADER, frame, open_frame, split_blobs
 from ramify.sandbox.guest.values import Decoder, Encoder, ProtocolError, encoded
 from ramify.sandbox.shelf import Shelf
@@ -127,8 +128,13 @@ def parse(view: memoryview, shelf: Shelf | None = None) -> tuple[FromGuest, list
     if len(header) > MAX_HEADER:
         raise ProtocolError(f"a header of {len(header):,} bytes, where {MAX_HEADER:,} are allowed")
     try:
+        if len(header) > MAX_NESTING:
+            check_header(bytes(header))
         message: FromGuest = _decoder.decode(header)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        check_blobs(len(getattr(message, "blobs", ())))
+    except LimitError as error:
+        raise ProtocolError(str(error)) from None
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, MemoryError) as error:
         raise ProtocolError(f"a frame that is none: {str(error)[:200]}") from None
     if message.got and shelf is not None and message.got == shelf.put_count:
         shelf.is_free = True
@@ -158,7 +164,7 @@ def _off_shelf(message: FromGuest, lengths: Sequence[int], rest: int, shelf: She
 
 def value_of(message: Asked | Done | Got, data: Any, blobs: list[memoryview]) -> Any:
     """``data`` of a message, decoded. Raises ProtocolError."""
-    return Decoder(blobs).decode(data) if message.tags else data
+    return Decoder(blobs, bounded=True).decode(data) if message.tags else data
 
 
 def request(header: dict[str, Any], encoder: Encoder | None = None, shelf: Shelf | None = None) -> list[Any]:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import msgspec
 
 from ramify.engine.running import Result
-from ramify.errors import ModelError, RamifyError
+from ramify.errors import ModelError, RamifyError, ReplyFiltered
 from ramify.serve.tools import Called, new_id
 from ramify.serve.tools import Wanted as Call
 from ramify.serve.wanted import Wanted
@@ -26,8 +26,8 @@ class Answer(msgspec.Struct, frozen=True):
     """The answer to one request."""
 
     text: str
-    finish: Literal["stop", "length", "tool_calls"]
-    """``length`` where a limit cut the run or the answer short."""
+    finish: Literal["stop", "length", "tool_calls", "content_filter"]
+    """``length`` if a limit cut the run or the answer short, ``content_filter`` if a filter left no answer."""
     usage: Usage
     """Of the whole tree."""
     about: dict[str, Any]
@@ -43,7 +43,8 @@ def length_note(max_tokens: int | None) -> str:
 
 def answer_of(result: Result, wanted: Wanted) -> Answer:
     """Raises Rejected with the run's id where a failure left it without an answer."""
-    if result.stop is Stop.ERROR and result.answer is None:
+    is_filtered = isinstance(result.failure, ReplyFiltered) and result.answer is None
+    if result.stop is Stop.ERROR and result.answer is None and not is_filtered:
         raise failure_of(result.failure, result.error, result.run_id)
     called = result.answer if isinstance(result.answer, Called) else None
     text, was_cut = _cut(encodable(result.response), wanted) if called is None else ("", False)
@@ -57,6 +58,8 @@ def answer_of(result: Result, wanted: Wanted) -> Answer:
         about["citations"] = result.citations
     if called is not None:
         return Answer("", "tool_calls", result.usage, about, tuple((new_id(), each) for each in called.tool_calls))
+    if is_filtered:
+        return Answer("", "content_filter", result.usage, about)
     return Answer(text, "length" if is_partial or was_cut else "stop", result.usage, about)
 
 

@@ -7,7 +7,7 @@
     max-tokens = 50_000_000     # in all
 
 A run's most is held back when it begins and what it did cost is booked when it ends, so that a budget is never passed,
-however many runs a key has. Held amounts are on disk before a run begins: what a killed server held counts as spent.
+however many runs a key has. Held amounts are in the file before a run begins: what a killed server held counts as spent.
 """
 
 from __future__ import annotations

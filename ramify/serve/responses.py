@@ -210,9 +210,9 @@ class _Head:
 
 
 def _ended(head: _Head, output: list[dict[str, Any]], answer: Answer) -> dict[str, Any]:
-    is_whole = answer.finish != "length"
-    body = head.body("completed" if is_whole else "incomplete", output, _usage(answer.usage))
-    body["incomplete_details"] = None if is_whole else {"reason": "max_output_tokens"}
+    why = {"length": "max_output_tokens", "content_filter": "content_filter"}.get(answer.finish)
+    body = head.body("incomplete" if why else "completed", output, _usage(answer.usage))
+    body["incomplete_details"] = {"reason": why} if why else None
     return {**body, "ramify": answer.about}
 
 

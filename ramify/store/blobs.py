@@ -114,7 +114,11 @@ class Blobs:
     @contextmanager
     def _hold(self, how: int) -> Iterator[None]:
         """Keeps "it is there, so I need not write it" and "nobody needs it, so I delete it" apart."""
-        fd = os.open(self.root / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
+        lock = self.root / ".lock"
+        try:
+            fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
+        except OSError as error:
+            raise StoreError(f"cannot write {lock}: {error.strerror}; free some space, or set RAMIFY_HOME") from error
         try:
             fcntl.flock(fd, how)
             yield

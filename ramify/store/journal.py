@@ -16,7 +16,7 @@ from types import TracebackType
 
 import msgspec
 
-from ramify.errors import StoreError
+from ramify.errors import RunInUse, StoreError
 from ramify.secrets import Secrets
 from ramify.store.blobs import Blobs
 from ramify.store.files import FILE_MODE, Bytes, write_all
@@ -38,6 +38,10 @@ class Writer(msgspec.Struct, frozen=True):
         return f"process {self.pid} on {self.host}"
 
 
+def this_process() -> Writer:
+    return Writer(os.getpid(), socket.gethostname())
+
+
 class Journal:
     """Appends events to ``path``; ``store.create`` and ``store.reopen`` make one. Safe for several threads."""
 
@@ -51,16 +55,22 @@ class Journal:
         self._lock = threading.Lock()
         self._size = os.fstat(fd).st_size
         self._failure: OSError | None = None
+        self._gap: StoreError | None = None
+        """Why an event was not written: none is written after it."""
         self._closed = False
 
     def append(self, event: AnyEvent) -> None:
-        """Write ``event``: from here it survives the death of this process, and a reply soon that of the machine."""
+        """Write ``event``: from here it survives the death of this process, and a reply soon that of the machine.
+
+        Raises StoreError if it cannot be written, and for every event after that one: the journal
+        stays one that a killed run leaves, which can be resumed."""
         line = encode_line(event, self._secrets)
         with self._lock:
             self._check()
             try:
                 write_all(self._fd, line, self.path)
-            except StoreError:
+            except StoreError as error:
+                self._gap = error  # a smaller event may still fit, but a journal with a gap cannot be resumed
                 os.ftruncate(self._fd, self._size)  # half a line must not stay: the next event would continue it
                 raise
             self._size += len(line)
@@ -92,6 +102,8 @@ class Journal:
     def _check(self) -> None:
         if self._closed:
             raise StoreError(f"journal {self.path} is closed: open it again with store.reopen({self.id!r})")
+        if self._gap is not None:
+            raise StoreError(str(self._gap))
         if self._failure is not None:
             raise _not_on_disk(self.path, self._failure)
 
@@ -112,7 +124,7 @@ def open_locked(path: Path, flags: int) -> int:
     try:
         _lock(fd, path)
         if os.fstat(fd).st_nlink > 0:
-            me = msgspec.json.encode(Writer(os.getpid(), socket.gethostname()))
+            me = msgspec.json.encode(this_process())
             writer_file(path).write_bytes(me)
             writer_file(path).chmod(FILE_MODE)
             return fd
@@ -131,8 +143,12 @@ def _lock(fd: int, path: Path) -> None:
         except BlockingIOError:
             if time.monotonic() > deadline:
                 holder = _named(path) or "another process"
-                raise StoreError(f"run {path.stem} is being written by {holder}: stop that one first") from None
+                raise in_use(path, str(holder)) from None
         time.sleep(0.01)
+
+
+def in_use(path: Path, holder: str) -> RunInUse:
+    return RunInUse(f"run {path.stem} is being written by {holder}: stop that one first")
 
 
 def writer(path: Path) -> Writer | None:

@@ -33,24 +33,27 @@ def encode_line(event: AnyEvent, secrets: Secrets) -> bytes:
 def _plain_line(event: AnyEvent, secrets: Secrets, cause: Exception | None = None) -> bytes:
     try:
         plain = msgspec.to_builtins(event)
-        return _encoder.encode({key: _clean(value, secrets) for key, value in plain.items()}) + b"\n"
+        may_be_nan = type(event) is not Replied  # what a session answered may be anything; log-probabilities may not
+        return _encoder.encode({key: _clean(value, secrets, may_be_nan) for key, value in plain.items()}) + b"\n"
     except (UnicodeEncodeError, RecursionError, TypeError) as error:
         raise StoreError(
             f"a {type(event).__name__} event cannot be written as JSON: {cause or error}; give it plain values"
         ) from error
 
 
-def _clean(value: Any, secrets: Secrets) -> Any:
+def _clean(value: Any, secrets: Secrets, may_be_nan: bool) -> Any:
     match value:
         case str():
             return secrets.redact(value.encode("utf-8", "backslashreplace").decode())
         case float() if math.isnan(value):
+            if may_be_nan:
+                return None
             raise TypeError("a number in it is NaN")
         case float() if math.isinf(value):
             return math.copysign(sys.float_info.max, value)
         case dict():
-            return {_clean(key, secrets): _clean(item, secrets) for key, item in value.items()}
+            return {_clean(key, secrets, may_be_nan): _clean(item, secrets, may_be_nan) for key, item in value.items()}
         case list() | tuple():
-            return [_clean(item, secrets) for item in value]
+            return [_clean(item, secrets, may_be_nan) for item in value]
         case _:
             return value

@@ -18,6 +18,8 @@ from ramify.types.trajectory import SCHEMA_VERSION
 
 _BLOCK_BYTES = 1 << 20
 _MANY_BYTES = 1 << 18
+_RETRIES = 3
+"""How often in a row a follower reads again what could not be read while the writer lives."""
 _decoder: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent)
 
 
@@ -44,8 +46,11 @@ def blocks(path: Path, offset: int = 0) -> Iterator[bytes]:
         with open(path, "rb") as file:
             file.seek(offset)
             while block := file.read(_MANY_BYTES) + file.readline():
-                if whole := block[: block.rfind(b"\n") + 1]:
+                whole = block[: block.rfind(b"\n") + 1]
+                if whole:
                     yield whole
+                if len(whole) < len(block):
+                    return  # the rest of this line is still to be written
     except OSError as error:
         raise StoreError(f"cannot read {path}: {error.strerror}") from error
 
@@ -80,15 +85,35 @@ def check_version(line: bytes, path: Path) -> None:
 async def follow(path: Path, poll_s: float = 0.1) -> AsyncIterator[AnyEvent]:
     """Every event from the first on, and those that come, until all is read and nobody writes any more.
 
-    Between two questions of a conversation the writer lives, so following goes on."""
+    Between two questions of a conversation the writer lives, so following continues. What cannot be read is read again a
+    few times, in case the writer was at work there. Raises StoreError if it stays so, or if the journal was replaced."""
     import asyncio  # heavy, and no other reader needs it
 
-    offset, number = 0, 0
+    offset, number, failures, inode = 0, 0, 0, 0
     while True:
         alive = writer(path) is not None  # asked first: what its last act wrote is read below
-        for line in lines(path, offset):
-            offset, number = offset + len(line) + 1, number + 1
-            yield decode_line(line, path, number)
-        if not alive:
-            return
+        try:
+            inode = _same_file(path, inode, offset)
+            for line in lines(path, offset):
+                event = decode_line(line, path, number + 1)
+                offset, number, failures = offset + len(line) + 1, number + 1, 0
+                yield event
+        except StoreError:
+            failures += 1
+            if not alive or failures > _RETRIES:
+                raise
+        else:
+            if not alive:
+                return
         await asyncio.sleep(poll_s)
+
+
+def _same_file(path: Path, inode: int, offset: int) -> int:
+    """The inode of ``path``. Raises StoreError if it is not ``inode``, or if the file is shorter than what was read."""
+    try:
+        stat = path.stat()
+    except OSError as error:
+        raise StoreError(f"cannot read {path}: {error.strerror}") from error
+    if inode not in (0, stat.st_ino) or stat.st_size < offset:
+        raise StoreError(f"{path} was cut or replaced while it was followed: follow it again from its beginning")
+    return stat.st_ino

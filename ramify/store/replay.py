@@ -2,15 +2,16 @@
 
     replay   every reply and tool result must be there; a missing or different one is ``ReplayDiverged``
     resume   what is there is used; what is missing (None) is asked for and paid
-In both, a request at a recorded place with another hash is ``ReplayDiverged``, so that nothing is spent in silence; and
-a request that had failed for good fails again, as it did.
+In both, a request at a recorded place with another hash is ``ReplayDiverged``, so that nothing is spent in silence, and
+from there on nothing is written; and a request that had failed for good fails again, as it did. A resume leaves out the
+failure that ended the run: that request is sent again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ramify.errors import LimitReached, ModelError, ReplayDiverged, StoreError
+from ramify.errors import LimitReached, ModelError, Refused, ReplayDiverged, StoreError
 from ramify.types.event import (
     AnyEvent,
     Attempted,
@@ -38,7 +39,10 @@ class Recording:
     """The first one of a conversation."""
     questions: list[RunStarted]
     ended: RunEnded | None
-    """The last question's end; None where the run was cut off, by a kill or by whoever stopped it without an answer."""
+    """The last question's end; None if the run can be resumed: it was killed, stopped without an
+    answer, or failed."""
+    diverged: ReplayDiverged | None
+    """How the run that asks first differed from the recorded one, if it did."""
     attempts: list[Attempted]
     """Failed attempts, some of which may have been paid: a resumed run is charged for them."""
     last_s: float
@@ -46,6 +50,7 @@ class Recording:
 
     def __init__(self, events: Iterable[AnyEvent], strict: bool = False) -> None:
         self.strict = strict
+        self.diverged = None
         self.questions = []
         self.ended = None
         self.attempts = []
@@ -53,10 +58,13 @@ class Recording:
         self._ends: dict[str, CallEnded] = {}
         self._cells: dict[tuple[str, int, int], Cell] = {}
         self._asked: dict[tuple[str, int], Requested] = {}
+        self._replaced: dict[tuple[str, int, str], tuple[Requested, Requested]] = {}
+        """(call, turn, hash) of a refused prompt -> its request, and the request that replaced it."""
         self._replies: dict[tuple[str, int], Replied] = {}
         self._tools: dict[tuple[str, int, int, int], ToolAnswered] = {}
         self._attempts: dict[tuple[str, int], list[Attempted]] = {}
         self._held: set[Key] = set()
+        self._sub_calls: set[str] = set()
         self._booked: set[tuple[str, int]] = set()
         """Requests whose last attempt is accounted for, although they have no reply."""
         for event in events:
@@ -68,21 +76,29 @@ class Recording:
     def reply(self, call: str, turn: int, prompt_hash: str) -> Reply | None:
         """The reply that was recorded for this request, with the prompt ids that it added. Raises what ended the call,
         where that was the outcome."""
-        asked = self._asked.get((call, turn))
-        if asked is None:
+        self.check(call, turn, prompt_hash)
+        if (call, turn) not in self._asked:
             self._fail_again(call)  # for want of budget, it was never sent
             self._missing(f"a request of call {call}, turn {turn} (prompt {prompt_hash[:12]})")
             return None
-        if asked.prompt_hash != prompt_hash:
-            raise ReplayDiverged(
-                f"run {self.started.id}, call {call}, turn {turn}: the prompt has hash {prompt_hash[:12]} but "
-                f"{asked.prompt_hash[:12]} was recorded; the code, tools or context have changed, so ask as a new run"
-            )
         reply = self._replies.get((call, turn))
         if reply is None:
             self._fail_again(call)
             self._missing(f"a reply to call {call}, turn {turn}")
         return None if reply is None else reply.reply
+
+    def check(self, call: str, turn: int, prompt_hash: str) -> None:
+        """Raises ReplayDiverged if another request was recorded there, or if the run diverged before;
+        Refused if the model refused this prompt and another one replaced it."""
+        if self.diverged is not None:
+            raise self.diverged
+        asked = self._asked.get((call, turn))
+        if asked is not None and asked.prompt_hash != prompt_hash:
+            self._refuse_again(call, turn, prompt_hash)
+            raise self._diverged(
+                f"run {self.started.id}, call {call}, turn {turn}: the prompt has hash {prompt_hash[:12]} but "
+                f"{asked.prompt_hash[:12]} was recorded; the code, tools or context have changed, so ask as a new run"
+            )
 
     def reused_ids(self, call: str, turn: int) -> int:
         """How many ids of the call's path the prompt of a recorded reply began with."""
@@ -128,15 +144,26 @@ class Recording:
             self._missing(f"a tool's answer at {place}")
             return None
         if found.arguments_hash != arguments_hash:
-            raise ReplayDiverged(
+            raise self._diverged(
                 f"run {self.started.id}, {place}: the arguments have hash {arguments_hash[:12]} but "
                 f"{found.arguments_hash[:12]} was recorded for tool '{found.name}'; ask as a new run"
             )
         return found
 
     def holds(self, event: AnyEvent) -> bool:
-        """Whether the journal has this event already, so that a resumed run must not append it again."""
-        return _key(event) in self._held
+        """True if a resumed run must not append this event: the journal has it already, or the run
+        has diverged, and the journal stays as it is for the right program."""
+        return self.diverged is not None or _key(event) in self._held
+
+    def _refuse_again(self, call: str, turn: int, prompt_hash: str) -> None:
+        """Raise Refused for a prompt that was refused, and that another prompt replaced at the same place."""
+        if (call, turn, prompt_hash) not in self._replaced:
+            return
+        before, after = self._replaced[call, turn, prompt_hash]
+        error = Refused(f"call {call}, turn {turn}: the prompt {prompt_hash[:12]} was refused when it was recorded")
+        # With as many messages, it was shortened; a last word without them is sent for no other reason.
+        error.too_long = len(before.prompt) == len(after.prompt) or before.last_word is not None
+        raise error
 
     def _fail_again(self, call: str) -> None:
         ended = self._ends.get(call)
@@ -148,17 +175,29 @@ class Recording:
         raise ModelError(reason)
 
     def _reopen(self) -> None:
-        """Somebody stopped the run before it had an answer, and its calls with it: it can be gone on with."""
+        """The run was stopped before it had an answer, or failed: forget how it and its unfinished
+        calls ended. What a sub-call met stays, since a cell has seen it."""
         self.ended = None
         self._booked.update(self._asked)
         for id, ended in list(self._ends.items()):
-            if ended.stop is Stop.CANCELLED and ended.answer is None:
+            is_stopped = ended.stop is Stop.CANCELLED and ended.answer is None
+            if is_stopped or (ended.stop is Stop.ERROR and id not in self._sub_calls):
                 del self._ends[id]
                 self._held.discard(_key(ended))
 
+    def _diverged(self, text: str) -> ReplayDiverged:
+        self.diverged = ReplayDiverged(text)
+        return self.diverged
+
     def _missing(self, what: str) -> None:
         if self.strict:
-            raise ReplayDiverged(f"run {self.started.id} recorded no such thing as {what}; resume it to ask for it")
+            raise self._diverged(f"run {self.started.id} recorded no such thing as {what}; resume it to ask for it")
+
+    def _can_be_resumed(self, end: RunEnded) -> bool:
+        """A replay repeats a failure; a resume tries again."""
+        if end.stop is Stop.ERROR:
+            return not self.strict
+        return end.stop is Stop.CANCELLED and end.answer is None
 
     def _add(self, event: AnyEvent) -> None:
         if isinstance(event, Scored):
@@ -170,6 +209,9 @@ class Recording:
                 self.questions.append(event)
                 self.ended = None
             case Requested():
+                before = self._asked.get((event.call, event.turn))
+                if before is not None:
+                    self._replaced[before.call, before.turn, before.prompt_hash] = (before, event)
                 self._asked[event.call, event.turn] = event
             case Attempted():
                 self.attempts.append(event)
@@ -184,7 +226,9 @@ class Recording:
                 self._tools[event.call, event.turn, event.cell, event.ordinal] = event
             case CallEnded():
                 self._ends[event.id] = event
-            case RunEnded() if event.stop is Stop.CANCELLED and event.answer is None:
+            case CallStarted():
+                self._sub_calls.update({event.id} if event.parent is not None else ())
+            case RunEnded() if self._can_be_resumed(event):
                 self._reopen()
             case RunEnded():
                 self.ended = event

@@ -23,7 +23,7 @@ from ramify.store.blobs import Blobs
 from ramify.store.files import make_folder
 from ramify.store.flusher import Flusher
 from ramify.store.index import Index, RunSummary
-from ramify.store.journal import Journal, cut_torn_line, open_locked, writer
+from ramify.store.journal import Journal, cut_torn_line, in_use, open_locked, writer
 from ramify.store.prune import Pruned, Pruner
 from ramify.store.reading import follow, read_events
 from ramify.types.event import AnyEvent, Fold
@@ -78,6 +78,12 @@ class Store:
             raise StoreError(f"cannot write {path}: {error.strerror}") from error
         cut_torn_line(fd)
         return Journal(path, fd, self.blobs, self._flusher, Secrets(secrets))
+
+    def check_free(self, run: str | Path) -> None:
+        """Raises RunInUse, naming the process, while one is writing ``run``."""
+        found = writer(self.path(run))
+        if found is not None:
+            raise in_use(self.path(run), str(found))
 
     def append(self, run: str | Path, events: Iterable[AnyEvent]) -> None:
         """Add to a run that nobody writes: what became known after its end, as a ``Scored``."""

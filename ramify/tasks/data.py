@@ -37,7 +37,8 @@ class Columns(msgspec.Struct, frozen=True):
     """Which column is what."""
 
     question: str = "question"
-    gold: str = "answer"
+    gold: str | None = "answer"
+    """None: the rows have no gold answer."""
     context: str | tuple[str, ...] | None = None
     """Of several columns the context is a dict."""
     kind: str | None = None
@@ -49,9 +50,9 @@ class Columns(msgspec.Struct, frozen=True):
         question = row[self.question]
         if not isinstance(question, str) or not question.strip():
             raise TypeError(f"column '{self.question}' is {question!r:.60}; a question is text")
-        gold = row[self.gold]
-        if gold is None:
-            raise TypeError(f"column '{self.gold}' is empty; every row needs a gold answer")
+        gold: Any = None if self.gold is None else row[self.gold]
+        if gold is None and self.gold is not None:
+            raise TypeError(f"column '{self.gold}' is empty; every row needs a gold answer, or give gold=None")
         is_choice = isinstance(gold, list | tuple) and len(gold)
         context = {name: row[name] for name in self.context} if isinstance(self.context, tuple) else None
         return Item(
@@ -65,7 +66,7 @@ def dataset(
     source: Source,
     *,
     question: str = "question",
-    gold: str = "answer",
+    gold: str | None = "answer",
     context: str | Sequence[str] | None = None,
     kind: str | None = None,
     metadata: Sequence[str] = (),
@@ -74,8 +75,14 @@ def dataset(
     name: str = "",
 ) -> SimpleTask:
     """The task. ``item`` makes an item of a row instead of the columns; ``reward`` is a score of ``scoring`` by name, or
-    a function of (answer, item). Raises ConfigError, SourceError for what cannot be read, and when it is looked at, for
+    a function of (answer, item). With ``gold=None`` the rows have no gold answer, and ``reward`` must be a function that
+    needs none. Raises ConfigError, SourceError for what cannot be read, and when it is looked at, for
     a row that is not as it should be."""
+    if gold is None and item is None and isinstance(reward, str):
+        raise ConfigError(
+            f"dataset with gold=None and reward='{reward}', which compares with a gold answer: give a function of "
+            "(answer, item), or the column with the gold answers"
+        )
     several = context if isinstance(context, str) or context is None else tuple(context)
     columns = Columns(question, gold, several, kind, tuple(metadata))
     name = name or _name_of(source)

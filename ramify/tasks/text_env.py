@@ -5,6 +5,9 @@
     session:  step("look north")  ──>  env.step  ──>  "You see a door."        rewards are kept, not shown
     the final answer, where the episode has not ended by then, is its last action
 
+An environment with an ``action_space`` (Gymnasium) takes values of it, not text: an action is then JSON, ``step("1")``
+for ``Discrete(2)`` and ``step("[0.5]")`` for a ``Box`` of one number. What is seen is ``str`` of the observation.
+
 A model drives a session as in any other task and acts by the function ``step`` there. The reward ``return`` is the sum of
 the environment's rewards. Leaves out whether the environment is fair; ``validate`` tries it with the item's right answer
 as the only action.
@@ -12,6 +15,7 @@ as the only action.
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -43,7 +47,7 @@ def env_task(
 
     async def begin(item: Item) -> Start:
         episode = Episode(make(item), item)
-        about = "\n".join(filter(None, [episode.opening, _ABOUT]))
+        about = "\n".join(filter(None, [episode.opening, _ABOUT, episode.actions]))
         return Start(context=item.context, tools={"step": episode.step}, about=about, on_end=episode.end)
 
     def score(item: Item, trajectory: Trajectory) -> Score:
@@ -64,13 +68,15 @@ class Episode:
         self._done = False
         self.opening = _opened(env, item.question)
         """What the environment shows at first, beyond the question."""
+        self.actions = "" if _space(env) is None else f"An action is a value in JSON, from {_space(env)}."
+        """Which values are actions; empty where any text is."""
 
     def step(self, action: str) -> str:
         """Do one action in the environment; returns what is seen then."""
         with self._lock:
             if self._done:
                 return ENDED
-            seen, reward, self._done = _stepped(self._env.step(str(action)))
+            seen, reward, self._done = _stepped(self._env.step(_action(self._env, str(action))))
             self._rewards.append(reward)
             return "\n".join(filter(None, [seen, ENDED if self._done else ""]))
 
@@ -105,6 +111,49 @@ def _opened(env: Any, question: str) -> str:
         return _said([message for message in messages if message not in prompt])
     observation, _ = env.reset()
     return str(observation)
+
+
+def _space(env: Any) -> Any:
+    """The environment's space of actions; None where it takes text."""
+    space = getattr(env, "action_space", None)
+    return space if hasattr(space, "from_jsonable") and type(space).__name__ != "Text" else None
+
+
+def _action(env: Any, text: str) -> Any:
+    """The action that ``text`` names. Raises ValueError where it is not in the environment's space."""
+    space = _space(env)
+    if space is None:
+        return text
+    try:
+        value = json.loads(text)
+        action = space.from_jsonable(_batch(space, value))[0]
+        is_action = space.contains(action) and _is_whole(space, action, value)
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError):
+        is_action = False
+    if not is_action:
+        raise ValueError(f"{text[:100]!r} is not an action here: give a value in JSON, from {space}")
+    return action
+
+
+def _batch(space: Any, value: Any) -> Any:
+    """``value`` as a batch of one, as ``from_jsonable`` of ``space`` takes it: a tuple's and a dict's parts each are."""
+    parts = getattr(space, "spaces", None)
+    if isinstance(parts, Mapping):
+        return {name: _batch(part, value[name]) for name, part in parts.items()}
+    if isinstance(parts, Sequence):
+        return [_batch(part, each) for part, each in zip(parts, value, strict=True)]
+    return [value]
+
+
+def _is_whole(space: Any, action: Any, value: Any) -> bool:
+    """False where a number was cut to fit a space of whole ones: 1.7 is not action 1."""
+    parts = getattr(space, "spaces", None)
+    if isinstance(parts, Mapping):
+        return all(_is_whole(part, action[name], value[name]) for name, part in parts.items())
+    if isinstance(parts, Sequence):
+        return all(map(_is_whole, parts, action, value))
+    kind = getattr(getattr(space, "dtype", None), "kind", "")
+    return kind not in ("i", "u") or (not isinstance(value, bool) and bool((action == value).all()))
 
 
 def _stepped(result: Any) -> tuple[str, float, bool]:

@@ -1,6 +1,7 @@
 """A task proves itself before anything is spent on it: the right answer scores 1, a wrong one does not.
 
-Leaves out whether a model can find the answer; only that the score would know it.
+Items without a gold answer (open questions, environments that need several actions) are not scored here: nothing is known
+that their score should say. Leaves out whether a model can find the answer; only that the score would know it.
 """
 
 from __future__ import annotations
@@ -18,42 +19,62 @@ from ramify.types.trajectory import Call, Stop, Trajectory
 WRONG = "(no answer of this task looks like this: 7f3a9c)"
 """Stands in for a wrong answer where the item names none."""
 _TOLERANCE = 1e-9
+_OFF = "switch this check off if one answer cannot show it (task.validate=false in a recipe, --no-validate for eval)"
 
 
-def validate(task: Task, splits: Iterable[str] | None = None, num: int = 8) -> None:
+def validate(task: Task, splits: Iterable[str] | None = None, num: int = 8, *, gold: bool = True) -> str:
     """Check the first ``num`` items of each split. Raises ConfigError that names the item: one without a question, a
-    right answer that does not score 1, a wrong one (or none at all) that does, the same item twice."""
+    right answer that does not score 1, a wrong one (or none at all) that does, the same item twice.
+
+    Scores are not checked for items without a gold answer, and for none with ``gold=False``. Returns a sentence that says
+    so, empty where all were checked."""
     if num < 1:
         raise ConfigError(f"validate task '{task.name}': num is {num}; give at least 1")
     seen: dict[bytes, str] = {}
+    checked = without = 0
     for split in task.splits if splits is None else splits:
         items = items_of(task, split)
         if not len(items):
             raise ConfigError(f"task '{task.name}': its split '{split}' is empty")
         for index in range(min(num, len(items))):
             item = items[index]
-            prove(task, item)
+            without += not prove(task, item, gold=gold)
+            checked += 1
             _check_once(task, split, item, seen)
+    return _skipped(task, without, checked, gold)
 
 
-def prove(task: Task, item: Item) -> None:
-    """Check one item."""
+def _skipped(task: Task, without: int, checked: int, gold: bool) -> str:
+    """What a person should know of the check; empty where all was checked."""
+    if not gold:
+        return f"task '{task.name}': the check of its scores with gold answers is switched off"
+    if not without:
+        return ""
+    return (
+        f"task '{task.name}': {without} of the {checked} items that were looked at have no gold answer; the check of their "
+        "scores was skipped"
+    )
+
+
+def prove(task: Task, item: Item, *, gold: bool = True) -> bool:
+    """Check one item. Returns whether its score was checked: not without a gold answer, and not with ``gold=False``."""
     where = f"task '{task.name}', item {item.id or '(without an id)'}"
     if not item.id or not item.question.strip():
         raise ConfigError(f"{where}: an item needs an id and a question")
     right = item.gold if item.right is None else item.right
-    if right is None:
-        raise ConfigError(f"{where}: it has no gold answer, so nothing shows that its score works: give gold or right")
+    if right is None or not gold:
+        return False
     reached = _worth(task, item, right)
     if abs(reached - 1) > _TOLERANCE:
         raise ConfigError(
             f"{where}: the right answer {_short(right)} scores {reached:g} and not 1; correct the gold, the score or "
-            "the weights"
+            f"the weights, or {_OFF}"
         )
     for wrong in (WRONG if item.wrong is None else item.wrong, None):
         reached = _worth(task, item, wrong)
         if reached >= 1 - _TOLERANCE:
             raise ConfigError(f"{where}: the wrong answer {_short(wrong)} scores {reached:g}; the score takes anything")
+    return True
 
 
 def answered(item: Item, answer: Any) -> Trajectory:

@@ -5,14 +5,16 @@
 
 Its prompt is the question, its ``@reward`` and ``@metric`` methods the score, over a trace of one reply: the answer. Each
 reward comes weighted as it is there. ``context`` takes what should be in the session out of the row; without it a prompt
-that is too long to be a question is the context. Leaves out tasksets that need a container or tool servers of their own,
-which are refused, and rewards that read a runtime. ``evaluate/verifiers.py`` is the other way round.
+that is too long to be a question is the context. Not here: tasksets that need a container, tool servers, a conversation
+of several turns (an ``Env`` of their own), or code before or after the reply (``setup``, ``finalize``). These are refused,
+and so is a score of which a reward needs a runtime. ``evaluate/verifiers.py`` is the other way round.
 """
 
 from __future__ import annotations
 
 import asyncio
 import importlib
+import inspect
 import itertools
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -50,18 +52,43 @@ def from_verifiers(
     Raises ConfigError for what cannot be a task here."""
     vf = verifiers_v1()
     if isinstance(taskset, str):
-        loaders = importlib.import_module("verifiers.v1.utils.loaders")
-        taskset = loaders.load_taskset(vf.TasksetConfig(id=taskset))
+        taskset = _installed(taskset)
     name = name or taskset.config.id or type(taskset).__name__
     kind = type(taskset).task_type()
     if kind.NEEDS_CONTAINER or kind.toolsets(taskset.config.task) or taskset.toolsets(taskset.config):
         raise ConfigError(f"taskset '{name}' needs a container or tool servers of its own: it cannot be a task here")
+    hooks = [hook for hook in ("setup", "finalize") if getattr(kind, hook) is not getattr(vf.Task, hook)]
+    if hooks:
+        raise ConfigError(
+            f"taskset '{name}' runs code of its own around a reply ({' and '.join(hooks)} of {kind.__name__}), "
+            "which needs a runtime: it cannot be a task here"
+        )
     rows = Rows(f"{name}/{split}", taskset, context, right)
 
     def score(item: Item, trajectory: Trajectory) -> Score:
         return _run(_scored(vf, rows.task(item), trajectory))
 
     return SimpleTask(name, {split: rows}, Whole(score))
+
+
+def _installed(id: str) -> Any:
+    """The taskset of that id, with its own configuration. Raises ConfigError if it cannot be had or is not one reply."""
+    loaders = importlib.import_module("verifiers.v1.utils.loaders")
+    try:
+        env = loaders.environment_class(id)
+        taskset = loaders.load_taskset(loaders.taskset_config_type(id)(id=id))
+    except (ImportError, TypeError, ValueError) as error:  # pydantic's errors are ValueErrors
+        said = " ".join(str(error).split())[:300]
+        raise ConfigError(
+            f"taskset '{id}' of verifiers cannot be loaded: {said}; install it, or give the taskset itself with its "
+            "configuration"
+        ) from None
+    if env is not loaders.environment_class(""):
+        raise ConfigError(
+            f"taskset '{id}' plays its tasks in an environment of its own ({env.__name__}), not by one reply: "
+            "it cannot be a task here"
+        )
+    return taskset
 
 
 class Rows(Sequence[Item]):
@@ -124,8 +151,19 @@ async def _scored(vf: Any, task: Any, trajectory: Trajectory) -> Score:
     if missing or not trace.rewards:
         why = f"its reward '{missing[0]}' gave nothing" if missing else "no reward of it works without a runtime"
         raise RamifyError(f"task {type(task).__name__}, row {task.data.idx}: {why}")
+    left_out = [reward.__name__ for reward in task.hooks("reward") if _needs_runtime(reward)]
+    left_out += [judge.reward_name for judge in task.plugged_judges() if _needs_runtime(judge.score)]
+    if left_out:  # verifiers leaves them out of a score, which would be another one than theirs
+        raise RamifyError(
+            f"task {type(task).__name__}, row {task.data.idx}: its reward '{left_out[0]}' needs a runtime, and there is none"
+        )
     metrics = {name: float(value) for name, value in trace.metrics.items() if value is not None}
     return Score({name: float(reward.value) for name, reward in trace.rewards.items()}, metrics=metrics)
+
+
+def _needs_runtime(reward: Callable[..., Any]) -> bool:
+    found = inspect.signature(reward).parameters.get("runtime")
+    return found is not None and found.default is inspect.Parameter.empty
 
 
 def _run(work: Coroutine[Any, Any, Score]) -> Score:

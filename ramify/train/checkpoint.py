@@ -1,8 +1,9 @@
 """Checkpoints of a training run: whole or not there, the last few and the best kept, and a check that they fit.
 
-    OUT/checkpoints/step-000040/      policy/  (Hugging Face layout)   backend and random states   state.json, last of all
+    OUT/checkpoints/step-000040/      policy/  (Hugging Face layout)   backend and random states   state.json
+                                      checksums.json of all these files, which are compared before they are loaded
     OUT/checkpoints/.step-000045.tmp  being written; a kill leaves it, and the next save removes it
-    OUT/checkpoints/abandoned/        those after one that the run went back to: of another branch, for whoever wants it
+    OUT/checkpoints/abandoned/        those after one that the run went back to, kept for comparison
 
 Decides names, atomicity (a folder is written aside, synced and renamed), which ones stay, and what must be equal for a
 resume. Leaves out what the parts hold: whoever owns one writes and reads it.
@@ -21,7 +22,10 @@ from typing import Any
 import msgspec
 
 from ramify.errors import ConfigError, StoreError
+from ramify.policy import checksums
+from ramify.store.journal import this_process
 from ramify.train.guards import Memory
+from ramify.train.lock import holder
 from ramify.train.redacted import is_cut
 
 Write = Callable[[Path], Callable[[], None] | None]
@@ -65,6 +69,8 @@ class State(msgspec.Struct, kw_only=True):
     """What the run's guard remembers of the stage."""
     config: dict[str, Any] = {}
     """Of the run, as plain data, without secrets."""
+    checksums: str = ""
+    """File with the checksums of all others; empty: written before there were any."""
     schema_version: int = SCHEMA_VERSION
 
 
@@ -92,7 +98,7 @@ class Checkpoints:
             waits = [wait for name, write in parts.items() if (wait := write(fresh / name)) is not None]
         except OSError as error:
             raise StoreError(f"checkpoint {final} cannot be written: {error}") from error
-        told = msgspec.json.format(msgspec.json.encode(state))
+        told = msgspec.json.format(msgspec.json.encode(msgspec.structs.replace(state, checksums=checksums.FILE)))
         if waits:
             self._rest = Rest(lambda: self._finish(fresh, final, told, waits))
         else:
@@ -110,6 +116,7 @@ class Checkpoints:
             for wait in waits:
                 wait()
             _write_privately(fresh / _STATE, state)
+            checksums.write(fresh)
             _sync(fresh)
             old = final.with_name(f".{final.name}{_OLD}")
             if final.exists():  # a stage begins where the last one ended
@@ -130,7 +137,7 @@ class Checkpoints:
         return sorted((path for path in self.folder.glob("step-*") if (path / _STATE).is_file()), key=_step_of)
 
     def abandon_after(self, step: int) -> list[Path]:
-        """Set those of later steps aside, into ``abandoned``, since the run goes another way from ``step`` on: none of them
+        """Set those of later steps aside, into ``abandoned``, since the run goes back to ``step``: none of them
         can be its latest or best any more. Returns where they lie; what lay there under the same name is replaced."""
         later = [path for path in self.all() if _step_of(path) > step]
         aside = self.folder / ABANDONED
@@ -150,7 +157,7 @@ class Checkpoints:
         return next(iter(self._ranked()), None)
 
     def _ranked(self) -> list[Path]:
-        states = {path: read_state(path) for path in self._whole()}
+        states = {path: _decoded(path) for path in self._whole()}
         scored = {
             path: (-state.score, not state.stage_step) for path, state in states.items() if state.score is not None
         }
@@ -204,12 +211,37 @@ class Rest:
 
 
 def read_state(checkpoint: Path) -> State:
-    """Where the run stood. Raises StoreError for what is no checkpoint, or one of a later version."""
+    """Where the run stood. Raises StoreError for what is no checkpoint, one of a later version, or a damaged one."""
+    state = _decoded(checkpoint)
+    verify(checkpoint, _STATE)
+    return state
+
+
+def verify(checkpoint: Path, under: str = "") -> None:
+    """Compare the files of ``checkpoint`` whose path begins with ``under`` with the checksums that were written with them.
+
+    Raises StoreError that names the first damaged file and the checkpoint to take instead. One that was written before
+    there were checksums is taken as it is."""
+    has_checksums = bool(_decoded(checkpoint).checksums)
+    checksums.check(checkpoint, under, lambda: _instead_of(checkpoint))
+    if has_checksums and not (checkpoint / checksums.FILE).is_file():
+        raise StoreError(f"{checkpoint / checksums.FILE} is missing; {_instead_of(checkpoint)}")
+
+
+def _instead_of(checkpoint: Path) -> str:
+    """Advice for someone whose checkpoint is damaged."""
+    others = [path for path in checkpoint.parent.glob("step-*") if (path / _STATE).is_file()]
+    older = [path for path in others if path.name < checkpoint.name]
+    again = "start again in another folder"
+    return f"resume from an older checkpoint (--resume {max(older)}), or {again}" if older else again
+
+
+def _decoded(checkpoint: Path) -> State:
     path = checkpoint / _STATE
     try:
         state = msgspec.json.decode(path.read_bytes(), type=State)
     except (OSError, msgspec.DecodeError) as error:
-        raise StoreError(f"{checkpoint} is not a checkpoint: {error}") from error
+        raise StoreError(f"{checkpoint} is not a checkpoint: {error}; {_instead_of(checkpoint)}") from error
     if state.schema_version > SCHEMA_VERSION:
         raise StoreError(f"{checkpoint} was written by a later version of ramify (schema {state.schema_version})")
     return state
@@ -220,7 +252,8 @@ def find(path: Path) -> Path:
     if (path / _STATE).is_file():
         return path
     checkpoints = Checkpoints(path)
-    checkpoints.recover()
+    if holder(path) in (None, this_process()):  # a live run replaces its own checkpoints
+        checkpoints.recover()
     latest = checkpoints.latest()
     if latest is None:
         raise ConfigError(f"nothing to resume in {path}: give a run's folder (with {FOLDER}/step-…) or a checkpoint")

@@ -96,6 +96,9 @@ class TaskSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Of ``tasks.base.TASKS``, or ``module:attribute``."""
     options: dict[str, Any] = {}
     """What its maker takes."""
+    validate: bool = True
+    """Prove before anything is spent that gold answers score 1 and wrong ones do not. Items without a gold answer are
+    skipped. False: no score is checked, as for an environment whose gold is not reached by one action."""
 
 
 class WarmUpSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

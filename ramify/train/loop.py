@@ -27,12 +27,13 @@ import msgspec
 import numpy as np
 
 from ramify.errors import StoreError, TrainError
+from ramify.policy import checksums
 from ramify.progress import doing, felt, heard
 from ramify.train import groups as group_file
 from ramify.train import metrics as metric_file
 from ramify.train import processors
 from ramify.train.backends.base import Backend, Reference
-from ramify.train.checkpoint import FOLDER, Checkpoints, State, read_state
+from ramify.train.checkpoint import FOLDER, Checkpoints, State, read_state, verify
 from ramify.train.guards import Guard, Memory, Told, after_evaluation, after_step
 from ramify.train.metrics import Measured, Metrics
 from ramify.train.pack import attach, describe, pack
@@ -119,18 +120,20 @@ class Loop:
         reference_of: Callable[[Path], Reference] | None = None,
         listener: Callable[[Measured], None] | None = None,
         say: Callable[[str], None] = print,
+        inform: Callable[[str], None] = print,
         watch: Watch | None = None,
     ) -> None:
         """``first`` and ``final`` are splits that are reported before rollouts and at the end. ``reference_of`` makes a
         backend of a saved policy, which a KL is measured to. ``say`` is told in a sentence what a person should know, as
-        that a step had no signal. ``watch`` bounds every wait."""
+        that a step had no signal; ``inform`` gets what is worth knowing where all is well, as how many roots will be
+        recursive. ``watch`` bounds every wait."""
         self.out, self._stages, self._backend_of, self._policy = out, stages, backend_of, policy
         self._cadence = cadence = cadence or Cadence()
         self._guard = guard or Guard()
         self._evaluate, self._first, self._final = evaluate, first, final
         self._check, self._reference_of = check, reference_of
         self._reference: Reference | None = None
-        self._say = say
+        self._say, self._inform = say, inform
         self.checkpoints = Checkpoints(out, cadence.keep_last, cadence.keep_best)
         self.state = State(step=0, config=dict(config or {}))
         self._listener = listener
@@ -194,8 +197,10 @@ class Loop:
             self._reference = await self._in_torch(self._kept_reference)
         is_new, self._is_begun = not self._is_begun, False
         if stage.samples and is_new:
+            also = await self._roots(stage)
             for split in ("validation", *self._first):
-                await self.evaluate(split, "first")
+                await self.evaluate(split, "first", also)
+                also = {}
             await self._in_torch(self._save)  # what rollouts began with is the best, where they make it worse
         with doing(stage.name, stage.num_steps, "steps", first=self.state.stage_step) as told:
             async with contextlib.aclosing(self._works(stage)) as works:
@@ -206,6 +211,15 @@ class Loop:
                         break
         self._begin_next_stage()
         self._backend = None
+
+    async def _roots(self, stage: Stage) -> dict[str, float]:
+        """Say, before the first rollout, how many roots will be recursive; the same as metrics."""
+        counting = stage.roots(self.state.next_item)
+        count = await self.watch.bounded("counting the roots that will be recursive", counting)
+        if count is None:
+            return {}
+        self._inform(f"{stage.name}: {count.sentence()}")
+        return count.metrics()
 
     def _begin_next_stage(self) -> None:
         state = self.state
@@ -336,15 +350,22 @@ class Loop:
         """The policy that rollouts began with, which is kept beside the checkpoints."""
         folder = self.out / REFERENCE
         if not self.state.stage_step:
-            self._policy.save(folder)
+            self._keep_policy(folder)
         elif not folder.is_dir():
             raise TrainError(
                 f"{folder} is not there: it is the policy that rollouts began with, which the run has a KL to; copy it from "
                 "the run that the checkpoint is of"
             )
+        checksums.check(folder)
         if self._reference_of is None:
             raise TrainError("the run has a KL to a reference policy, and nothing was given that makes one")
         return self._reference_of(folder)
+
+    def _keep_policy(self, folder: Path) -> None:
+        """Save the policy as it is with checksums, which are compared where it is loaded."""
+        checksums.drop(folder)
+        self._policy.save(folder)
+        checksums.write(folder)
 
     async def _rest(self) -> dict[str, float]:
         """Let engines that share the trainer's devices sleep until weights are published again; how long that took."""
@@ -386,13 +407,14 @@ class Loop:
 
     # --- what is written down ------------------------------------------------------------------------------------
 
-    async def evaluate(self, split: str, stage: str) -> Mapping[str, float]:
-        """Measure the policy as it is on ``split``. On the validation stream it becomes the run's score, if there is one."""
+    async def evaluate(self, split: str, stage: str, also: Mapping[str, float] | None = None) -> Mapping[str, float]:
+        """Measure the policy as it is on ``split``. On the validation stream it becomes the run's score, if there is one.
+        ``also`` is written down in the same row."""
         async with self._weights:
             await self._publish()
         started = time.monotonic()
         values = dict(await self.watch.bounded(f"evaluating {split}", self._evaluate(split)))
-        values["evaluate_s"] = time.monotonic() - started
+        values |= {"evaluate_s": time.monotonic() - started, **(also or {})}
         if split == "validation":
             self.state.score = values.get("validation/reward")
         self._write(stage, values)
@@ -407,13 +429,14 @@ class Loop:
         for name, checkpoint in (("last", last), ("best", best)):
             if checkpoint is None:
                 continue
+            await self._in_torch(verify, checkpoint, "policy/")
             await self._in_torch(self._policy.load, checkpoint / "policy")
             self._is_published = False
             if name == "best" and best == last:
                 continue
             for split in self._final:
                 await self.evaluate(split, name)
-        await self._in_torch(self._policy.save, self.out / "policy")
+        await self._in_torch(self._keep_policy, self.out / "policy")
 
     def _write(self, stage: str, values: Mapping[str, float]) -> None:
         assert self._metrics is not None
@@ -453,7 +476,7 @@ class Loop:
         later = self.checkpoints.abandon_after(self.state.step)
         if later:
             self._say(
-                f"the run goes another way after step {self.state.step}: {len(later)} checkpoints of later steps are set aside "
+                f"the run goes back to step {self.state.step}: {len(later)} checkpoints of later steps are set aside "
                 f"in {later[0].parent}"
             )
         self._cut(self.state.step)

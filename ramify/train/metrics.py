@@ -75,7 +75,7 @@ def read(folder: Path) -> Iterator[Measured]:
     """The lines of a run's folder, in order; a torn one is skipped, and there may be none."""
     path = folder / FILE
     for line in path.read_bytes().splitlines() if path.is_file() else ():
-        with contextlib.suppress(msgspec.DecodeError):
+        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             yield msgspec.json.decode(line, type=Measured)
 
 

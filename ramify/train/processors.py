@@ -90,15 +90,20 @@ def below_s() -> float:
 
 def write(folder: Path, spent: Spent) -> None:
     """Add a line, with one write."""
-    with (folder / FILE).open("ab") as file:
-        file.write(msgspec.json.encode(spent) + b"\n")
+    line = msgspec.json.encode(spent) + b"\n"
+    with (folder / FILE).open("ab+") as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":  # what was cut off by a kill must not swallow the next line
+                line = b"\n" + line
+        file.write(line)
 
 
 def read(folder: Path) -> Iterator[Spent]:
     """The lines of a run's folder, in order; a torn one is skipped, and there may be none."""
     path = folder / FILE
     for line in path.read_bytes().splitlines() if path.is_file() else ():
-        with contextlib.suppress(msgspec.DecodeError):
+        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             yield msgspec.json.decode(line, type=Spent)
 
 

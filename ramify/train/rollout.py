@@ -4,7 +4,8 @@
 
 Decides the seeds: each rollout has its own, from the run's seed, its name and its item, and never from the time at which
 it began. A rollout that fails is recorded and its group goes on (``attempt`` says what is a failure); so is one that is
-given up. Leaves out credit (``algorithms/``), which weights answer (``loop.py``), and which items come when (``queue.py``).
+given up, and one that was cut at its deadline, whose reward would depend on how busy the machine is. Leaves out credit
+(``algorithms/``), which weights answer (``loop.py``), and which items come when (``queue.py``).
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ import msgspec
 from ramify.clients.base import Sampling
 from ramify.engine.rlm import RLM
 from ramify.errors import ConfigError
-from ramify.evaluate.attempt import GRACE_S, attempt
+from ramify.evaluate.attempt import GRACE_S, attempt, is_direct
 from ramify.progress import doing
 from ramify.tasks.base import Item, Task
 from ramify.train.placement.runners import Runner
 from ramify.train.room import Gauge, Room
+from ramify.train.roots import RootCount
 from ramify.types.trajectory import Group, Stop, Trajectory
 
 
@@ -44,6 +46,8 @@ class RolloutOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     grace_s: float = GRACE_S
     """How long past its own deadline (``limits.max_seconds``) a rollout is waited for before it counts as stalled. The
     same holds for a task's ``prepare`` and ``score``."""
+    direct: bool = False
+    """Whether one plain call may answer a short context, without a session. Such a rollout trains no recursive model."""
 
     def __post_init__(self) -> None:
         if min(self.group, self.concurrency) < 1 or not self.temperature > 0 or not self.grace_s > 0:
@@ -181,6 +185,15 @@ class Rollouts:
             item, [one(number) for number in range(self._options.group)], one("greedy") if self._greedy else None
         )
 
+    async def roots(self, items: Sequence[Item]) -> RootCount:
+        """How the roots of ``items`` will begin. No model is asked."""
+        direct = 0
+        if self._options.direct:
+            grace_s = self._options.grace_s
+            asked = (is_direct(self._rlm, self._task, item, grace_s) for item in items)
+            direct = sum(await asyncio.gather(*asked))
+        return RootCount(len(items), direct, self._rlm.limits.max_depth)
+
     async def groups(
         self, items: Sequence[Item], step: int, what: str = "rollouts",
         after: Callable[[Group], Awaitable[None]] | None = None,
@@ -211,11 +224,23 @@ class Rollouts:
         seed = random.Random(f"{self._seed}/{name}/{item.id}").getrandbits(31)
         sampling = self._options.sampling(self._rlm.limits.max_reply_tokens, seed, greedy=greedy)
         if self._runner is not None:
-            return await self._runner.attempt(item, name, sampling)
-        return await attempt(
+            return self._unless_cut(await self._runner.attempt(item, name, sampling))
+        rollout = await attempt(
             self._rlm, self._task, item, name=name, sampling=sampling, metadata={"rollout": name},
-            grace_s=self._options.grace_s, on_stall=self._on_stall,
+            grace_s=self._options.grace_s, on_stall=self._on_stall, direct=self._options.direct,
         )  # fmt: skip
+        return self._unless_cut(rollout)
+
+    def _unless_cut(self, rollout: Trajectory) -> Trajectory:
+        """``rollout``, without rewards if the deadline cut it: how busy a machine is must not become a reward."""
+        stops = [rollout.stop, *(call.stop for call in rollout.calls)]
+        if rollout.rewards and Stop.DEADLINE in stops:
+            rollout.rewards, rollout.call_rewards = {}, {}
+            rollout.errors.append(
+                f"{rollout.id} was cut at its deadline, and nothing is learnt from it: raise limits.max_seconds "
+                f"({self._rlm.limits.max_seconds:g}), or lower rl.rollout.concurrency ({self._options.concurrency})"
+            )
+        return rollout
 
 
 async def close(attempts: Iterable[Attempt]) -> None:

@@ -98,16 +98,29 @@ class Seen:
         await self.client.close()
 
 
+class CanaryLimits(NamedTuple):
+    """How far the canary's log-probabilities may differ between engine and trainer."""
+
+    tolerance: float
+    """Largest difference; the mean may be a tenth of it."""
+    rounding: float
+    """The same as a share of the path's largest log-probability; the larger of the two holds."""
+    hint: str
+    """Both precisions, and the options that set them."""
+
+
 class SelfCheck:
     """The checks of one run."""
 
     def __init__(
-        self, seen: Seen, weights: Callable[[], Weights], prompt: Sequence[Message], tolerance: float = 1e-4
-    ) -> None:
+        self, seen: Seen, weights: Callable[[], Weights], prompt: Sequence[Message], tolerance: float = 1e-4,
+        rounding: float = 0.0, hint: str = "",
+    ) -> None:  # fmt: skip
         """``weights`` are the trained ones as the engine should have them; ``prompt`` is what the canary is asked;
-        ``tolerance`` the most that two log-probabilities may differ by; their mean difference may be a tenth of it. (In fp32
-        up to 2e-5 was seen at single tokens, far less at most; bf16 rounds to three digits.)"""
-        self._seen, self._weights, self._tolerance = seen, weights, tolerance
+        ``tolerance``, ``rounding`` and ``hint`` as in ``CanaryLimits``. (In fp32 differences up to 2e-5 were seen at single
+        tokens, far less at most; bf16 rounds to three digits, so there they grow with the log-probabilities.)"""
+        self._seen, self._weights = seen, weights
+        self._limits = CanaryLimits(tolerance, rounding, hint)
         self._request = Request(
             tuple(prompt), Sampling(CANARY_TOKENS, temperature=1.0, seed=7, logprobs=True), affinity="canary"
         )
@@ -159,9 +172,10 @@ class SelfCheck:
         assert reply.logprobs is not None
         path = (*reply.prompt_ids, *reply.token_ids)
         ours_T = await in_torch(self._own_logprobs, backend, path)
-        self._compare(engine, np.array(reply.logprobs), ours_T[len(reply.prompt_ids) :], "sampled")
+        allowed = self._allowed(ours_T)
+        self._compare(engine, np.array(reply.logprobs), ours_T[len(reply.prompt_ids) :], "sampled", allowed)
         scores = await engine.logprobs(path)
-        self._compare(engine, np.array(scores), ours_T[1:], "scored")
+        self._compare(engine, np.array(scores), ours_T[1:], "scored", allowed)
         if theirs is None:
             self._moved(engine, Scored(path, tuple(scores), some, self._seen.client.version))
 
@@ -181,17 +195,25 @@ class SelfCheck:
                 f"does not answer with them{self._where(engine)}"
             )
 
-    def _compare(self, engine: InferenceClient, theirs_T: Floats64, ours_T: Floats64, what: str) -> None:
+    def _allowed(self, ours_T: Floats64) -> float:
+        """Largest difference that the canary may show on a path of these log-probabilities."""
+        largest = float(np.abs(ours_T[np.isfinite(ours_T)]).max(initial=0.0))
+        return max(self._limits.tolerance, self._limits.rounding * largest)
+
+    def _compare(
+        self, engine: InferenceClient, theirs_T: Floats64, ours_T: Floats64, what: str, allowed: float
+    ) -> None:
         differences_T = np.nan_to_num(np.abs(ours_T - theirs_T), nan=np.inf)
         largest, mean = float(differences_T.max(initial=0.0)), float(differences_T.mean())
         self.worst = max(self.worst, largest)
-        if not (largest <= self._tolerance and mean <= self._tolerance / 10):
+        if not (largest <= allowed and mean <= allowed / 10):
+            hint = f"; {self._limits.hint}" if self._limits.hint else ""
             at = int(np.argmax(differences_T))
             raise TrainError(
                 f"the canary's log-probabilities differ by {largest:.2g} between engine and trainer, {mean:.2g} on average, "
-                f"and at most {self._tolerance:g} and {self._tolerance / 10:g} are allowed ({theirs_T[at]:.5f} by the engine, "
+                f"and at most {allowed:.3g} and {allowed / 10:.3g} are allowed ({theirs_T[at]:.5f} by the engine, "
                 f"{ours_T[at]:.5f} by the trainer, at {what} token {at}): they compute different models, or the engine's cache "
-                f"is stale{self._where(engine)}"
+                f"is stale{self._where(engine)}{hint}"
             )
 
     def _where(self, engine: InferenceClient) -> str:

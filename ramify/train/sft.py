@@ -174,7 +174,7 @@ def read(path: Path) -> Iterator[Trajectory]:
                 if line.strip():
                     try:
                         yield decoder.decode(line)
-                    except msgspec.DecodeError as error:
+                    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                         raise ConfigError(f"{path}, line {number}: no trajectory: {error}") from error
     except OSError as error:
         raise ConfigError(f"trajectories cannot be read from {path}: {error.strerror}") from error

@@ -30,6 +30,7 @@ from ramify.train.loss import Loss
 from ramify.train.metrics import of_rollouts
 from ramify.train.queue import Queue, Taken
 from ramify.train.rollout import Rollouts
+from ramify.train.roots import RootCount, first_items
 from ramify.train.sft import order
 from ramify.train.signals.reading import Reader, Signals
 from ramify.train.stamps import Stamped
@@ -126,6 +127,10 @@ class Stage(Protocol):
         """``next_item`` and ``pending`` as the run's state has them."""
         ...
 
+    async def roots(self, next_item: int) -> RootCount | None:
+        """How many of its first roots will be recursive; None for a stage that samples nothing."""
+        ...
+
 
 class Given(ABC):
     """What stages without rollouts have in common: nothing is to be computed first, or remembered."""
@@ -148,6 +153,9 @@ class Given(ABC):
     async def source(self, next_item: int, pending: Sequence[int]) -> AsyncIterator[Source]:
         self._standing = (next_item, list(pending))
         yield self
+
+    async def roots(self, next_item: int) -> RootCount | None:
+        return None
 
     @abstractmethod
     async def work(self, step: int) -> Work: ...
@@ -267,6 +275,9 @@ class Reinforce:
             )  # fmt: skip
             stack.push_async_callback(queue.close)
             yield Sampled(self, queue, reader)
+
+    async def roots(self, next_item: int) -> RootCount | None:
+        return await self._rollouts.roots(first_items(self._items, next_item))
 
     def finish(self, rows: Sequence[Row]) -> dict[str, float]:
         return finish(self._algorithm, rows)

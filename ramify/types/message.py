@@ -111,6 +111,9 @@ class Reply(msgspec.Struct, frozen=True, omit_defaults=True):
     kept: tuple[tuple[int, ...], ...] | None = None
     """For each sampled token the ids that top-p and top-k left to draw from: with them a trainer renormalises as the
     sampler did. None where nothing was cut off."""
+    filter: str = ""
+    """What stopped the reply, as the server named it, if ``finish`` is ``content_filter``:
+    ``SAFETY``, ``refusal``."""
 
     def __post_init__(self) -> None:
         if self.token_ids is None:

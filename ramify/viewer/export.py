@@ -26,8 +26,8 @@ def page(found: Found) -> bytes:
     """The file. Raises StoreError for a run of which nothing can be read."""
     run = Watched(found)
     run.refresh()
-    if not run.tree.order and run.problem:
-        raise StoreError(run.problem)
+    if not run.tree.order and (problem := run.problem or run.damage):
+        raise StoreError(problem)
     script, style = app(), (STATIC / "style.css").read_text(encoding="utf-8")
     policy = (
         f"default-src 'none'; script-src {hashed(script)}; style-src {hashed(style)}; img-src data:; base-uri 'none'; "

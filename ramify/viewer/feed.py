@@ -112,14 +112,14 @@ class Feed(Generic[T]):
         if isinstance(run, Curves):
             message = run.data() if changed else None
         else:
-            told = (run.version, run.is_alive)
+            told = (run.generation, run.version, run.is_alive, run.problem, run.damage, run.torn)
             message = changes(run, changed if isinstance(changed, set) else ()) if told != self._told else None
             self._told = told
         for queue in self._queues if message is not None else ():
             queue.put_nowait(message)
 
-    _told = (-1, False)
-    """Version, and whether it was alive, when pages were last told."""
+    _told: tuple[object, ...] = ()
+    """What the pages' head was made of when they were last sent it."""
 
 
 class Feeds:

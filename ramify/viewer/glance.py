@@ -13,7 +13,6 @@ from pathlib import Path
 
 import msgspec
 
-from ramify.errors import StoreError
 from ramify.store.reading import check_version
 from ramify.types.event import Attempted, CallEnded, Event, Noted, RunEnded, RunStarted, Scored
 from ramify.types.message import Usage
@@ -62,24 +61,29 @@ _FIRST = b'{"type":"RunStarted"'
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
-def glances(block: bytes, path: Path, number: int) -> Iterable[tuple[AnyGlance, int]]:
-    """The events of ``block``, whole lines of the journal at ``path`` from line ``number`` on, each with its line's bytes.
-    Raises StoreError at one that is damaged or of a newer version, after those before it."""
+class Damaged(msgspec.Struct, frozen=True):
+    """A line that cannot be decoded."""
+
+    reason: str
+
+
+def glances(block: bytes, path: Path) -> Iterable[tuple[AnyGlance | Damaged, int]]:
+    """The events of ``block``, whole lines of the journal at ``path``, each with its line's bytes.
+    Raises StoreError at one of a newer version, after those before it."""
     lines = block[:-1].split(b"\n")
     if _FIRST not in block:
         with suppress(*_UNREADABLE):  # all at once, which is several times faster
             events = _decoder.decode_lines(block)
             if len(events) == len(lines):  # it passes over empty lines, which are damage
                 return zip(events, [len(line) + 1 for line in lines], strict=True)
-    return _one_by_one(lines, path, number)
+    return _one_by_one(lines, path)
 
 
-def _one_by_one(lines: list[bytes], path: Path, number: int) -> Iterator[tuple[AnyGlance, int]]:
-    for at, line in enumerate(lines, start=number):
+def _one_by_one(lines: list[bytes], path: Path) -> Iterator[tuple[AnyGlance | Damaged, int]]:
+    for line in lines:
         if line.startswith(_FIRST):
             check_version(line, path)
         try:
-            event = _decoder.decode(line)
+            yield _decoder.decode(line), len(line) + 1
         except _UNREADABLE as error:
-            raise StoreError(f"{path}, line {at} is damaged: {error}; the events before it can be read") from error
-        yield event, len(line) + 1
+            yield Damaged(str(error)), len(line) + 1

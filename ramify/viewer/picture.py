@@ -106,7 +106,7 @@ def _scores(node: Node) -> list[tuple[Any, ...]]:
 def head(run: Watched) -> dict[str, Any]:
     """What stands above the tree."""
     told, at_s = run.tree.run, run.tree.at_s
-    problems = [text for text in (run.problem, run.torn) if text]
+    problems = [text for text in (run.problem, run.damage, run.torn) if text]
     config = told.metadata
     return {
         "key": run.key, "id": told.id, "question": told.question, "task": told.task, "path": str(run.path),
@@ -118,6 +118,7 @@ def head(run: Watched) -> dict[str, Any]:
         "scaffold": (config.get("scaffold") or {}).get("name", ""), "sources": (config.get("sources") or {}).get("paths", []),
         "rewards": told.rewards, "metrics": told.metrics, "marks": [fields(mark) for mark in told.marks if not mark.call],
         "errors": told.errors[:_MAX_ERRORS], "num_errors": len(told.errors), "problems": problems, "version": run.version,
+        "generation": run.generation,
         "raw_code": bool((config.get("scaffold") or {}).get("raw_code")), "num_calls": len(run.tree.order),
     }  # fmt: skip
 

@@ -7,6 +7,7 @@ many megabytes is searched without being kept.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from typing import Any
 
 from ramify.errors import StoreError
@@ -65,9 +66,10 @@ def _texts(run: Watched, needle: str) -> Iterator[Said]:
             if read > run.offset:
                 return
             if not raw or raw in line.lower():
-                yield from _of_event(decode_line(line, run.path, number))
+                with suppress(StoreError):  # damaged: the page says so already
+                    yield from _of_event(decode_line(line, run.path, number))
     except StoreError:
-        return  # the page says so already
+        return  # the same of a file that cannot be read
 
 
 def _of_event(event: AnyEvent) -> Iterator[Said]:

@@ -6,6 +6,7 @@ rollouts/step-N.jsonl  the trajectories of a step, best and worst first to be lo
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,8 @@ class Curves:
         self.folder = folder
         self.path = folder / FILE
         self.offset = self._inode = 0
+        self._unreadable = ""
+        """Why the file cannot be read now; empty while it can."""
         self._clear()
 
     def _clear(self) -> None:
@@ -55,23 +58,25 @@ class Curves:
 
     def refresh(self) -> bool:
         """Read what is new. A file that was cut or replaced, as by a resumed run, is read anew."""
+        before = self._unreadable
         try:
-            stat = self.path.stat()
-            if stat.st_ino != self._inode or stat.st_size < self.offset:
-                self._clear()
-                self._inode = stat.st_ino
             with self.path.open("rb") as file:
+                stat = os.fstat(file.fileno())  # of this very file: its name may be another's by now
+                if stat.st_ino != self._inode or stat.st_size < self.offset:
+                    self._clear()
+                    self._inode = stat.st_ino
                 file.seek(self.offset)
                 data = file.read()
+            self._unreadable = ""
         except OSError as error:
-            self.problems = [f"cannot read {self.path}: {error.strerror}"]
-            return True
+            self._unreadable = f"cannot read {self.path}: {error.strerror}"
+            return self._unreadable != before
         whole = data[: data.rfind(b"\n") + 1]
         self.offset += len(whole)
-        for line in whole.splitlines():
+        for line in whole.split(b"\n"):
             if line.strip():
                 self._add(line)
-        return bool(whole)
+        return bool(whole) or self._unreadable != before
 
     def _add(self, line: bytes) -> None:
         self.version += 1
@@ -99,7 +104,8 @@ class Curves:
     def data(self) -> dict[str, Any]:
         return {
             "name": self.folder.name, "folder": str(self.folder), "step": self.step, "at_s": self.at_s, "names": self.names,
-            "stages": self.stages, "final": self.final, "kept": sorted(kept(self.folder)), "problems": self.problems,
+            "stages": self.stages, "final": self.final, "kept": sorted(kept(self.folder)),
+            "problems": [*filter(None, [self._unreadable]), *self.problems],
         }  # fmt: skip
 
 

@@ -112,6 +112,12 @@ class Tree:
             node.version = line + 1
         return node
 
+    def skip(self, offset: int) -> None:
+        """Count a line that could not be taken in."""
+        self.version += 1
+        self._starts.append(offset)
+        self._before.append(-1)
+
     def lines_of(self, node: Node, after: int = -1) -> list[tuple[int, int]]:
         """(number from 0, offset) of the journal's lines that are about ``node``, in order, of those after ``after``."""
         found = []

@@ -3,8 +3,9 @@
     journal ── bytes from where the last look ended ──> glances (glance.py) ──> Tree (tree.py)
                     └── the lines of one call, when it is opened ──> Whole (whole.py)
 
-A line that cannot be read ends the reading; what came before it stays, with the problem. A run of a file of trajectories
-is read once and does not grow.
+The rest of a half-written line is waited for. A line that is damaged, or that does not follow from those before it, is
+left out, and the page says so. A journal that was cut or replaced is read from its beginning. A run of a file of
+trajectories is read once and does not grow.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from ramify.store.journal import writer
 from ramify.store.reading import blocks
 from ramify.types.event import RunStarted
 from ramify.types.trajectory import SCHEMA_VERSION, Trajectory
-from ramify.viewer.glance import glances
+from ramify.viewer.glance import Damaged, glances
 from ramify.viewer.kinds import Found, kind_of, newer
 from ramify.viewer.tree import Tree
 from ramify.viewer.whole import Whole, Wholes
@@ -31,7 +32,9 @@ class Watched:
     def __init__(self, found: Found) -> None:
         self.key, self.path, self.line = found.key, found.path, found.line
         self.problem = ""
-        """Why reading ended early; empty while all is well."""
+        """Why nothing more is read; empty while all is well. Tried again when the file changes."""
+        self.damage = ""
+        """The first line that was left out and how many more; empty where none was."""
         self.torn = ""
         """What a writer that was killed left at the end of the journal; empty where all lines are whole."""
         self.is_alive = False
@@ -39,6 +42,14 @@ class Watched:
         self.tree = Tree()
         self.offset = 0
         """Bytes that were read."""
+        self.generation = 0
+        """How often the reading began: again for a file that was cut or replaced."""
+        self._num_damaged, self._first_damage = 0, ""
+        self._suspect = -1
+        """Where a damaged line begins that is read once more, since its writer may have been at work there."""
+        self._seen: tuple[int, int] | None = None
+        """Inode and size of the file when it was last read; None where it is to be read again."""
+        self._inode = 0
         self._stamp: tuple[int, int] | None = None
         self._wholes = Wholes(self.path)
 
@@ -49,19 +60,19 @@ class Watched:
     def size_changed(self) -> bool:
         """Whether there is something new to read; one system call."""
         try:
-            return self.line is None and not self.problem and self.path.stat().st_size > self.offset
+            return self.line is None and _inode_and_size(self.path) != self._seen
         except OSError:
             return False
 
     def is_stale(self) -> bool:
-        """Whether the file is not the one that was read: shorter, replaced, or another line's."""
+        """Whether the file of trajectories is not the one that was read. A journal is read anew by ``refresh``."""
+        if self.line is None:
+            return False
         try:
             stat = self.path.stat()
         except OSError:
             return self._stamp is not None
-        if self.line is not None:
-            return self._stamp not in (None, (stat.st_ino, stat.st_mtime_ns))
-        return stat.st_size < self.offset or bool(self.problem)
+        return self._stamp not in (None, (stat.st_ino, stat.st_mtime_ns))
 
     def whole(self, id: str) -> Whole:
         """Call ``id`` in full. Raises StoreError where the run has no such call, or it cannot be read."""
@@ -76,10 +87,18 @@ class Watched:
         """Read what is new; the indices of the calls that changed."""
         if self.line is not None:
             return set() if self.version else self._read_line(self.line)
-        if self.problem:
-            return set()
         self.is_alive = writer(self.path) is not None  # asked first: what its last act wrote is read below
         changed: set[int] = set()
+        try:
+            seen = _inode_and_size(self.path)
+        except OSError as error:
+            self.problem, self._seen = f"cannot read {self.path}: {error.strerror}", None
+            return changed
+        if self._inode not in (0, seen[0]) or seen[1] < self.offset:
+            self._begin_again()
+        elif self.problem and seen == self._seen:
+            return changed
+        self._inode, self._seen, self.problem, self.torn = seen[0], seen, "", ""
         if not self.offset and not self.is_alive and (problem := self._not_a_journal()):
             self.problem = problem
             return changed
@@ -87,25 +106,55 @@ class Watched:
             self._read_on(changed)
         except StoreError as error:
             self.problem = str(error)
-        except (KeyError, IndexError) as error:
-            self.problem = f"{self.path}, line {self.version + 1} does not follow from those before it: no {error}"
+            if isinstance(error.__cause__, OSError):
+                self._seen = None  # it may pass
         if not self.problem and not self.is_alive:
             self._look_at_the_end()
         return changed
 
+    def _begin_again(self) -> None:
+        self.tree, self._wholes = Tree(), Wholes(self.path)
+        self.offset, self.damage, self._num_damaged, self._suspect = 0, "", 0, -1
+        self.generation += 1
+
     def _read_on(self, changed: set[int]) -> None:
-        tree, apply, add, offset = self.tree, self.tree.apply, changed.add, self.offset
+        apply, add, offset = self.tree.apply, changed.add, self.offset
         try:
             for block in blocks(self.path, offset):
-                for event, size in glances(block, self.path, tree.version + 1):
-                    if not offset and not isinstance(event, RunStarted):
+                for event, size in glances(block, self.path):
+                    if isinstance(event, Damaged):
+                        if self._is_read_once_more(offset):
+                            return
+                        self._leave_out(offset, f"is damaged and left out: {event.reason}")
+                    elif not offset and not isinstance(event, RunStarted):
                         raise StoreError(f"{self.path} is not a run: its first line is no RunStarted")
-                    node = apply(event, offset)
+                    else:
+                        try:
+                            node = apply(event, offset)
+                        except (KeyError, IndexError) as error:
+                            self._leave_out(offset, f"does not follow from those before it and is left out: no {error}")
+                        else:
+                            if node is not None:
+                                add(node.index)
                     offset += size
-                    if node is not None:
-                        add(node.index)
         finally:
             self.offset = offset
+
+    def _is_read_once_more(self, offset: int) -> bool:
+        """Whether a damaged line at ``offset`` is met for the first time while its writer lives."""
+        is_new = self.is_alive and self._suspect != offset
+        if is_new:
+            self._suspect, self._seen = offset, None
+        return is_new
+
+    def _leave_out(self, offset: int, why: str) -> None:
+        self._num_damaged += 1
+        number = self.tree.version + 1
+        self.tree.skip(offset)
+        if self._num_damaged == 1:
+            self._first_damage = f"{self.path}, line {number} {why}"
+        more = f"; {self._num_damaged - 1:,} more are left out after it" if self._num_damaged > 1 else ""
+        self.damage = self._first_damage + more
 
     def _not_a_journal(self) -> str:
         try:
@@ -143,6 +192,11 @@ class Watched:
             self.problem = f"cannot read {self.path}: {error.strerror}"
         self.tree.version = 1
         return set(range(len(self.tree.order)))
+
+
+def _inode_and_size(path: Path) -> tuple[int, int]:
+    stat = path.stat()
+    return stat.st_ino, stat.st_size
 
 
 def nth_line(path: Path, number: int) -> bytes:

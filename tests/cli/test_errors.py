@@ -20,7 +20,11 @@ CASES = {
     "a model without a provider": (["-m", "gpt-5", "q"], 2, r"'gpt-5' has no provider: write provider:model"),
     "missing key": (["-m", "openai:gpt-5", "q"], 2, r"no API key: set OPENAI_API_KEY"),
     "missing script": (["-m", "scripted:nowhere.json", "q"], 2, r"script nowhere.json: No such file"),
-    "nothing listens": (["-m", "openai:m@http://127.0.0.1:9/v1", "q"], 1, r"cannot reach http://127\.0\.0\.1:9"),
+    "nothing listens": (
+        ["-m", "openai:m@http://127.0.0.1:9/v1", "--patience", "1", "q"],
+        1,
+        r"cannot reach http://127\.0\.0\.1:9",
+    ),
     "unreadable path": ([*MODEL, "q", "nowhere.txt"], 2, r"nowhere.txt does not exist"),
     "nearest path": ([*MODEL, "q", "log.tx"], 2, r"did you mean log.txt\?"),
     "a pipe without a writer": ([*MODEL, "q", "pipe"], 2, r"pipe is a pipe that nobody writes to: start what writes"),

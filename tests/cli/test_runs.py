@@ -97,12 +97,16 @@ def test_replay_says_different(shell: Shell) -> None:
     assert "different in" in shell.run("replay", "last").out
 
 
-def kill_at_second_request(shell: Shell, process: subprocess.Popen[bytes]) -> None:
+def wait_for_second_request(shell: Shell) -> None:
     for _ in range(10_000):
         journals = list((shell.folder / "store/runs").glob("*.jsonl"))
         if journals and journals[0].read_text().count('"type":"Requested"') == 2:
             break
         time.sleep(0.01)
+
+
+def kill_at_second_request(shell: Shell, process: subprocess.Popen[bytes]) -> None:
+    wait_for_second_request(shell)
     process.kill()
     process.communicate()
 
@@ -123,6 +127,20 @@ def test_resume_goes_on_where_a_killed_run_was(shell: Shell) -> None:
     assert answer["usage"]["unknown_calls"] == 1  # what was in flight may have been paid
     again = shell.run("ask", "--resume", "last")
     assert (again.code, again.out, "had ended" in again.err) == (0, "4\n", True)
+
+
+def test_a_live_run_is_not_resumed(shell: Shell) -> None:
+    shell.write("log.txt", "abc")
+    first = code("n = len(context)\nprint(n)")
+    process = shell.start(
+        "ask", "-v", "--no-direct", "-m", shell.model([first, {"fail": "stalled"}]), "how?", "log.txt"
+    )
+    wait_for_second_request(shell)
+    done = shell.run("ask", "--resume", "last")
+    process.kill()
+    process.communicate()
+    assert (done.code, done.out) == (2, "")
+    assert f"is being written by process {process.pid} on " in done.err
 
 
 def test_resume_opens_a_database_again(shell: Shell) -> None:

@@ -72,6 +72,15 @@ def test_what_is_wrong_is_one_line(shell: Shell, arguments: tuple[str, ...], mes
     assert done.err.count("\n") == 1
 
 
+def test_the_old_name_of_a_backend_is_said_in_a_line(shell: Shell) -> None:
+    shell.write("small.py", RECIPE)
+    done = shell.run("train", "small.py", "compute.backend=fsdp2", "rl.steps=many")
+    first, second = done.err.splitlines()
+    assert first == "ramify: warning: compute.backend=fsdp2 is called fsdp here"
+    assert "rl.steps=many: Expected `int`" in second
+    assert shell.run("train", "small.py", "compute.backend=fsdp2", "rl.steps=many", "--quiet").err.count("\n") == 1
+
+
 def test_help_needs_no_torch(shell: Shell, tmp_path: Path) -> None:
     done = shell.run("train", "--help", PYTHONPROFILEIMPORTTIME="1")
     assert done.code == 0

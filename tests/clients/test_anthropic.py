@@ -218,3 +218,26 @@ def test_no_key_is_said(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(ConfigError, match="anthropic:m: no API key: set ANTHROPIC_API_KEY"):
         Pool().client("anthropic:m")
+
+
+@pytest.mark.parametrize(
+    ("stop", "finish", "stopped_by"),
+    [
+        ("max_tokens", "length", ""),
+        ("model_context_window_exceeded", "length", ""),
+        ("refusal", "content_filter", "refusal"),
+    ],
+)
+def test_a_reply_that_is_not_whole(stop, finish, stopped_by):
+    (reply,), *_ = exchange([request()], sent([text("half")], stop))
+    assert (reply.message.content, reply.finish, reply.filter) == ("half", finish, stopped_by)
+
+
+@pytest.mark.parametrize(
+    "usage",
+    [{"input_tokens": -5}, {"cache_read_input_tokens": -9}, {"output_tokens": None}, {"input_tokens": 4.5}],
+    ids=str,
+)
+def test_usage_that_cannot_be_is_not_known(usage):
+    (reply,), *_ = exchange([request()], sent([text("x")], **usage))
+    assert (reply.message.content, reply.usage) == ("x", Usage())

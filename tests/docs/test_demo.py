@@ -2,13 +2,23 @@
 
 import ast
 import asyncio
+import json
 import os
+import shutil
 import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
 
+import msgspec
+import pytest
+
+from ramify.inference.base import TINY
+from ramify.train.metrics import Measured
+from tests.train.test_recipes import SHORT
+
 ROOT = Path(__file__).parents[2]
+DEMO = ROOT / "examples/demo.py"
 ASYNCIO = Path(asyncio.__file__).parent
 
 
@@ -24,7 +34,14 @@ def undocumented():
 
 
 def ran(tmp_path, *words, timeout=250):
-    """The example's process, once it is over: amid settings of a user's, none of which may change what it shows."""
+    """What the example prints: amid settings of a user's, none of which may change what it shows."""
+    done = ended(tmp_path, *words, timeout=timeout)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def ended(tmp_path, *words, timeout=250, caches=()):
+    """The example's process, once it is over and has left nothing behind but ``caches`` of torch."""
     home, folder = tmp_path / "home", tmp_path / "temporary"
     home.mkdir()
     folder.mkdir()
@@ -36,9 +53,8 @@ def ran(tmp_path, *words, timeout=250):
         [sys.executable, "-W", "error::ResourceWarning", *words],
         cwd=tmp_path, env={**os.environ, **elsewhere}, capture_output=True, text=True, timeout=timeout, check=False,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert not [*home.iterdir(), *folder.iterdir()]
-    return done.stdout
+    assert [each.name for each in (*home.iterdir(), *folder.iterdir()) if not each.name.startswith(caches)] == []
+    return done
 
 
 def test_the_script_counts_right_and_cleans_up(tmp_path):
@@ -57,11 +73,76 @@ def test_the_script_counts_right_and_cleans_up(tmp_path):
         assert part in said
 
 
-def test_the_packaged_policy_answers_over_ten_million_characters(tmp_path):
-    """It hands three documents to three children; its answer is what the rows say."""
-    said = ran(tmp_path, str(ROOT / "examples/demo.py"), "--model", "tiny")
-    command, answer, *shown = said.splitlines()
-    assert command.startswith("$ ramify ask ")
+def check_tree(said):
+    """The answer is what the rows say, and three documents were handed to three children."""
+    _, asked = said.split("$ ramify ask ")
+    _, answer, *shown = asked.splitlines()
     assert f"The rows that the ledger was made of say: {answer}" in shown
-    assert [line.split()[0] for line in shown if " tiny (rlm): " in line] == ["0", "0.0", "0.1", "0.2"]
+    calls = [line.split()[0] for line in shown if " (rlm): " in line]
+    assert calls == ["0", "0.0", "0.1", "0.2"]
     assert any(line.startswith(("context: str, 9,", "context: str, 10,")) for line in shown)
+
+
+def test_the_packaged_policy_answers_over_ten_million_characters(tmp_path):
+    said = ran(tmp_path, str(DEMO))
+    assert said.startswith("$ ramify ask ")
+    assert " tiny (rlm): " in said
+    check_tree(said)
+
+
+@pytest.mark.parametrize(
+    ("reply", "code", "words"),
+    [
+        ("```repl\nFINAL(1)\n```", 1, "demo: scripted:model.json answered '1', which is wrong\n"),
+        ("```repl\nFINAL(None)\n```", 4, "demo: scripted:model.json answered 'nothing', which is wrong\n"),
+    ],
+)
+def test_a_wrong_answer_and_none_are_failing_exit_codes(tmp_path, reply, code, words):
+    (tmp_path / "model.json").write_text(json.dumps([reply]))
+    done = ended(tmp_path, str(DEMO), "--model", f"scripted:{tmp_path}/model.json")
+    assert done.returncode == code, done.stderr
+    assert done.stderr.endswith(words.replace("scripted:", f"scripted:{tmp_path}/"))
+    assert "$ ramify show last" in done.stdout
+
+
+def test_a_trained_policy_is_measured_and_asked(tmp_path):
+    """A run that is over is not trained again. Its policy here is the packaged one, which its recipe made elsewhere."""
+    run = tmp_path / "run"
+    shutil.copytree(TINY, run / "policy")
+    rows = [Measured(1, stage, 1.0, {"test/reward": share}) for stage, share in (("first", 0.04), ("last", 0.91))]
+    (run / "metrics.jsonl").write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
+    said = ran(tmp_path, str(DEMO), "--train", "--out", "run", "--questions", "64")
+    lines = [" ".join(line.split()) for line in said.splitlines()]
+    assert lines[0] == f"{run}/policy was trained before; remove {run} to train again"
+    assert "before reinforcement learning, sampled at temperature 1 4.0%" in lines
+    assert "after it, the last step, sampled at temperature 1 91.0%" in lines
+    (greedy,) = (line for line in lines if line.startswith("the policy that is asked below, at temperature 0 "))
+    assert float(greedy.split()[-1].rstrip("%")) >= 90
+    check_tree(said)
+
+
+@pytest.mark.slow
+def test_training_that_did_not_succeed_is_a_failing_exit_code(tmp_path):
+    """Two steps of each stage: it trains, measures, and says that fewer than nine in ten were right."""
+    done = ended(
+        tmp_path,
+        str(DEMO),
+        "--train",
+        "--out",
+        "run",
+        "--questions",
+        "4",
+        *SHORT,
+        timeout=280,
+        caches=("torchinductor",),
+    )
+    assert done.returncode == 1
+    assert "$ ramify train recipes/tiny_recursive.py " in done.stdout
+    assert "before reinforcement learning, sampled at temperature 1" in done.stdout
+    assert "right is below 90%: training did not succeed" in done.stderr
+
+
+def test_fields_of_the_recipe_need_training(tmp_path):
+    done = ended(tmp_path, str(DEMO), "rl.steps=20")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.endswith("error: fields of the recipe and --out need --train\n")

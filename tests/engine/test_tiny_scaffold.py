@@ -106,7 +106,7 @@ def test_a_long_history_is_never_summarised() -> None:
 
 
 def test_a_history_that_outgrows_the_window_is_cut_short() -> None:
-    model = client(["print('x'*90)", "answer['content'] = 7"] + ["print('x'*90)"] * 9, window=60)
+    model = client(["print('x'*90)", "answer['content'] = 7"] + ["print('x'*90)"] * 90, window=60)
     with rlm(model, scaffold="tiny", limits={"max_reply_tokens": 10}) as r:
         result = r.completion("alpha", "?")
         assert (result.stop, result.answer) == (Stop.MAX_TOKENS, 7)

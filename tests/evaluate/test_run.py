@@ -12,7 +12,7 @@ import pytest
 from ramify import Store
 from ramify.clients.base import Sampling
 from ramify.clients.scripted import refused
-from ramify.errors import ConfigError, RamifyError, StoreError
+from ramify.errors import ConfigError, RamifyError, RunInUse, StoreError
 from ramify.evaluate.record import Record, Records, read, same_plan, unfinished
 from ramify.evaluate.report import difference, report, table
 from ramify.evaluate.run import Outcome, evaluate
@@ -215,7 +215,7 @@ def test_an_evaluation_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
 
 def test_one_process_writes_a_record_at_a_time(tmp_path: Path) -> None:
     record = Records(tmp_path).create(plan())
-    with pytest.raises(StoreError, match="is being written by another process"):
+    with pytest.raises(RunInUse, match="is being written by another process: stop that one first"):
         Record(record.path)
     record.close()
     Record(record.path).close()

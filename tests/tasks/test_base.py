@@ -143,6 +143,18 @@ def test_a_right_task_is_valid() -> None:
     validate(of(ITEM, reward=lambda answer, item: dict.fromkeys(both, exact(answer, item)), weights=both))
 
 
+def test_items_without_a_gold_answer_are_skipped_and_counted() -> None:
+    assert validate(of(ITEM)) == ""
+    open_ended = Item("what do you see?", id="t/test/1")
+    assert validate(of(ITEM, open_ended)) == (
+        "task 't': 1 of the 2 items that were looked at have no gold answer; the check of their scores was skipped"
+    )
+    unreached = of(msgspec.structs.replace(ITEM, gold=8, id="t/test/2"), reward=lambda answer, item: 0.0)
+    with pytest.raises(ConfigError, match="the right answer 8 scores 0 and not 1"):
+        validate(unreached)
+    assert validate(unreached, gold=False) == "task 't': the check of its scores with gold answers is switched off"
+
+
 @pytest.mark.parametrize(
     ("task", "message"),
     [
@@ -155,7 +167,6 @@ def test_a_right_task_is_valid() -> None:
         (of(ITEM, reward=lambda answer, item: answer in (7, None)), "t/test/0: the wrong answer None scores 1"),
         (of(msgspec.structs.replace(ITEM, wrong="7.")), None),
         (of(msgspec.structs.replace(ITEM, wrong="7.", gold=7), reward=numeric), "the wrong answer '7.' scores 1"),
-        (of(Item("?", id="t/test/0")), "t/test/0: it has no gold answer"),
         (of(Item("  ", gold=7, id="t/test/0")), "t/test/0: an item needs an id and a question"),
         (of(Item("?", gold=7)), r"item \(without an id\): an item needs an id"),
         (of(), "its split 'test' is empty"),

@@ -152,3 +152,67 @@ def test_an_environment_of_skyrl_gym() -> None:
     assert scored(sums, items[0], answered(items[0], "42")).rewards == {"return": 0.0}  # not in the format it wants
     (outcome,) = evaluated(lambda messages: "FINAL('#### 42')", sums, of=plan(items=1, task="gsm8k")).outcomes
     assert outcome.rewards == {"return": 1.0}
+
+
+class Whole2:
+    """A space with the methods of Gymnasium's ``Discrete(2)``."""
+
+    def __repr__(self) -> str:
+        return "Discrete(2)"
+
+    def from_jsonable(self, batch: list[Any]) -> list[int]:
+        return [int(value) for value in batch]
+
+    def contains(self, value: Any) -> bool:
+        return value in (0, 1)
+
+
+class Lever:
+    """An environment as Gymnasium's are: it takes values of a space, not text."""
+
+    action_space = Whole2()
+
+    def reset(self) -> tuple[int, dict[str, Any]]:
+        return 0, {}
+
+    def step(self, action: Any) -> tuple[int, float, bool, bool, dict[str, Any]]:
+        assert type(action) is int
+        return action, float(action), action == 1, False, {}
+
+
+def test_an_environment_with_a_space_of_actions_takes_values_of_it() -> None:
+    episode = Episode(Lever(), ITEMS[0])
+    assert episode.actions == "An action is a value in JSON, from Discrete(2)."
+    for wrong in ("north", "2", "[1", ""):
+        with pytest.raises(ValueError, match=r"is not an action here: give a value in JSON, from Discrete\(2\)"):
+            episode.step(wrong)
+    assert [episode.step("0"), episode.step("1")] == ["0", f"1\n{ENDED}"]
+    assert episode.end(None)["episode"]["rewards"] == [0.0, 1.0]
+
+
+def test_a_session_acts_in_such_an_environment() -> None:
+    task = env_task("lever", {"test": [Item("Pull it.", id="lever/test/0")]}, lambda item: Lever())
+    script = "print(step(0))\nFINAL(1)"
+    outcome = evaluated(lambda messages: script, task, of=plan(items=1, task="lever")).outcomes[0]
+    assert (outcome.rewards, outcome.metrics["steps"], outcome.error) == ({"return": 1.0}, 2, "")
+
+
+STANDARD = {
+    "CartPole-v1": "1", "MountainCar-v0": "0", "Acrobot-v1": "2", "Pendulum-v1": "[0.5]",
+    "MountainCarContinuous-v0": "[0.5]", "FrozenLake-v1": "2", "Blackjack-v1": "0", "CliffWalking-v1": "0",
+}  # fmt: skip
+
+
+@pytest.mark.skipif(importlib.util.find_spec("gymnasium") is None, reason="gymnasium is not installed")
+@pytest.mark.parametrize("id", STANDARD)
+def test_a_standard_environment_of_gymnasium(id: str) -> None:
+    import gymnasium
+
+    episode = Episode(gymnasium.make(id), ITEMS[0])
+    with pytest.raises(ValueError, match="is not an action here"):
+        episode.step("north")
+    with pytest.raises(ValueError, match="is not an action here"):
+        episode.step("1.5" if "[" not in STANDARD[id] else "[1.5, 2]")
+    episode.step(STANDARD[id])
+    record = episode.end(None)["episode"]
+    assert len(record["rewards"]) == 1

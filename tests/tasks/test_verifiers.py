@@ -133,5 +133,48 @@ def test_what_cannot_be_a_task_here() -> None:
     item = task.splits["test"][0]
     with pytest.raises(RamifyError, match="task Reads, row 0: no reward of it works without a runtime"):
         scored(task, item, answered(item, "x"))
-    with pytest.raises(ConfigError, match="it has no gold answer"):
-        validate(task)
+    assert "1 of the 1 items that were looked at have no gold answer" in validate(task)
+
+
+@needs_verifiers
+def test_a_score_that_would_lack_a_reward_is_refused_and_so_is_code_around_the_reply() -> None:
+    import verifiers.v1 as vf
+
+    class Half(vf.Task[vf.TaskData]):
+        @vf.reward
+        async def said(self, trace: vf.Trace) -> float:
+            return 1.0
+
+        @vf.reward
+        async def file(self, runtime: vf.Runtime) -> float:
+            return 1.0
+
+    class Halves(vf.Taskset[Half, vf.TasksetConfig]):
+        def load(self) -> Any:
+            yield Half(vf.TaskData(prompt="?"))
+
+    task = from_verifiers(Halves(vf.TasksetConfig()))
+    item = task.splits["test"][0]
+    with pytest.raises(RamifyError, match="task Half, row 0: its reward 'file' needs a runtime, and there is none"):
+        scored(task, item, answered(item, "x"))
+
+    class Prepared(vf.Task[vf.TaskData]):
+        async def setup(self, trace: vf.Trace, runtime: vf.Runtime) -> None:
+            trace.info["ready"] = True
+
+    class Prepares(vf.Taskset[Prepared, vf.TasksetConfig]):
+        def load(self) -> Any:
+            yield Prepared(vf.TaskData(prompt="?"))
+
+    with pytest.raises(
+        ConfigError, match=r"taskset 'Prepares' runs code of its own around a reply \(setup of Prepared\)"
+    ):
+        from_verifiers(Prepares(vf.TasksetConfig()))
+
+
+@needs_verifiers
+@pytest.mark.parametrize("id", ["harbor", "nemo_gym", "openenv", "textarena", "no_such_taskset"])
+def test_the_library_s_own_tasksets_need_more_than_a_reply_and_are_refused_in_one_line(id: str) -> None:
+    with pytest.raises(ConfigError, match=f"taskset '{id}'") as error:
+        from_verifiers(id)
+    assert "\n" not in str(error.value)

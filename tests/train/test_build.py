@@ -173,6 +173,17 @@ def test_recipes_are_read_and_overridden() -> None:
     assert recursive.task == TaskSpec(name="ledger", options={"multi": 1.0})
 
 
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.py")), ids=lambda path: path.stem)
+def test_no_rollout_of_a_recipe_is_cut_on_a_busy_machine(path: Path) -> None:
+    """Only a process that is stuck gets that far, and a run that is stuck ends before, with an error (``stall_s``)."""
+    if path.stem == "rl_loop":  # a script of its own
+        assert "max_seconds=86_400" in path.read_text()
+        return
+    run = recipe(path)
+    assert run.limits.max_seconds == 86_400 > 10 * run.stall_s
+    assert run.rl is None or (run.rl.sample.max_staleness, run.rl.sample.straggle) == (0, 0)
+
+
 def test_files_that_are_no_recipe(tmp_path: Path) -> None:
     (tmp_path / "no_run.py").write_text("x = 1")
     (tmp_path / "other.py").write_text("def run(): return 4")

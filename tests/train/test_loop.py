@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,10 @@ import pytest
 import torch
 
 from ramify.build.run import train
+from ramify.clients.base import Request, Sampling
 from ramify.errors import ConfigError, TrainError
+from ramify.inference.local.client import LocalClient
+from ramify.policy.load import Defaults, load
 from ramify.tasks.base import Item, generated
 from ramify.tasks.simple import SimpleTask, Whole
 from ramify.train.algorithms.sft import SFT
@@ -27,6 +31,7 @@ from ramify.train.metrics import Measured, read
 from ramify.train.pack import pack
 from ramify.train.sft import read as read_trajectories
 from ramify.train.stages import Given, Part, Work
+from ramify.types.message import Message
 from ramify.types.sequence import Sequence as Row
 from ramify.types.trajectory import Trajectory
 from tests.train.backends.small import policy, tree
@@ -92,9 +97,7 @@ def test_a_run_that_is_resumed_from_the_middle_forgets_the_way_it_went_before(tm
     middle, aside = folder / f"step-{last - 4:06d}", folder / "abandoned"
     with pytest.raises(Killed):
         train(run, tmp_path, resume=middle, listener=kill_at(last - 1), say=said.append)
-    assert said == [
-        f"the run goes another way after step {last - 4}: 4 checkpoints of later steps are set aside in {aside}"
-    ]
+    assert said == [f"the run goes back to step {last - 4}: 4 checkpoints of later steps are set aside in {aside}"]
     assert [read_state(path).step for path in sorted(aside.iterdir())] == [last - 3, last - 2, last - 1, last]
     assert Checkpoints(tmp_path).latest() == folder / f"step-{last - 2:06d}"
     assert max(each.step for each in read(tmp_path)) == last - 1
@@ -120,6 +123,10 @@ def _down_at_second(item: Item, trajectory: Trajectory) -> float:
     return 0.5 if len(JUDGED) < 3 else 0.25
 
 
+SAMPLINGS = [
+    Sampling(8), Sampling(8, seed=1), Sampling(8, temperature=0.0), *(Sampling(8, temperature=1.0, seed=n) for n in (1, 2))
+]  # fmt: skip
+"""Two that do not say a temperature, one at 0, two at 1."""
 sometimes = SimpleTask("sometimes", generated("sometimes", _make), Whole(_down_at_second))
 
 
@@ -151,6 +158,40 @@ def test_the_best_may_be_what_rollouts_began_with(tmp_path: Path) -> None:
     assert all(torch.equal(left[name], began[name]) for name in left)
     assert not all(torch.equal(left[name], ended[name]) for name in left)
     assert [row.values.keys() >= {"test/reward"} for row in read_rows(tmp_path, "best")] == [True]
+
+
+def _slowly_even(item: Item, trajectory: Trajectory) -> float:
+    """The same scores, each after another while."""
+    time.sleep(0.01 * (len(trajectory.id) % 3))
+    return _even(item, trajectory)
+
+
+slow = SimpleTask("even", generated("even", _make), Whole(_slowly_even))
+
+
+def test_a_seed_gives_the_same_policy_however_long_rollouts_take(tmp_path: Path) -> None:
+    """One rollout at a time, so that the engine computes the same batches."""
+    for name in ("even", "slow"):
+        run = small(warmup=None, task=TaskSpec(name=f"tests.train.{'small' if name == 'even' else 'test_loop'}:{name}"))
+        train(run, tmp_path / name)
+    quick, slowly = (weights_of(tmp_path / name) for name in ("even", "slow"))
+    assert all(torch.equal(quick[name], slowly[name]) for name in quick)
+
+
+def test_a_trained_policy_is_asked_at_temperature_0_unless_a_request_says_otherwise(tmp_path: Path) -> None:
+    """Rollouts were sampled at 1; who asks wants the likeliest answer. Each checkpoint's policy says so, too."""
+    train(small(warmup=None), tmp_path)
+    for folder in (tmp_path, *tmp_path.glob("checkpoints/step-*")):
+        policy = load(folder / "policy")
+        assert policy.defaults == Defaults(temperature=0.0)
+    client = LocalClient(policy, slots=1)
+    try:
+        replies = [asyncio.run(client.complete(Request((Message("user", "?"),), each))) for each in SAMPLINGS]
+    finally:
+        asyncio.run(client.close())
+    unsaid, again, greedy, *warm = [reply.token_ids for reply in replies]
+    assert unsaid == again == greedy
+    assert len({*warm}) > 1
 
 
 def read_rows(out: Path, stage: str) -> list[Measured]:

@@ -204,3 +204,19 @@ def test_a_group_is_looked_at_while_others_go_on() -> None:
             return await Rollouts(rlm, task(), RolloutOptions(group=2), seed=1).groups(ITEMS, 0, after=after)
 
     assert [group.task for group in asyncio.run(run())] == seen == ["len/train/0", "len/train/1"]
+
+
+def test_a_rollout_that_was_cut_at_its_deadline_has_no_reward() -> None:
+    """Whether it was depends on how busy the machine is, so nothing may be learnt from it, not even that it failed."""
+
+    async def never(messages: tuple[Message, ...]) -> str:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    for number, group in enumerate(rolled(never, group=1, limits={"max_seconds": 0.5}, concurrency=1)):
+        (cut,) = group.trajectories
+        assert (cut.stop, cut.rewards, cut.call_rewards) == (Stop.DEADLINE, {}, {})
+        assert cut.errors[-1] == (
+            f"step=4/group={number}/rollout=0 was cut at its deadline, and nothing is learnt from it: raise "
+            "limits.max_seconds (0.5), or lower rl.rollout.concurrency (1)"
+        )

@@ -73,7 +73,8 @@ class InferenceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     end with the run; 1 for those that outlive it (``urls``), and where differences alone are carried (``delta``)."""
     tolerance: float = 0.0
     """Most that two log-probabilities of engine and trainer may differ by in the canary, whose mean difference may be a tenth
-    of it; 0: 1e-4 for `ramify`, 1e-3 for others in fp32, 0.3 in lower precision."""
+    of it; 0: 1e-4 for `ramify` and 1e-3 for others if engine and trainer compute in fp32; else 0.3, or 1/32 of the path's
+    largest log-probability if that is more."""
 
     def __post_init__(self) -> None:
         if self.num < 1:

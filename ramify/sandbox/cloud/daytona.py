@@ -11,11 +11,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shlex
+import uuid
 from typing import Any
 
 from ramify.sandbox.base import Caps, SandboxSpec
 from ramify.sandbox.cloud import sdk
 from ramify.sandbox.remote import Carries, Inbox, RemoteSandbox
+
+_BOX = ("name", "network_block_all", "ephemeral", "auto_stop_interval")
+SDK = sdk.Sdk(
+    "daytona", "daytona", "daytona", ">=0.226,<1",
+    (
+        sdk.SdkCall("AsyncDaytona"),
+        sdk.SdkCall("CreateSandboxFromImageParams", 0, ("image", *_BOX)),
+        sdk.SdkCall("CreateSandboxFromSnapshotParams", 0, ("language", *_BOX)),
+        sdk.SdkCall("AsyncDaytona.create", 2, ("timeout",), is_awaited=True),
+        sdk.SdkCall("AsyncDaytona.get", 2, is_awaited=True),
+        sdk.SdkCall("AsyncDaytona.delete", 2, is_awaited=True),
+        sdk.SdkCall("AsyncDaytona.close", 1, is_awaited=True),
+    ),
+)  # fmt: skip
 
 
 class DaytonaService:
@@ -32,19 +47,45 @@ class DaytonaService:
         if self._client is None:
             self._client = self._daytona.AsyncDaytona()
         client = self._client
-        box = await client.create(self._wanted(spec), timeout=0)
+        box = await self._create(spec)
         try:
             inbox = Inbox()
             terminal = await box.process.create_pty_session(id="ramify", on_data=inbox.put)
             await terminal.wait_for_connection()
             await terminal.send_input(f"exec {shlex.join(command)}\n")
         except BaseException:
-            await client.delete(box)
+            await sdk.abandon(self.name, f"sandbox {box.id}", lambda: client.delete(box))
             raise
         return DaytonaStream(client, box, terminal, inbox)
 
-    def _wanted(self, spec: SandboxSpec) -> Any:
-        common = {"network_block_all": True, "ephemeral": True, "auto_stop_interval": sdk.LIFETIME_S // 60}
+    async def _create(self, spec: SandboxSpec) -> Any:
+        """A started sandbox.
+
+        The SDK's ``create`` also waits for the start; if that fails, the sandbox is there and is deleted by its name.
+        """
+        client = self._client
+        name = f"ramify-{uuid.uuid4().hex[:12]}"
+        request = client.create(self._wanted(spec, name), timeout=0)
+        try:
+            return await sdk.create(self.name, request, client.delete)
+        except Exception:
+            await sdk.abandon(self.name, f"sandbox {name}", lambda: self._delete_named(name))
+            raise
+
+    async def _delete_named(self, name: str) -> None:
+        try:
+            found = await self._client.get(name)
+        except Exception:  # noqa: BLE001  (most failures leave no sandbox of this name)
+            return
+        await self._client.delete(found)
+
+    def _wanted(self, spec: SandboxSpec, name: str) -> Any:
+        common = {
+            "name": name,
+            "network_block_all": True,
+            "ephemeral": True,
+            "auto_stop_interval": sdk.LIFETIME_S // 60,
+        }
         if spec.image:
             return self._daytona.CreateSandboxFromImageParams(image=spec.image, **common)
         return self._daytona.CreateSandboxFromSnapshotParams(language="python", **common)
@@ -81,12 +122,12 @@ class DaytonaStream:
             with contextlib.suppress(Exception):  # the terminal goes with the box
                 await self._terminal.disconnect()
         finally:
-            await self._client.delete(self._box)
+            await sdk.remove(lambda: self._client.delete(self._box))
 
 
 def open_provider(spec: SandboxSpec) -> RemoteSandbox:
     """What ``base.open_sandbox`` calls."""
-    daytona = sdk.load("daytona", "daytona")
+    daytona = SDK.load()
     sdk.need_key("daytona", ("DAYTONA_API_KEY",), instead="DAYTONA_JWT_TOKEN")
     caps = Caps(
         isolates_files=True,

@@ -15,6 +15,15 @@ from ramify.sandbox.base import Caps, SandboxSpec
 from ramify.sandbox.cloud import sdk
 from ramify.sandbox.remote import Carries, Inbox, RemoteSandbox
 
+SDK = sdk.Sdk(
+    "e2b", "e2b", "e2b", ">=2.63,<3",
+    (
+        sdk.SdkCall("AsyncSandbox.create", 0, ("template", "timeout", "allow_internet_access"), is_awaited=True),
+        sdk.SdkCall("AsyncSandbox.kill", 1),
+        sdk.SdkCall("AsyncCommandHandle.wait", 1, is_awaited=True),
+    ),
+)  # fmt: skip
+
 
 class E2BService:
     """Implements ``remote.Service``."""
@@ -26,9 +35,10 @@ class E2BService:
         self._e2b = e2b
 
     async def start(self, command: list[str], spec: SandboxSpec) -> E2BStream:
-        box = await self._e2b.AsyncSandbox.create(
+        request = self._e2b.AsyncSandbox.create(
             template=spec.image or None, timeout=sdk.LIFETIME_S, allow_internet_access=False
         )
+        box = await sdk.create(self.name, request, lambda made: made.kill())
         try:
             inbox = Inbox()
             handle = await box.commands.run(
@@ -36,7 +46,7 @@ class E2BService:
                 retain_output=False,
             )  # fmt: skip
         except BaseException:
-            await box.kill()
+            await sdk.abandon(self.name, f"sandbox {box.sandbox_id}", box.kill)
             raise
         return E2BStream(box, handle, inbox)
 
@@ -65,12 +75,12 @@ class E2BStream:
 
     async def close(self) -> None:
         self._watch.cancel()
-        await self._box.kill()
+        await sdk.remove(self._box.kill)
 
 
 def open_provider(spec: SandboxSpec) -> RemoteSandbox:
     """What ``base.open_sandbox`` calls."""
-    e2b = sdk.load("e2b", "e2b")
+    e2b = SDK.load()
     sdk.need_key("e2b", ("E2B_API_KEY",))
     caps = Caps(
         isolates_files=True,

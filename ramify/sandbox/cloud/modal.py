@@ -14,6 +14,18 @@ from ramify.sandbox.cloud import sdk
 from ramify.sandbox.remote import Carries, RemoteSandbox
 
 APP = "ramify"
+_BOX = ("app", "image", "block_network", "timeout", "cpu", "memory")
+SDK = sdk.Sdk(
+    "modal", "modal", "modal", ">=1.6,<2",
+    (
+        sdk.SdkCall("App.lookup.aio", 1, ("create_if_missing",), is_awaited=True),
+        sdk.SdkCall("Image.from_registry", 1),
+        sdk.SdkCall("Image.debian_slim", 0, ("python_version",)),
+        sdk.SdkCall("Sandbox.create.aio", 0, _BOX, is_awaited=True),
+        sdk.SdkCall("Sandbox.exec.aio", 2, ("text",), is_awaited=True),
+        sdk.SdkCall("Sandbox.terminate.aio", 1, is_awaited=True),
+    ),
+)  # fmt: skip
 
 
 class ModalService:
@@ -29,14 +41,15 @@ class ModalService:
         modal = self._modal
         app = await modal.App.lookup.aio(APP, create_if_missing=True)
         image = modal.Image.from_registry(spec.image) if spec.image else modal.Image.debian_slim(python_version="3.12")
-        box = await modal.Sandbox.create.aio(
+        request = modal.Sandbox.create.aio(
             app=app, image=image, block_network=True, timeout=sdk.LIFETIME_S, cpu=sdk.NUM_CPUS,
             memory=(spec.memory_bytes + sdk.OVERHEAD_BYTES) >> 20,
         )  # fmt: skip
+        box = await sdk.create(self.name, request, lambda made: made.terminate.aio())
         try:
             return ModalStream(box, await box.exec.aio(*command, text=False))
         except BaseException:
-            await box.terminate.aio()
+            await sdk.abandon(self.name, f"sandbox {box.object_id}", box.terminate.aio)
             raise
 
     async def close(self) -> None:
@@ -62,12 +75,12 @@ class ModalStream:
         return b""
 
     async def close(self) -> None:
-        await self._box.terminate.aio()
+        await sdk.remove(self._box.terminate.aio)
 
 
 def open_provider(spec: SandboxSpec) -> RemoteSandbox:
     """What ``base.open_sandbox`` calls."""
-    modal = sdk.load("modal", "modal")
+    modal = SDK.load()
     file = os.environ.get("MODAL_CONFIG_PATH", "~/.modal.toml")
     sdk.need_key("modal", ("MODAL_TOKEN_ID", "MODAL_TOKEN_SECRET"), file)
     caps = Caps(

@@ -1,14 +1,17 @@
 """The provider ``prime``: every session in a Prime sandbox of its own.
 
 Decides how its bytes travel: a virtual machine has live processes with input and output; a container has files only,
-and gets the mailbox. The service has no switch that takes the network away from both kinds, so none is claimed. Not run
-against the real service: its double in the tests has the SDK's names and signatures.
+and gets the mailbox. SDKs since 0.4 make virtual machines only and have no ``is_vm``. No network rule is set, so no
+isolation from the network is claimed: a request cannot deny all destinations, and a rule that is set later leaves
+connections open that exist. Not run against the real service: its double in the tests has the SDK's signatures.
 """
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import uuid
+from dataclasses import replace
 from typing import Any
 
 from ramify.sandbox.base import Caps, SandboxSpec
@@ -22,6 +25,29 @@ WARNING = (
     "Do not give it secrets."
 )
 _FOLDER = "/tmp/ramify-mail"
+_REQUEST = ("name", "docker_image", "cpu_cores", "memory_gb", "timeout_minutes", "labels")
+SDK = sdk.Sdk(
+    "prime", "prime_sandboxes", "prime-sandboxes", ">=0.2.38,<0.6",
+    (
+        sdk.SdkCall("AsyncSandboxClient"),
+        sdk.SdkCall("CreateSandboxRequest", 0, _REQUEST),
+        sdk.SdkCall("AsyncSandboxClient.create", 2, is_awaited=True),
+        sdk.SdkCall("AsyncSandboxClient.wait_for_creation", 2, is_awaited=True),
+        sdk.SdkCall("AsyncSandboxClient.open_process", 3, is_awaited=True),
+        sdk.SdkCall("AsyncSandboxClient.delete", 2, is_awaited=True),
+        sdk.SdkCall("AsyncSandboxClient.aclose", 1, is_awaited=True),
+        sdk.SdkCall("AsyncSandboxProcess.write_stdin", 2, is_awaited=True),
+        sdk.SdkCall("AsyncSandboxProcess.kill", 1, is_awaited=True),
+        sdk.SdkCall("AsyncSandboxProcess.aclose", 1, is_awaited=True),
+    ),
+)  # fmt: skip
+CONTAINER_CALLS = (
+    sdk.SdkCall("AsyncSandboxClient.is_vm", 2, is_awaited=True),
+    sdk.SdkCall("AsyncSandboxClient.start_background_job", 3, is_awaited=True),
+    sdk.SdkCall("AsyncSandboxClient.upload_bytes", 5, is_awaited=True),
+    sdk.SdkCall("AsyncSandboxClient.read_file", 3, ("offset", "length"), is_awaited=True),
+)
+"""Also needed where the SDK knows containers."""
 
 
 class PrimeService:
@@ -38,30 +64,33 @@ class PrimeService:
         if self._client is None:
             self._client = self._prime.AsyncSandboxClient()
         client = self._client
-        gigabytes = -(-(spec.memory_bytes + sdk.OVERHEAD_BYTES) // (1 << 30))
-        made = await client.create(
-            self._prime.CreateSandboxRequest(
-                name=f"ramify-{uuid.uuid4().hex[:12]}",
-                docker_image=spec.image or IMAGE,
-                cpu_cores=sdk.NUM_CPUS,
-                memory_gb=float(gigabytes),
-                timeout_minutes=sdk.LIFETIME_S // 60,
-                labels=["ramify"],
-            )
-        )
+        made = await sdk.create(self.name, client.create(self._request(spec)), lambda box: client.delete(box.id))
         try:
             await client.wait_for_creation(made.id)
-            if await client.is_vm(made.id):
-                return PrimeProcess(client, made.id, await client.open_process(made.id, shlex.join(command)))
-            files = PrimeFiles(client, made.id)
-            await files.put(f"{_FOLDER}/postman.py", postman())
-            await client.start_background_job(
-                made.id, shlex.join(["python3", f"{_FOLDER}/postman.py", _FOLDER, *command])
-            )
-            return Mailbox(files, _FOLDER)
+            return await self._stream(made.id, command)
         except BaseException:
-            await client.delete(made.id)
+            await sdk.abandon(self.name, f"sandbox {made.id}", lambda: client.delete(made.id))
             raise
+
+    def _request(self, spec: SandboxSpec) -> Any:
+        gigabytes = -(-(spec.memory_bytes + sdk.OVERHEAD_BYTES) // (1 << 30))
+        return self._prime.CreateSandboxRequest(
+            name=f"ramify-{uuid.uuid4().hex[:12]}",
+            docker_image=spec.image or IMAGE,
+            cpu_cores=sdk.NUM_CPUS,
+            memory_gb=float(gigabytes),
+            timeout_minutes=sdk.LIFETIME_S // 60,
+            labels=["ramify"],
+        )
+
+    async def _stream(self, id: str, command: list[str]) -> Stream:
+        client = self._client
+        if not hasattr(client, "is_vm") or await client.is_vm(id):
+            return PrimeProcess(client, id, await client.open_process(id, shlex.join(command)))
+        files = PrimeFiles(client, id)
+        await files.put(f"{_FOLDER}/postman.py", postman())
+        await client.start_background_job(id, shlex.join(["python3", f"{_FOLDER}/postman.py", _FOLDER, *command]))
+        return Mailbox(files, _FOLDER)
 
     async def close(self) -> None:
         client, self._client = self._client, None
@@ -89,10 +118,11 @@ class PrimeProcess:
 
     async def close(self) -> None:
         try:
-            await self._process.kill()
-            await self._process.aclose()
+            with contextlib.suppress(Exception):  # the process goes with the box
+                await self._process.kill()
+                await self._process.aclose()
         finally:
-            await self._client.delete(self._id)
+            await sdk.remove(lambda: self._client.delete(self._id))
 
 
 class PrimeFiles:
@@ -110,12 +140,14 @@ class PrimeFiles:
         return str(reply.content).encode()
 
     async def close(self) -> None:
-        await self._client.delete(self._id)
+        await sdk.remove(lambda: self._client.delete(self._id))
 
 
 def open_provider(spec: SandboxSpec) -> RemoteSandbox:
     """What ``base.open_sandbox`` calls."""
-    prime = sdk.load("prime", "prime_sandboxes")
+    prime = SDK.load()
+    if hasattr(prime.AsyncSandboxClient, "is_vm"):
+        replace(SDK, calls=CONTAINER_CALLS).load()
     sdk.need_key("prime", ("PRIME_API_KEY",), "~/.prime/config.json")
     caps = Caps(
         isolates_files=True,

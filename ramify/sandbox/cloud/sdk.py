@@ -1,11 +1,23 @@
-"""What the cloud providers share: how an SDK is had, and what is said where it or its key is missing."""
+"""What the cloud providers share: finding an SDK and its key, checking its interface, and deleting what was paid for.
+
+Decides that an SDK whose interface differs is refused before a box exists, and that a box is deleted whatever ends the
+work on it: an error, a cancelled task, a second one during the deletion. Not here: which calls a provider makes
+(``SDK`` in each provider's file).
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import importlib
+import importlib.metadata
+import inspect
 import os
+import warnings
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ramify.errors import SandboxError
 
@@ -14,16 +26,81 @@ LIFETIME_S = 3600
 NUM_CPUS = 1.0
 OVERHEAD_BYTES = 256 << 20
 """What Python and the guest need beside ``memory_bytes``."""
+CREATE_GRACE_S = 30.0
+"""How long a cancelled start waits for the box that is being created, to delete it."""
+DELETE_S = 8.0
+"""Time limit of one attempt at deleting a box."""
+NUM_DELETES = 3
+_PAUSE_S = 0.5
+
+T = TypeVar("T")
 
 
-def load(provider: str, module: str) -> Any:
-    """The SDK's module. Raises SandboxError that names the extra."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise SandboxError(
-            f"sandbox '{provider}' needs its SDK, which does not import ({error}): pip install 'ramify[{provider}]'"
-        ) from None
+@dataclass(frozen=True)
+class SdkCall:
+    """A call that a provider makes: ``SdkCall("Client.read", 2, ("limit",))`` is ``client.read(path, limit=…)``."""
+
+    name: str
+    """Dotted, from the SDK's module."""
+    num_positional: int = 0
+    """Positional arguments, ``self`` included where ``name`` is a method looked up on its class."""
+    keywords: tuple[str, ...] = ()
+    is_awaited: bool = False
+
+
+@dataclass(frozen=True)
+class Sdk:
+    """An SDK and the calls that a provider makes of it."""
+
+    provider: str
+    module: str
+    package: str
+    """Its name for ``pip``."""
+    wanted: str
+    """Versions that these calls were compared with; the same range as in the extra."""
+    calls: tuple[SdkCall, ...]
+
+    def load(self) -> Any:
+        """The SDK's module. Raises SandboxError if it does not import or lacks one of the calls."""
+        try:
+            module = importlib.import_module(self.module)
+        except ImportError as error:
+            raise SandboxError(
+                f"sandbox '{self.provider}' needs its SDK, which does not import ({error}): "
+                f"pip install 'ramify[{self.provider}]'"
+            ) from None
+        for call in self.calls:
+            if fault := _fault(module, call):
+                raise SandboxError(
+                    f"sandbox '{self.provider}' cannot use {self.package} {self._version()}: {fault}; "
+                    f"nothing was created; install {self.package}{self.wanted}: pip install 'ramify[{self.provider}]'"
+                )
+        return module
+
+    def _version(self) -> str:
+        try:
+            return importlib.metadata.version(self.package)
+        except importlib.metadata.PackageNotFoundError:
+            return "of unknown version"
+
+
+def _fault(module: Any, call: SdkCall) -> str:
+    """Why ``call`` cannot be made; empty if it can."""
+    found = module
+    for part in call.name.split("."):
+        found = getattr(found, part, None)
+        if found is None:
+            return f"it has no {call.name}"
+    if not callable(found):
+        return f"its {call.name} cannot be called"
+    if call.is_awaited and not inspect.iscoroutinefunction(found):
+        return f"its {call.name} is not asynchronous"
+    with contextlib.suppress(ValueError):  # it hides its signature
+        try:
+            inspect.signature(found).bind(*[None] * call.num_positional, **dict.fromkeys(call.keywords))
+        except TypeError as error:
+            return f"its {call.name} takes other arguments ({error})"
+    return ""
 
 
 def need_key(provider: str, variables: tuple[str, ...], file: str = "", instead: str = "") -> None:
@@ -34,3 +111,76 @@ def need_key(provider: str, variables: tuple[str, ...], file: str = "", instead:
         return
     where = f" (or log in, which writes {file})" if file else ""
     raise SandboxError(f"sandbox '{provider}' has no key: set {' and '.join(variables)}{where}")
+
+
+async def create(provider: str, request: Awaitable[T], delete: Callable[[T], Awaitable[object]]) -> T:
+    """The box that ``request`` makes.
+
+    A cancelled caller waits for the box and deletes it: the service may have made it already.
+    """
+    task = asyncio.ensure_future(request)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        if not task.cancelled():
+            await _uninterrupted(_create_and_delete(provider, task, delete))
+        raise
+
+
+async def _create_and_delete(provider: str, task: asyncio.Future[T], delete: Callable[[T], Awaitable[object]]) -> None:
+    done, _ = await asyncio.wait((task,), timeout=CREATE_GRACE_S)
+    if not done:
+        task.cancel()
+        _warn(provider, "a box", f"its creation was cancelled and had not ended {CREATE_GRACE_S:g} s later")
+    elif not task.cancelled() and task.exception() is None:
+        await abandon(provider, "a box that was being created", lambda: delete(task.result()))
+
+
+async def abandon(provider: str, box: str, delete: Callable[[], Awaitable[object]]) -> None:
+    """Delete a box after a failure. A deletion that fails is a warning: the failure itself is the error."""
+    try:
+        await remove(delete)
+    except Exception as error:  # noqa: BLE001  (an SDK may raise anything)
+        said = str(error).strip().partition("\n")[0][:300]
+        _warn(provider, box, f"its deletion failed ({type(error).__name__}: {said})")
+
+
+def _warn(provider: str, box: str, why: str) -> None:
+    warnings.warn(
+        f"sandbox '{provider}': {box} may be left running, {why}; delete it at the service, "
+        f"or it ends by itself after {LIFETIME_S // 60} minutes",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
+
+async def remove(delete: Callable[[], Awaitable[object]]) -> None:
+    """Delete a box, also if this task is cancelled meanwhile. Raises the last attempt's error."""
+    await _uninterrupted(_attempts(delete))
+
+
+async def _attempts(delete: Callable[[], Awaitable[object]]) -> None:
+    for left in reversed(range(NUM_DELETES)):
+        try:
+            async with asyncio.timeout(DELETE_S):
+                await delete()
+            return
+        except Exception:
+            if not left:
+                raise
+        await asyncio.sleep(_PAUSE_S)
+
+
+async def _uninterrupted(work: Awaitable[None]) -> None:
+    """Wait for ``work`` to its end; a cancellation that arrives meanwhile is raised after it."""
+    task = asyncio.ensure_future(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait((task,))
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        task.cancelled() or task.exception()  # seen: the cancellation is what the caller gets
+        raise cancelled
+    task.result()

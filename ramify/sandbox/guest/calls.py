@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from .bounds import LimitError
 from .inbox import DROPPED, Inbox, Ticket
 from .interrupts import Interrupts
 from .line import Line
@@ -39,8 +40,9 @@ class Calls:
         self._output = output
         self._last_id = 0
 
-    def call_host(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Call the host from any thread of a running cell. Raises HostError."""
+    def call_host(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Call the host from any thread of a running cell. Raises HostError, TypeError for arguments that are not carried,
+        and ValueError for those that are over a limit."""
         if not self._line.is_ours():
             raise HostError("RuntimeError", f"{name}() was called in a forked process; call it in the session itself")
         self._output.flush()
@@ -51,6 +53,8 @@ class Calls:
             self._inbox.wait(ticket)
         except CodecError as error:
             raise TypeError(str(error)) from None
+        except LimitError as error:
+            raise ValueError(f"{name}: {error}") from None
         finally:
             self._inbox.forget(ticket)
             self._interrupts.leave(before)
@@ -63,7 +67,7 @@ class Calls:
 
     def _post(self, name: str, arguments: Any, ticket: Ticket) -> None:
         line = self._line
-        encoder = Encoder(defers=line.shelf is not None)
+        encoder = Encoder(defers=line.shelf is not None, bounded=True)
         value = encoder.encode(arguments)
         with line.sending:
             if not line.is_open:

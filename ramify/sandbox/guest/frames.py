@@ -14,6 +14,7 @@ import struct
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from .bounds import MAX_NESTING, LimitError, check_blobs, check_header
 from .values import Buffer, ProtocolError
 
 VERSION = 1
@@ -43,6 +44,18 @@ def json_bytes(header: Any) -> bytes:
     except UnicodeEncodeError:
         shown = (f"\\\\u{ord(char):04x}" if "\ud800" <= char <= "\udfff" else char for char in text)
         return "".join(shown).encode()
+
+
+def check_size(header: bytes, blobs: Sequence[Any]) -> None:
+    """Raises LimitError for a header and blobs that a host does not take."""
+    size = len(header) + sum(map(len, blobs))
+    if len(header) > MAX_HEADER or size > MAX_FRAME:
+        raise LimitError(
+            f"a value of {size:,} bytes: at most {MAX_FRAME:,} at once, {MAX_HEADER:,} of them outside long strings"
+        )
+    check_blobs(len(blobs))
+    if len(header) > MAX_NESTING:
+        check_header(header)
 
 
 def frame(header: bytes, blobs: Sequence[Buffer] = ()) -> list[Buffer]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from .bounds import LimitError
 from .branches import Branches
 from .calls import Calls, HostError
 from .inbox import Inbox
@@ -17,11 +18,11 @@ from .interrupts import Interrupts
 from .line import Line
 from .notebook import Notebook
 from .output import Output
-from .packed import unpack_value
-from .shown import cut, show_error
+from .packed import portable_to_host, unpack_value
+from .shown import cut, show_error, text_of
 from .source import Code
 from .spools import FileSpool, MemorySpool
-from .values import CodecError, Encoder, ProtocolError, portable
+from .values import CodecError, Encoder, ProtocolError
 
 
 class Guest:
@@ -43,16 +44,18 @@ class Guest:
         memory_limits: tuple[int, int] | None = None,
         can_fork: bool = False,
         shelf: Any = None,
+        take_wire: Any = None,
     ) -> None:
         """``memory_limits``: bytes of address space in a cell, and the little more that the guest has for itself, so
         that it can still speak when a cell has used up all it may have. ``can_fork``: the wire is a socket over which
-        the host may hand it what a branch needs. ``shelf``: a ``shelf.Shelf``, where host and guest share one."""
+        the host may hand it what a branch needs. ``shelf``: a ``shelf.Shelf``, where host and guest share one.
+        ``take_wire``: gets a new wire after a fork, where both processes need one."""
         self.interrupts = Interrupts()
         self._line = Line(read_fd, write_fd, takes_fds=can_fork, shelf=shelf)
         self.output = Output(spool, self._line, self.interrupts, max_output_bytes)
         self._memory = Memory(memory_limits)
         self.notebook = Notebook(self.interrupts, self._memory, owns_process=owns_process)
-        self._branches = Branches(self._line, spool, self.notebook)
+        self._branches = Branches(self._line, spool, self.notebook, take_wire)
         self._inbox = Inbox(self._line, self.interrupts, self._branches.fork, ends_process=owns_process)
         self._calls = Calls(self._line, self._inbox, self.interrupts, self.output)
         self._owns_process = owns_process
@@ -108,20 +111,21 @@ class Guest:
                 raise ProtocolError(f"an unknown request {op!r}")
             self._line.send({"op": "ok", "id": id})
         except BaseException as error:  # noqa: BLE001  (the host decides what it means)
-            self._send_failed(id, error, show_error(error) if op == "install" else str(error))
+            self._send_failed(id, error, show_error(error) if op == "install" else text_of(error))
 
     def _send_value(self, id: int, value: Any) -> None:
-        encoder = Encoder()
+        encoder = Encoder(bounded=True)
         self._line.send({"op": "value", "id": id, "value": encoder.encode(value)}, encoder)
 
     def _send_failed(self, id: int, error: BaseException, message: str) -> None:
-        kind = "TypeError" if isinstance(error, CodecError) else type(error).__name__
+        kind = type(error).__name__
+        kind = "TypeError" if isinstance(error, CodecError) else "ValueError" if isinstance(error, LimitError) else kind
         self._line.send({"op": "failed", "id": id, "kind": kind, "message": cut(message, 20_000)})
 
     def _install(self, module: str, source: str) -> None:
         given = {
             "call_host": self._calls.call_host, "HostError": HostError, "last_output": self.output.last_output,
-            "portable": portable,
+            "portable": portable_to_host,
         }  # fmt: skip
         self.notebook.install(module, source, given)
 
@@ -157,15 +161,20 @@ class Guest:
         with line.sending:
             parts = output.take(final=True)
         output.end()
-        encoder = Encoder()
+        encoder = Encoder(bounded=True)
         note, error = self.notebook.after_cell(encoder, error)
         restored = self.notebook.restore_names()
         with line.sending:
             parts += output.take(final=True)
             line.is_open = False
             self._inbox.drop_calls()
-            done = {"op": "done", "id": id, "value": value, "error": error, "restored": restored, "note": note}
-            line.write(parts + line.frame({**done, "chars": output.chars}, encoder))
+            done = {"op": "done", "id": id, "value": value, "restored": restored, "chars": output.chars}
+            try:
+                parts += line.frame({**done, "error": error, "note": note}, encoder)
+            except LimitError as limit:  # what the cell left for the host is too much: the cell says so
+                error = error or f"ValueError: {limit}"
+                parts += line.frame({**done, "error": error, "note": None}, None)
+            line.write(parts)
 
     def _mend(self) -> None:
         """Undo what a cell may have done to the interpreter that would break the next one, or us."""

@@ -12,8 +12,9 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from .frames import MAX_FRAME, MAX_HEADER, Reader, frame, from_json, json_bytes, open_frame, split_blobs, write_all
-from .values import Buffer, CodecError, Decoder, Encoder, encoded
+from .bounds import LimitError, check_blobs
+from .frames import Reader, check_size, frame, from_json, json_bytes, open_frame, split_blobs, write_all
+from .values import Buffer, Decoder, Encoder, encoded
 
 _getpid = os.getpid
 """As it was when no cell had run yet."""
@@ -55,11 +56,12 @@ class Line:
     # -- to the host
 
     def frame(self, header: dict[str, Any], encoder: Encoder | None, blobs: Sequence[Buffer] = ()) -> list[Buffer]:
-        """The buffers of a frame, of which long ones may be on the shelf already. Raises CodecError."""
+        """The buffers of a frame, of which long ones may be on the shelf already. Raises LimitError."""
         if encoder is not None:
             blobs = encoder.blobs
             if encoder.tags:
                 header["tags"] = True
+            check_blobs(len(blobs))
             if blobs:
                 header["blobs"] = [len(blob) for blob in blobs]
         shelf = self.shelf
@@ -71,9 +73,12 @@ class Line:
             if shelf.told != shelf.got:
                 header["got"] = shelf.told = shelf.got
         text = json_bytes(header)
-        size = len(text) + sum(map(len, blobs))
-        if len(text) > MAX_HEADER or size > MAX_FRAME:
-            raise CodecError(f"{size:,} bytes (at most {MAX_FRAME:,}, {MAX_HEADER:,} of them outside long strings)")
+        try:
+            check_size(text, blobs)
+        except LimitError:
+            if shelf is not None:
+                shelf.told = -1  # the host has not been told
+            raise
         return frame(text, blobs)
 
     def send(self, header: dict[str, Any], encoder: Encoder | None = None) -> None:

@@ -13,14 +13,16 @@ import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from .bounds import LimitError
 from .interpreter import Memory
 from .interrupts import Interrupts
-from .shown import VALUE_CHARS, cut, safe_repr, show_error
+from .shown import VALUE_CHARS, cut, safe_repr, show_error, text_of
 from .source import Code, compiled, remember_source
 from .values import CodecError, Encoder
 
 _CO_COROUTINE = 0x80
 _MISSING = object()
+_NAMED: dict[type, str] = {CodecError: "TypeError", LimitError: "ValueError"}
 Outcome = tuple[str | None, str | None]
 """Of a cell: its echo, and its error as text."""
 
@@ -106,10 +108,10 @@ class Notebook:
                 continue
             try:
                 notes[name] = encoder.encode(hook())
-            except Exception as failure:  # noqa: BLE001  (shown to whoever wrote the cell, which may have caused it)
+            except BaseException as failure:  # noqa: BLE001  (shown to whoever wrote the cell, which may have caused it)
                 notes[name] = None
-                kind = "TypeError" if isinstance(failure, CodecError) else type(failure).__name__
-                error = error or f"{kind}: {cut(str(failure), 2000)}"
+                kind = _NAMED.get(type(failure), type(failure).__name__)
+                error = error or f"{kind}: {cut(text_of(failure), 2000)}"
         return notes or None, error
 
     # -- a cell

@@ -1,14 +1,16 @@
 """A value on its own, as it lies in a file: a context, a blob of a store.
 
-Decides its form, ``u32 header length | header | blobs``. Leaves out whose file it is (``sandbox/context.py``).
+Decides its form, ``u32 header length | header | blobs``. Leaves out whose file it is (``sandbox/context.py``). Also
+checks ahead of a frame whether a host will take a value.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from .frames import U32, from_json, split_blobs, to_json
-from .values import Buffer, Decoder, Encoder, ProtocolError
+from .bounds import LimitError
+from .frames import U32, check_size, from_json, json_bytes, split_blobs, to_json
+from .values import Buffer, CodecError, Decoder, Encoder, ProtocolError
 
 
 def pack_value(value: Any) -> tuple[list[Buffer], int]:
@@ -37,3 +39,17 @@ def unpack_value(data: Buffer) -> tuple[Any, int]:
         return value, header["chars"]
     except (ValueError, LookupError, AttributeError, RecursionError) as error:
         raise ProtocolError(f"an encoded value with a broken header: {error}") from None
+
+
+def portable_to_host(value: Any) -> Any:
+    """A copy of ``value`` as the host would get it. Raises TypeError for what is not carried, and ValueError for a value
+    that is over a limit of ``bounds.py``."""
+    encoder = Encoder(bounded=True)
+    try:
+        data = encoder.encode(value)
+        check_size(json_bytes(data), encoder.blobs)
+    except CodecError as error:
+        raise TypeError(str(error)) from None
+    except LimitError as error:
+        raise ValueError(str(error)) from None
+    return Decoder(encoder.blobs).decode(data)

@@ -39,6 +39,14 @@ def safe_repr(value: Any) -> str:
         return f"<{type_name(kind)} whose repr raised {type(error).__name__}>"
 
 
+def text_of(error: BaseException) -> str:
+    """``str(error)``, which an exception of a cell's own may refuse."""
+    try:
+        return "".join([str(error), ""])
+    except BaseException as worse:  # noqa: BLE001  (whatever it does, the session goes on)
+        return f"(its text cannot be had: {type(worse).__name__})"
+
+
 def show_error(error: BaseException, hidden: Collection[str] = ()) -> str:
     """The traceback as the cell's author should see it: without frames of the guest and of ``hidden`` files."""
     shown = traceback.TracebackException(type(error), error, error.__traceback__, compact=True)

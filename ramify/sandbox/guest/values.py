@@ -2,8 +2,8 @@
 
 Decides what is carried, by exact type: None, bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset,
 date, time, datetime, timedelta (a time zone as its offset), and OrderedDict, defaultdict and Counter as dict. Leaves out
-the bytes around them (``frames.py``, ``packed.py``). What comes from the other end may be hostile: it decodes to a value
-of these types, or is a ProtocolError.
+the bytes around them (``frames.py``, ``packed.py``) and how much there may be of them (``bounds.py``). What comes from
+the other end may be hostile: it decodes to a value of these types, or is a ProtocolError.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import datetime
 import math
 from collections.abc import Sequence
 from typing import Any
+
+from .bounds import KeyCheck, LimitError, check_int, int_of
 
 Buffer = Any
 """bytes, bytearray or memoryview of bytes."""
@@ -24,6 +26,7 @@ MAX_DEPTH = 100
 """Nesting of one value."""
 _MIN_INT, _MAX_INT = -(2**63), 2**63 - 1
 _FLAT_KINDS = {bool, type(None)}
+_PLAIN_KINDS = {str, int, float, bool, type(None)}
 _DICTS = {dict, collections.OrderedDict, collections.defaultdict, collections.Counter}
 
 
@@ -63,11 +66,13 @@ def _is_utf8(text: str) -> bool:
 class Encoder:
     """Values -> JSON-ready data; long strings and bytes are put aside in ``blobs``."""
 
-    __slots__ = ("blobs", "chars", "defers", "tags")
+    __slots__ = ("_keys", "blobs", "chars", "defers", "tags")
 
-    def __init__(self, defers: bool = False) -> None:
-        """``defers``: ASCII text is put aside as it is, one byte a character, for whoever writes it piece by piece."""
+    def __init__(self, defers: bool = False, *, bounded: bool = False) -> None:
+        """``defers``: ASCII text is put aside as it is, one byte a character, for whoever writes it piece by piece.
+        ``bounded``: the value is from a session, and LimitError is raised for what a host does not decode."""
         self.defers = defers
+        self._keys = KeyCheck() if bounded else None
         self.blobs: list[Any] = []
         self.chars = 0
         """Characters of all strings met."""
@@ -83,7 +88,9 @@ class Encoder:
             deferred = self.defers and value.isascii()
             return self._tag("str", self._blob(value if deferred else value.encode("utf-8", "surrogatepass")))
         if kind is int:
-            return value if _MIN_INT <= value <= _MAX_INT else self._tag("int", hex(value))
+            if _MIN_INT <= value <= _MAX_INT:
+                return value
+            return self._tag("int", hex(value if self._keys is None else check_int(value)))
         if kind is float:
             return value if math.isfinite(value) else self._tag("float", repr(value))
         if value is None or kind is bool:
@@ -140,6 +147,8 @@ class Encoder:
                 for key, item in value.items():
                     out[key] = self.encode(item, depth + 1)
                 return out
+            if self._keys is not None:
+                self._keys.check(value)
             pairs = []
             for key, item in value.items():
                 pairs.append([self.encode(key, depth + 1), self.encode(item, depth + 1)])
@@ -152,6 +161,8 @@ class Encoder:
         if kind is tuple:
             return self._tag("tuple", self._items(value, depth))
         if kind in (set, frozenset):
+            if self._keys is not None:
+                self._keys.check(value)
             return self._tag(kind.__name__, self._items(_in_order(value), depth))
         if kind is bytes:
             return self._tag("bytes", self._blob(value))
@@ -180,22 +191,36 @@ def _show_key(key: Any) -> str:
 class Decoder:
     """JSON data with tags -> values. Every blob is used once, so that a small header cannot stand for a huge value."""
 
-    __slots__ = ("blobs",)
+    __slots__ = ("_keys", "blobs")
 
-    def __init__(self, blobs: Sequence[Buffer]) -> None:
+    def __init__(self, blobs: Sequence[Buffer], *, bounded: bool = False) -> None:
+        """``bounded``: the value is from a session, and what ``bounds.py`` does not allow is a ProtocolError."""
         self.blobs: list[Buffer | None] = list(blobs)
+        self._keys = KeyCheck() if bounded else None
 
     def decode(self, data: Any) -> Any:
         try:
             return self._decode(data)
         except ProtocolError:
             raise
-        except (LookupError, TypeError, ValueError, OverflowError, RecursionError, AttributeError) as error:
+        except LimitError as error:
+            raise ProtocolError(str(error)) from None
+        except (
+            LookupError,
+            TypeError,
+            ValueError,
+            OverflowError,
+            RecursionError,
+            AttributeError,
+            MemoryError,
+        ) as error:
             raise ProtocolError(f"a value that does not decode: {type(error).__name__}: {str(error)[:200]}") from None
 
     def _decode(self, data: Any) -> Any:
         kind = type(data)
         if kind is list:
+            if len(data) > 16 and _PLAIN_KINDS.issuperset(map(type, data)):
+                return data
             return [self._decode(item) for item in data]
         if kind is dict:
             if TAG in data:
@@ -214,14 +239,18 @@ class Decoder:
             return str(self._take(data), "utf-8", "surrogatepass")
         if tag == "bytes":
             return bytes(self._take(data))
-        if tag in ("tuple", "set", "frozenset"):
-            return {"tuple": tuple, "set": set, "frozenset": frozenset}[tag](self._listed(data))
+        if tag == "tuple":
+            return tuple(self._listed(data))
+        if tag in ("set", "frozenset"):
+            items = self._listed(data)
+            made = set(items) if self._keys is None else self._keys.fill(set(), items)
+            return made if tag == "set" else frozenset(made)
         if tag == "dict":
-            return {self._decode(key): self._decode(item) for key, item in data}
+            return self._keyed(data)
         if tag == "int":
-            return int(data, 16)
+            return int(data, 16) if self._keys is None else int_of(data)
         if tag == "float":
-            return {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[data]
+            return {"nan": float, "inf": float, "-inf": float}[data](data)
         if tag == "complex":
             real, imaginary = map(self._decode, data)
             return complex(real, imaginary)
@@ -234,10 +263,21 @@ class Decoder:
             return datetime.timedelta(days, seconds, microseconds)
         raise ProtocolError(f"a value with the unknown tag {str(tag)[:40]!r}")
 
+    def _keyed(self, data: Any) -> dict[Any, Any]:
+        if self._keys is None:
+            return {self._decode(key): self._decode(item) for key, item in data}
+        keys, values = [], []
+        for key, item in data:
+            keys.append(self._decode(key))
+            values.append(self._decode(item))
+        made: dict[Any, Any] = self._keys.fill({}, keys, values)
+        return made
+
     def _listed(self, data: Any) -> list[Any]:
         if type(data) is not list:
             raise ProtocolError(f"a value with a {type(data).__name__} where its items should be")
-        return [self._decode(item) for item in data]
+        items: list[Any] = self._decode(data)
+        return items
 
 
 def encoded(blobs: Sequence[Any]) -> list[Buffer]:

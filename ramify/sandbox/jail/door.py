@@ -9,6 +9,7 @@ from __future__ import annotations
 import array
 import asyncio
 import contextlib
+import fcntl
 import os
 import signal
 import socket
@@ -22,11 +23,13 @@ from ramify.sandbox.jail.notify import Listener, children_of, parent_of, pid_of
 from ramify.sandbox.link import Link
 from ramify.sandbox.process_door import BranchDoor, Files, ProcessDoor
 
+_F_ADD_SEALS, _SEAL_WRITE = 1033, 0x8
+
 
 class JailDoor(ProcessDoor):
     """A ``Door``."""
 
-    __slots__ = ("_sock", "is_frozen", "listener")
+    __slots__ = ("_sock", "forking", "is_frozen", "listener")
 
     def __init__(
         self, caps: Caps, sock: socket.socket, buffers: Buffers, link: Link, pid: int, pidfd: int, files: Files
@@ -34,6 +37,8 @@ class JailDoor(ProcessDoor):
         super().__init__(caps, sock, buffers, link, pid, pidfd, files)
         self._sock = sock
         self.listener: Listener | None = None
+        self.forking: JailFork | None = None
+        watch_exit(self)
         self.is_frozen = False
 
     def attach(self, received: Callable[[memoryview], None], lost: Callable[[], None]) -> None:
@@ -69,8 +74,11 @@ class JailDoor(ProcessDoor):
                 raise SandboxError(f"the session cannot be forked: {error}; close the files that it writes") from None
             self.is_frozen = True
 
-    def begin_branch(self, frame: list[Any]) -> JailBranchDoor:
-        return begin_branch(self, frame)
+    def begin_branch(self, frame: list[Any], moved: Callable[[], None]) -> JailBranchDoor:
+        return begin_branch(self, frame, moved)
+
+    def check_apart(self) -> None:
+        check_apart(self)
 
     def end_branch(self, door: BranchDoor) -> None:
         end_branch(self, door)
@@ -85,26 +93,32 @@ class JailDoor(ProcessDoor):
 class JailBranchDoor(BranchDoor):
     """A ``Door`` to a branch. Its requests for processes arrive where its origin's do."""
 
-    __slots__ = ("_origin", "listener")
+    __slots__ = ("forking", "listener", "origin")
 
     def __init__(self, caps: Caps, sock: socket.socket, buffers: Buffers, link: Link, files: Files) -> None:
         super().__init__(caps, sock, buffers, link, files)
         self.listener: Listener | None = None
-        self._origin = -1
+        self.forking: JailFork | None = None
+        watch_exit(self)
+        self.origin = -1
+        """The process that was asked to fork."""
 
     def comes_from(self, listener: Listener, pid: int) -> None:
-        self.listener, self._origin = listener, pid
+        self.listener, self.origin = listener, pid
         listener.hold()
 
     def is_proven(self, pid: int) -> bool:
         """Only a child of the session that was asked to fork is its branch."""
-        return pid != self._origin and parent_of(pid) == self._origin and super().is_proven(pid)
+        return pid != self.origin and parent_of(pid) == self.origin and super().is_proven(pid)
 
     async def prepare_branch(self) -> None:
         """Its files are read-only since it was made."""
 
-    def begin_branch(self, frame: list[Any]) -> JailBranchDoor:
-        return begin_branch(self, frame)
+    def begin_branch(self, frame: list[Any], moved: Callable[[], None]) -> JailBranchDoor:
+        return begin_branch(self, frame, moved)
+
+    def check_apart(self) -> None:
+        check_apart(self)
 
     def end_branch(self, door: BranchDoor) -> None:
         end_branch(self, door)
@@ -116,24 +130,124 @@ class JailBranchDoor(BranchDoor):
             listener.drop()
 
 
-def begin_branch(origin: JailDoor | JailBranchDoor, frame: list[Any]) -> JailBranchDoor:
+class JailFork:
+    """One fork under way: the ends that the host hands to its two processes. A ``notify.Granted``.
+
+    asked to fork ──> begin: old wire closed ──fork──┬─> origin asks: its new wire, moved
+                                                     └─> branch asks: its wire, hello
+    """
+
+    __slots__ = ("_branch", "_moved", "_new", "_origin", "_taker", "old", "pid")
+
+    def __init__(self, origin: JailDoor | JailBranchDoor, pid: int, moved: Callable[[], None]) -> None:
+        self.pid = pid
+        self._origin, self._moved = origin, moved
+        self._taker = -1
+        self.old: list[Files] = []
+        """The files that both processes inherited."""
+        self._branch = origin.branch_ends()
+        try:
+            self._new = origin.branch_ends()
+        except BaseException:
+            self._close(self._branch)
+            raise
+        self._new[0].setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 0)
+
+    def door(self) -> JailBranchDoor:
+        """The host's end of the branch."""
+        ours, _, files = self._branch
+        return JailBranchDoor(self._origin.caps, ours, self._origin.buffers, self._origin.link, files)
+
+    def begin(self) -> None:
+        """Nothing that comes by the wire which both will have is heard."""
+        stream = self._origin.stream
+        stream.drain()
+        stream.close()
+        for ours, _, files in (self._branch, self._new):
+            ours.sendmsg([b"\0"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files.given()))])
+
+    def wire_for(self, pid: int) -> int:
+        if pid == self.pid:
+            return self._new[1].fileno()
+        return self._branch[1].fileno() if self._taker < 0 else -1
+
+    def took(self, pid: int) -> None:
+        if pid != self.pid:
+            self._taker = pid
+            self._branch[1].close()  # so that its end shows
+        elif not self.old:
+            self.old.append(self._origin.move(self._new[0], self._new[2]))
+            self._moved()
+
+    def end(self) -> None:
+        """Let go of what nobody took."""
+        self._branch[1].close()
+        self._new[1].close()
+        for files in self.old:
+            files.close()
+        if not self.old:
+            self._new[0].close()
+            self._new[2].close()
+
+    @staticmethod
+    def _close(ends: tuple[socket.socket, socket.socket, Files]) -> None:
+        for each in ends:
+            each.close()
+
+
+def begin_branch(origin: JailDoor | JailBranchDoor, frame: list[Any], moved: Callable[[], None]) -> JailBranchDoor:
     pid = pid_of(origin.pidfd)
     if origin.listener is None or pid <= 0:
         raise SandboxError("the session cannot be forked: it has ended")
-    sock, files = origin.send_branch(frame)
-    door = JailBranchDoor(origin.caps, sock, origin.buffers, origin.link, files)
+    fork = JailFork(origin, pid, moved)
+    door = fork.door()
+    try:
+        origin.listener.grant_one(pid, fork)
+        origin.stream.write_with(frame, ())
+    except BaseException:
+        origin.listener.withdraw(pid)
+        door.abandon()
+        fork.end()
+        raise
+    origin.forking = fork
     door.comes_from(origin.listener, pid)
-    origin.listener.grant_one(pid)
     return door
+
+
+def watch_exit(door: JailDoor | JailBranchDoor) -> None:
+    """A session that ends while it forks has no stream on which its end would show."""
+
+    def ended() -> None:
+        if door.forking is not None and not door.forking.old:
+            door.stream.lose()
+
+    door.on_exit(ended)
+
+
+def check_apart(origin: JailDoor | JailBranchDoor) -> None:
+    """Files of memory that both processes inherited are of no more use: nobody can write to them from here on."""
+    fork = origin.forking
+    for fd in (fd for files in (fork.old if fork is not None else ()) for fd in files.given()):
+        try:
+            fcntl.fcntl(fd, _F_ADD_SEALS, _SEAL_WRITE)
+        except OSError as error:
+            raise SandboxError(
+                f"the session cannot be forked: it has mapped a file of its runtime ({error.strerror}), which a branch "
+                "would share: unmap it first"
+            ) from None
 
 
 def end_branch(origin: JailDoor | JailBranchDoor, door: BranchDoor) -> None:
     """Where the grant was used and no branch has come of it, whatever was made is ended."""
+    fork, origin.forking = origin.forking, None
+    if fork is not None:
+        fork.end()
     if origin.listener is None:
         return
-    was_used = not origin.listener.withdraw()
+    assert isinstance(door, JailBranchDoor)
+    was_used = not origin.listener.withdraw(door.origin)
     if was_used and door.pidfd < 0:
-        for pid in children_of(pid_of(origin.pidfd)):
+        for pid in children_of(door.origin):
             if pid not in origin.listener.branches:
                 _kill(pid)
     elif door.pidfd >= 0:

@@ -1,20 +1,28 @@
 """The host's answers when a session asks to create a process: no, except once when the host itself has asked for it. And
 when it aborts: it may send no signal, not even to itself, so the host sends SIGABRT to whoever asks, and to nobody else.
 
-Decides that a grant is used up by one request, of the right process while it has one thread. Leaves out who asks for a
-grant (``branch.py``). A filter of system calls cannot do this alone: it knows no "once".
+Decides that a grant is used up by one request, of the right process while it has one thread. All sessions of a tree ask
+at one listener, so each process has a grant of its own. Not here: who asks for a grant (``door.py``). A filter of system
+calls cannot do this alone: it knows no "once". After a fork both processes ask for a wire, and the host puts it into the
+one that asked: nothing that they have in common could bring it to one of them alone.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import fcntl
 import os
 import signal
 import struct
+from typing import Protocol
 
-_RECEIVE, _SEND = 0xC0502100, 0xC0182101
+from ramify.errors import SandboxError
+
+_RECEIVE, _SEND, _ADD_FD = 0xC0502100, 0xC0182101, 0x40182103
+_TAKE_WIRE = (180, 42)
+"""On x86-64 and aarch64: a number without a call, by which both processes of a fork ask for their wires."""
 _REQUEST_BYTES = 80
 _CONTINUE = 1
 _EPERM = 1
@@ -25,29 +33,49 @@ _PATIENCE = 32
 _SLOWEST_S = 0.05
 
 
+class Granted(Protocol):
+    """One fork, as the listener sees it."""
+
+    def begin(self) -> None:
+        """The process that was asked to fork is about to, and can do nothing else until this returns."""
+
+    def wire_for(self, pid: int) -> int:
+        """A descriptor of the wire of ``pid``, or -1 if there is none for it."""
+
+    def took(self, pid: int) -> None:
+        """``pid`` has its wire."""
+
+
 class Listener:
     """Where one session's requests for processes arrive."""
 
-    __slots__ = ("_fd", "_grant", "_holders", "_loop", "_refused", "branches")
+    __slots__ = ("_fd", "_forks", "_granted", "_holders", "_loop", "_refused", "branches")
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self._loop = asyncio.get_running_loop()
-        self._grant: int | None = None
+        self._granted: set[int] = set()
+        self._forks: dict[int, Granted] = {}
+        """Process -> its fork that is under way."""
         self._refused = 0
         self._holders = 1
         self.branches: set[int] = set()
         """Processes that were created here with leave."""
         self._loop.add_reader(fd, self._readable)
 
-    def grant_one(self, pid: int) -> None:
-        """Let process ``pid`` (of the host's numbers) create one process."""
-        self._grant = pid
+    def grant_one(self, pid: int, fork: Granted) -> None:
+        """Let process ``pid`` (of the host's numbers) create one process. Raises SandboxError."""
+        if not _can_add_fd(self._fd):
+            raise SandboxError("the session cannot be forked: that needs Linux 5.9 or later")
+        self._granted.add(pid)
+        self._forks[pid] = fork
 
-    def withdraw(self) -> bool:
-        """Take an unused grant back; whether there was one."""
-        unused, self._grant = self._grant is not None, None
-        return unused
+    def withdraw(self, pid: int) -> bool:
+        """Take back the grant of ``pid`` if it is unused; whether it was."""
+        is_unused = pid in self._granted
+        self._granted.discard(pid)
+        self._forks.pop(pid, None)
+        return is_unused
 
     def hold(self) -> None:
         """A branch's requests arrive here too."""
@@ -68,8 +96,12 @@ class Listener:
                 self._stop_reading()
             return
         id, pid, _, number = struct.unpack_from("<QIIi", request)
-        if self._grant is not None and self._grant == pid and _has_one_thread(pid):
-            self._grant = None
+        if number in _TAKE_WIRE:
+            self._hand_over(id, pid)
+            return
+        if pid in self._granted and _has_one_thread(pid):
+            self._granted.discard(pid)
+            self._forks[pid].begin()
             self._answer(id, 0, _CONTINUE)
             return
         answer = -_EPERM
@@ -84,10 +116,32 @@ class Listener:
             wait_s = min((self._refused - _PATIENCE) * 0.001, _SLOWEST_S)
             self._loop.call_later(wait_s, self._answer, id, answer, 0)
 
-    def _answer(self, id: int, error: int, flags: int) -> None:
+    def _hand_over(self, id: int, pid: int) -> None:
+        """Put its wire into the process that asks."""
+        origin = pid if pid in self._forks else parent_of(pid)
+        fork = self._forks.get(origin)
+        wire = -1
+        is_new = pid == origin or pid not in self.branches
+        if fork is not None and origin not in self._granted and is_new:
+            wire = fork.wire_for(pid)
+        if fork is None or wire < 0:
+            self._answer(id, -_EPERM, 0)
+            return
+        try:
+            number = fcntl.ioctl(self._fd, _ADD_FD, bytearray(struct.pack("<QIIII", id, 0, wire, 0, os.O_CLOEXEC)))
+        except OSError as error:
+            self._answer(id, -(error.errno or _EPERM), 0)
+            return
+        if self._answer(id, 0, 0, number):  # or a signal came first, and it asks again
+            fork.took(pid)
+
+    def _answer(self, id: int, error: int, flags: int, value: int = 0) -> bool:
+        """Whether the process that asked has the answer."""
         if self._fd >= 0:
-            with contextlib.suppress(OSError):  # who asked has gone
-                fcntl.ioctl(self._fd, _SEND, struct.pack("<QqiI", id, 0, error, flags))
+            with contextlib.suppress(OSError):
+                fcntl.ioctl(self._fd, _SEND, struct.pack("<QqiI", id, value, error, flags))
+                return True
+        return False
 
     def _stop_reading(self) -> None:
         self._loop.remove_reader(self._fd)
@@ -97,6 +151,15 @@ class Listener:
             self._stop_reading()
             os.close(self._fd)
             self._fd = -1
+
+
+def _can_add_fd(fd: int) -> bool:
+    """Whether this kernel (5.9 and later) puts descriptors into a process that asks."""
+    try:
+        fcntl.ioctl(fd, _ADD_FD, bytearray(struct.pack("<QIIII", 0, 0, fd, 0, 0)))
+    except OSError as error:
+        return error.errno == errno.ENOENT  # it looked for the request
+    return True
 
 
 def _is_alive(fd: int) -> bool:

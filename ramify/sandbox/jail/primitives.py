@@ -24,6 +24,7 @@ PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS, PR_SET_CHILD_SUBREAPER =
 _MOVE_MOUNT, _FSOPEN, _FSCONFIG, _FSMOUNT, _FSPICK = 429, 430, 431, 432, 433
 _MOUNT_SETATTR = 442
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
+_NFSSERVCTL = {"x86_64": 180, "aarch64": 42}
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -66,6 +67,18 @@ def unshare(flags: int, what: str) -> None:
 
 def set_host_name(name: str) -> None:
     checked(_libc.sethostname(name.encode(), ctypes.c_size_t(len(name))), "sethostname")
+
+
+_TAKE_WIRE = ctypes.c_long(_NFSSERVCTL.get(os.uname().machine, -1))
+
+
+def take_wire() -> int:
+    """After a fork: a socket to the host that only this process has, handed over by the host itself."""
+    while True:
+        try:
+            return checked(_syscall(_TAKE_WIRE), "take a new wire")
+        except InterruptedError:  # by a signal, before the host had answered
+            continue
 
 
 # ------------------------------------------------------------------------------------------------ mounts
@@ -144,11 +157,13 @@ def _rights(version: int) -> int:
 class Landlock:
     """Which files may be read: opened once, for the rules of any number of processes."""
 
-    def __init__(self, readable: list[str], version: int) -> None:
+    def __init__(self, readable: list[str], listed: list[str], version: int) -> None:
+        """``listed``: folders of which the names may be read and no more."""
         self._rights = _rights(version)
         size = 24 if version >= 6 else 16 if version >= 4 else 8
         self._attributes = struct.pack("3Q", self._rights, 3, 3)[:size]  # files; TCP; abstract sockets and signals
-        self._rules = [rule for path in readable if (rule := self._rule(path, _READ_FILE | _READ_DIR)) is not None]
+        wanted = [(path, _READ_FILE | _READ_DIR) for path in readable] + [(path, _READ_DIR) for path in listed]
+        self._rules = [rule for path, rights in wanted if (rule := self._rule(path, rights)) is not None]
 
     @staticmethod
     def _rule_of(fd: int, rights: int) -> bytes:

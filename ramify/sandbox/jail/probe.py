@@ -42,31 +42,36 @@ class Reached(msgspec.Struct, frozen=True):
     """Version that is in force, 0 for none."""
 
 
-_found: dict[frozenset[int], Reached] = {}
+NEWEST = 1 << 10
+"""A version of Landlock that no kernel has yet: use what there is."""
+_found: dict[tuple[frozenset[int], int], Reached] = {}
 
 
 def learn(server: Server) -> None:
     """Take the answer, once, from a zygote that was started with ``reports``."""
-    _found[frozenset()] = read_walls(server)
+    _found[frozenset(), NEWEST] = read_walls(server)
 
 
-def probe(deny: frozenset[int] = frozenset()) -> Reached:
-    """The answer of a zygote that was started for the question. ``deny``: numbers of system calls to do without."""
-    if deny not in _found:
-        server = start_server({**EMPTY, "deny": sorted(deny), "probes": True, "reports": True}, MODULES)
+def probe(deny: frozenset[int] = frozenset(), landlock: int = NEWEST) -> Reached:
+    """The answer of a zygote that was started for the question. ``deny``: numbers of system calls to do without;
+    ``landlock``: the newest version of Landlock to use."""
+    if (deny, landlock) not in _found:
+        poorer = {"deny": sorted(deny), "landlock": landlock}
+        server = start_server({**EMPTY, **poorer, "probes": True, "reports": True}, MODULES)
         try:
-            _found[deny] = read_walls(server)
+            _found[deny, landlock] = read_walls(server)
         finally:
             server.control.close()
             server.process.kill()
             server.process.wait()
             os.close(server.complaints)
-    return _found[deny]
+    return _found[deny, landlock]
 
 
 EMPTY = {
-    "paths": [], "packages": [], "folder": "", "memory_bytes": 1 << 30, "max_output_bytes": 1 << 16, "mounts": [],
-    "cpu_s": 60, "files_bytes": 1 << 20, "tiers": "ABC", "deny": [], "probes": False, "reports": False,
+    "paths": [], "shown": [], "listed": [], "packages": [],
+    "folder": "", "memory_bytes": 1 << 30, "max_output_bytes": 1 << 16, "mounts": [],
+    "cpu_s": 60, "files_bytes": 1 << 20, "tiers": "ABC", "deny": [], "landlock": NEWEST, "probes": False, "reports": False,
 }  # fmt: skip
 """A zygote's configuration, to be changed."""
 

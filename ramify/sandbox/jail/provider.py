@@ -19,16 +19,17 @@ import subprocess
 import sys
 import threading
 from collections import deque
+from typing import Any
 
 from ramify.errors import ConfigError, RamifyError, SandboxError
 from ramify.sandbox.base import Caps, Context, Sandbox, SandboxSpec, Session
 from ramify.sandbox.jail.budget import Budget, machine_bytes
 from ramify.sandbox.jail.door import JailDoor
 from ramify.sandbox.jail.notify import pid_of
-from ramify.sandbox.jail.probe import EMPTY, MODULES, Reached, learn, probe, unreachable
+from ramify.sandbox.jail.probe import EMPTY, MODULES, NEWEST, Reached, learn, probe, unreachable
 from ramify.sandbox.jail.rollback import RollbackSession
 from ramify.sandbox.link import Link, Server, start_server
-from ramify.sandbox.packages import locate
+from ramify.sandbox.packages import listed, locate, readable
 from ramify.sandbox.process import ProcessSandbox
 from ramify.sandbox.process_door import Files
 from ramify.sandbox.session import GuestSession
@@ -50,18 +51,19 @@ WEAKER = {
 class JailSandbox(ProcessSandbox):
     """Implements ``base.Sandbox``."""
 
-    def __init__(self, spec: SandboxSpec, *, deny: frozenset[int] = frozenset()) -> None:
-        """``deny``: numbers of system calls to do without, as on a poorer kernel."""
+    def __init__(self, spec: SandboxSpec, *, deny: frozenset[int] = frozenset(), landlock: int = NEWEST) -> None:
+        """``deny``: numbers of system calls to do without, and ``landlock``: the newest version of Landlock to use, both
+        as on a poorer kernel."""
         if sys.platform != "linux":
             raise SandboxError(_NOT_HERE.format(platform=sys.platform))
         check_mounts(spec.mounts)
         check_memory(spec)
         super().__init__(spec)
-        self._deny = deny
-        if not deny:
+        self._deny, self._landlock = deny, landlock
+        if self._is_whole():
             with _lock:
                 _hear(spec)
-        self.reached: Reached = probe(deny)
+        self.reached: Reached = probe(deny, landlock)
         self.warning = self._settle_tier()
         check_places(spec.mounts, self.reached)
         self._budget = Budget(spec.all_memory_bytes)
@@ -72,6 +74,10 @@ class JailSandbox(ProcessSandbox):
             isolates_files=True, isolates_network=True, isolates_processes=True, limits_memory=True, interrupt=True,
             kill=True, fork=True, shares_context=True,
         )  # fmt: skip
+
+    def _is_whole(self) -> bool:
+        """Nothing that this kernel has is left out."""
+        return not self._deny and self._landlock == NEWEST
 
     def _settle_tier(self) -> str | None:
         tier, spec = self.reached.tier, self.spec
@@ -100,11 +106,12 @@ class JailSandbox(ProcessSandbox):
 
     def start(self) -> Server:
         with _lock:
-            if not self._deny and self.spec in _launched:
+            if self._is_whole() and self.spec in _launched:
                 _hear(self.spec)
                 _heard.discard(self.spec)
                 return _launched.pop(self.spec)
-        return _start(self.spec, self.paths, self._deny, reports=False)
+        poorer = {"deny": sorted(self._deny), "landlock": self._landlock}
+        return _start(self.spec, self.paths, poorer, reports=False)
 
     # -- sessions kept ready
 
@@ -200,10 +207,12 @@ def check_memory(spec: SandboxSpec) -> None:
             raise ConfigError(f"sandbox {name} is {wanted:,}, more than the {most:,} bytes of this machine")
 
 
-def _start(spec: SandboxSpec, paths: list[str], deny: frozenset[int], *, reports: bool) -> Server:
-    config = EMPTY | {
-        "paths": paths, "packages": list(spec.packages), "memory_bytes": spec.memory_bytes,
-        "max_output_bytes": spec.max_output_bytes, "cpu_s": spec.cpu_s, "deny": sorted(deny), "reports": reports,
+def _start(spec: SandboxSpec, paths: list[str], poorer: dict[str, Any], *, reports: bool) -> Server:
+    """``poorer``: what to do without."""
+    config = EMPTY | poorer | {
+        "paths": paths, "shown": readable(spec.packages), "listed": listed(spec.packages),
+        "packages": list(spec.packages), "memory_bytes": spec.memory_bytes,
+        "max_output_bytes": spec.max_output_bytes, "cpu_s": spec.cpu_s, "reports": reports,
         "files_bytes": 0 if spec.rollback else spec.files_bytes,
         "mounts": [[place, os.path.realpath(source)] for source, place in spec.mounts],
     }  # fmt: skip
@@ -225,7 +234,7 @@ def launch(spec: SandboxSpec) -> None:
         if not _launched:
             atexit.register(_discard)
         if spec not in _launched:
-            _launched[spec] = _start(spec, locate(spec.packages), frozenset(), reports=True)
+            _launched[spec] = _start(spec, locate(spec.packages), {}, reports=True)
 
 
 def _hear(spec: SandboxSpec) -> None:

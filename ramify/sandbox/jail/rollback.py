@@ -1,12 +1,13 @@
 """A session that survives a cell which has to be killed: it goes on from a fork kept before the cell.
 
 Decides when the fork is made and what the caller is told. Leaves out forking. A session that cannot be forked at the
-moment (threads are alive) runs its cell without.
+moment (threads are alive) runs its cell without one; if that cell is killed, the error says why nothing was kept.
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 from ramify.errors import SandboxError, SessionDied
@@ -27,14 +28,16 @@ class RollbackSession:
         return self._session.pid
 
     async def run(self, code: str, *, answer: Answer, timeout_s: float | None = None) -> Ran:
-        kept = await self._keep()
+        made = await self._keep()
+        if isinstance(made, str):
+            with _reporting(made):
+                return await self._session.run(code, answer=answer, timeout_s=timeout_s)
+        kept: GuestSession | None = made
         try:
             ran = await self._session.run(code, answer=answer, timeout_s=timeout_s)
         except SessionDied as died:
-            if kept is None:
-                raise
             await self._session.close()
-            self._session, kept = kept, None
+            self._session, kept = made, None
             error = f"SessionDied: {died}\nThe session is as it was before this cell."
             cell = Cell(code=code, stdout=died.stdout, error=error, stdout_chars=len(died.stdout))
             return Ran(cell, None, "killed")
@@ -43,16 +46,18 @@ class RollbackSession:
                 await kept.close()
         return ran
 
-    async def _keep(self) -> GuestSession | None:
+    async def _keep(self) -> GuestSession | str:
+        """The fork, or why there is none."""
         try:
             return await self._session.fork()
         except SessionDied:
             raise
-        except SandboxError:
-            return None
+        except SandboxError as error:
+            return str(error)
 
     async def resume(self, *, answer: Answer, timeout_s: float | None = None) -> Ran:
-        return await self._session.resume(answer=answer, timeout_s=timeout_s)
+        with _reporting("a branch that ends a cell has no state before that cell"):
+            return await self._session.resume(answer=answer, timeout_s=timeout_s)
 
     async def set(self, name: str, value: Any, *, reserved: bool = False) -> None:
         await self._session.set(name, value, reserved=reserved)
@@ -75,3 +80,12 @@ class RollbackSession:
 
     async def close(self) -> None:
         await self._session.close()
+
+
+@contextlib.contextmanager
+def _reporting(why: str) -> Iterator[None]:
+    """Add to the news that a session died why it was not rolled back."""
+    try:
+        yield
+    except SessionDied as died:
+        raise SessionDied(f"{died}; it was not rolled back: {why}", died.stdout) from None

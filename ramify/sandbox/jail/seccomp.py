@@ -51,8 +51,8 @@ _WITH_CHANGES = """
 """
 _OPENING = "open=2/- openat=257/56"
 _FILTERED = """
-    clone=56/220 clone3=435/435 fcntl=72/25 fork=57/- ioctl=16/29 mmap=9/222 prctl=157/167 prlimit64=302/261
-    socketpair=53/199 tgkill=234/131
+    clone=56/220 clone3=435/435 fcntl=72/25 fork=57/- ioctl=16/29 mmap=9/222 nfsservctl=180/42 prctl=157/167
+    prlimit64=302/261 socketpair=53/199 tgkill=234/131
 """
 
 _COLUMN = {"x86_64": 0, "aarch64": 1}
@@ -71,7 +71,7 @@ _THREAD = 0x10000
 _PLAIN_FORK = 0x01200000 | 17
 """What ``fork`` asks of ``clone``: the child's number written down and cleared, SIGCHLD at its end."""
 _NEW_NAMESPACE = 0x7E020080
-_MAP_SHARED, _PROT_WRITE = 1, 2
+_MAP_SHARED, _MAP_ANONYMOUS, _PROT_WRITE = 1, 0x20, 2
 _FCNTL_COMMANDS = (0, 1, 2, 3, 5, 6, 7, 36, 37, 38, 1030, 1032, 1034)
 """Not those that send signals or leases to others (F_SETOWN, F_SETSIG, F_SETLEASE, F_NOTIFY), nor F_ADD_SEALS."""
 _F_SETFL, _O_ASYNC = 4, 0o20000
@@ -136,16 +136,19 @@ def _one_of(index: int, values: tuple[int, ...], otherwise: list[Step]) -> list[
 
 
 def _opening(flags: int) -> list[Step]:
-    """Emptying a file that is opened for reading needs no right to write where Landlock is of before Linux 6.2."""
+    """Landlock before Linux 6.2 does not know the right to empty a file: who asks for that must ask to write as well.
+    Access mode 3 opens a file for neither reading nor writing, so that Landlock sees nothing to deny at any version."""
     return [
-        _argument(flags), (_ANY_BIT, 1, 0, _O_TRUNC), _end(ALLOW),
-        (_AND, 0, 0, _O_ACCMODE), (_EQUAL, 0, 1, 0), _end(EPERM), _end(ALLOW),
+        _argument(flags), (_AND, 0, 0, _O_ACCMODE), (_EQUAL, 0, 1, _O_ACCMODE), _end(EPERM),
+        (_EQUAL, 1, 0, 0), _end(ALLOW),
+        _argument(flags), (_ANY_BIT, 0, 1, _O_TRUNC), _end(EPERM), _end(ALLOW),
     ]  # fmt: skip
 
 
 _STEPS: dict[str, int | list[Step]] = {
     "clone3": ENOSYS,  # its flags lie in memory; the C library falls back to clone
     "fork": NOTIFY,
+    "nfsservctl": NOTIFY,  # no kernel has it any more: both processes of a fork ask the host by it for their wires
     "clone": [
         _argument(0),
         (_ANY_BIT, 0, 1, _NEW_NAMESPACE), _end(EPERM),
@@ -172,8 +175,11 @@ _STEPS: dict[str, int | list[Step]] = {
         _argument(2), (_EQUAL, 0, 3, 0), _argument(2, 1), (_EQUAL, 0, 1, 0), _end(ALLOW),
         _argument(1), (_EQUAL, 0, 1, _RLIMIT_AS), _end(ALLOW), (_EQUAL, 0, 1, _RLIMIT_NOFILE), _end(ALLOW), _end(EPERM),
     ],
-    "mmap": [  # memory that is shared for writing would still be shared after a fork
+    # Memory that is shared for writing would still be shared after a fork. Memory without a file could be made writable
+    # later (mprotect); a file that was opened for reading could not, and those that are open for writing see door.py.
+    "mmap": [
         _argument(3), (_ANY_BIT, 1, 0, _MAP_SHARED), _end(ALLOW),
+        (_ANY_BIT, 0, 1, _MAP_ANONYMOUS), _end(EPERM),
         _argument(2), (_ANY_BIT, 0, 1, _PROT_WRITE), _end(EPERM), _end(ALLOW),
     ],
 }  # fmt: skip

@@ -226,7 +226,7 @@ def scratch_in(shown: list[str]) -> str:
 def readable_paths(config: dict[str, Any]) -> list[str]:
     """What Python itself needs, and the packages asked for: real paths, none inside another."""
     wanted = [sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), os.path.join(sys.base_prefix, "lib")]
-    wanted += [path for path in sys.path if path.startswith("/")] + config["paths"]
+    wanted += [path for path in sys.path if path.startswith("/")] + config["shown"]
     wanted += _SYSTEM
     found = sorted({os.path.realpath(path) for path in wanted if path and os.path.exists(path)})
     return [path for path in found if not any(path.startswith(other + "/") for other in found)]
@@ -236,8 +236,7 @@ def readable_paths(config: dict[str, Any]) -> list[str]:
 
 
 def _no_spaces(config: dict[str, Any], missing: dict[str, str], tier: str, preload: Any) -> Walls:
-    version = primitives.landlock_version()
-    if tier == "B" and not version:
+    if tier == "B" and not _landlock(config):
         raise OSError(0, "no Landlock (Linux 5.13, and 'landlock' in /sys/kernel/security/lsm)")
     if config["mounts"] and tier == "C":
         raise OSError(0, "no files can be read at this tier, so nothing can be mounted")
@@ -258,16 +257,22 @@ def _finish(
     own_user: bool, outer: bool,
 ) -> Walls:  # fmt: skip
     primitives.prctl(primitives.PR_SET_NO_NEW_PRIVS, 1)
-    version = primitives.landlock_version() if tier in "AB" else 0
+    version = _landlock(config) if tier in "AB" else 0
     bounds = confine.Bounds(config["cpu_s"], config["files_bytes"] if tier == "A" else 0, scratch_in(readable))
     confinement = confine.Confinement(
         bounds,
         own_user=own_user, paths=tier != "C", drops=own_user,
-        landlock=primitives.Landlock(readable, version) if version else None,
+        landlock=primitives.Landlock(readable, config["listed"], version) if version else None,
     )  # fmt: skip
     walls = Walls(tier, missing, proc, version, confinement, outer)
     _try_out(walls)
     return walls
+
+
+def _landlock(config: dict[str, Any]) -> int:
+    """The version of Landlock that is used, 0 for none."""
+    newest: int = config["landlock"]
+    return min(primitives.landlock_version(), newest)
 
 
 def _try_out(walls: Walls) -> None:

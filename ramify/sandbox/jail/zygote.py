@@ -47,6 +47,7 @@ class Zygote(forkserver.Server):
     def __init__(self, control: Any, config: dict[str, Any], built: Any) -> None:
         super().__init__(control, config)
         self._walls = built
+        self.take_wire = primitives.take_wire
 
     def prepare(self) -> confine.Prepared:
         prepared: confine.Prepared = self._walls.confinement.prepare()

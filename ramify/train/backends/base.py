@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 import msgspec
 
-from ramify.errors import ConfigError
+from ramify.errors import ConfigError, OldNameWarning
 from ramify.train.loss import Loss
 from ramify.train.pack import Packing
 from ramify.types.sequence import Batch, Floats
@@ -133,8 +133,8 @@ class Compute(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """Of a batch; larger trees are cut. 0: as many as fit into 4 GiB of activations on a CPU, two fifths of a GPU's
     memory. On a CPU trees are put together up to 4096 tokens only: more at once leave the cache."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
-    """Of matrix products; weights, log-probabilities and losses are fp32. auto: bf16 on a GPU, and on a CPU whose bf16
-    products are faster at this model's width."""
+    """Precision of matrix products; weights, log-probabilities and losses are fp32. auto: that of
+    the engine (``policy.dtype``): fp32 on a CPU, and on a GPU as the checkpoint is stored."""
     recompute: bool = False
     """Keep only what goes into each layer, and compute the layer again in the backward pass."""
     max_logits: int = 0
@@ -144,7 +144,7 @@ class Compute(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     def __post_init__(self) -> None:
         if self.backend == "fsdp2":
-            warnings.warn("compute.backend=fsdp2 is called fsdp here", DeprecationWarning, stacklevel=3)
+            warnings.warn("compute.backend=fsdp2 is called fsdp here", OldNameWarning, stacklevel=3)
             msgspec.structs.force_setattr(self, "backend", "fsdp")
 
 

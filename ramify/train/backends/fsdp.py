@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from ramify.errors import ConfigError
 from ramify.inference.weights.base import Adapted
-from ramify.policy.load import Policy
+from ramify.policy.load import Policy, stored_dtype
 from ramify.policy.weights import check_weights, read_weights
 from ramify.train import whole_step
 from ramify.train.backends import adapters, launch, shards
@@ -32,6 +32,7 @@ from ramify.train.backends.adapters import Lora
 from ramify.train.backends.base import Backend, Compute, Optim
 from ramify.train.backends.export import Weights, export
 from ramify.train.backends.own_critic import OwnCritic
+from ramify.train.backends.precision import decided
 from ramify.train.backends.rank import Making, dealt, idle, is_of_critic
 from ramify.train.backends.sharding import on_meta
 from ramify.train.backends.single import check_window
@@ -82,7 +83,8 @@ class Ranks:
         ConfigError that names the first tensor that does not fit."""
         check_source(config, source)
         self._num_models += 1
-        made = Made(config, source, lora, compute or self.compute, critic)
+        compute = decided(compute or self.compute, stored_dtype(config, self.device), self.device)
+        made = Made(config, source, lora, compute, critic)
         return OverRanks(self, f"model {self._num_models}", made)
 
     def close(self) -> None:
@@ -100,6 +102,7 @@ class OnRanks:
     ) -> None:  # fmt: skip
         """``policy`` says which model, and which tokenizer; its weights may change later on. ``critic``: with a value head
         on it, for ``with_critic``."""
+        compute = decided(compute, policy.dtype, policy.device.type)
         self._ranks = Ranks(compute, policy.device.type, dumps=dumps, hosts=hosts)
         try:
             self._model = self._ranks.spread(policy.config, source, lora, critic=critic)

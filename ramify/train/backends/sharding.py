@@ -176,14 +176,9 @@ class Sharded:
         return tensor[min(index * size, tensor.shape[0]) : min((index + 1) * size, tensor.shape[0])]
 
     def _precision(self, compute: Compute) -> MixedPrecisionPolicy:
-        if not wants_bf16(compute, self.device):
+        if compute.precision != "bf16":
             return MixedPrecisionPolicy()
         return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=_DTYPES[compute.shard.reduce])
-
-
-def wants_bf16(compute: Compute, device: torch.device) -> bool:
-    """auto: on a GPU."""
-    return compute.precision == "bf16" or (compute.precision == "auto" and device.type == "cuda")
 
 
 class _Root(nn.Module):

@@ -3,8 +3,8 @@
     forward_backward   for each batch:  trunk ── hidden states of entries ── head ── loss ── backward
     optim_step         clip ── AdamW, or Muon and AdamW ── clear
 
-Decides precision (fp32 weights; bf16 products where the device gains by it), whether activations are computed again in the
-backward pass, and what happens to a loss that is not finite. Gradients add up over batches, so that the size of a batch
+Decides how bf16 products are made of fp32 weights (which precision: ``precision.py``), whether activations are computed again
+in the backward pass, and what happens to a loss that is not finite. Gradients add up over batches, so that the size of a batch
 changes memory and not the step. Leaves out what a loss is (``loss.py``) and how attention goes (``policy/trunk.py``).
 
 Legend: T tokens, E entries, D width, k teacher tokens per entry.
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Many
 from pathlib import Path
@@ -37,6 +36,7 @@ from ramify.train import whole_step
 from ramify.train.backends.base import Compute, Optim
 from ramify.train.backends.heap import keep_freed_memory
 from ramify.train.backends.optimizers import Optimizers
+from ramify.train.backends.precision import decided
 from ramify.train.backends.spread import Alone, Spread
 from ramify.train.backends.team import Elsewhere
 from ramify.train.head import Asked, entry_logprobs
@@ -52,8 +52,6 @@ Wanted = Literal["no", "value", "gradient", "values alone"]
 _FILL_TOKENS = 4096
 LEAST_TOKENS = 1024
 """A batch may have, whatever the memory."""
-_GAIN = 1.2
-"""bf16 is taken on a CPU where its products are this many times faster."""
 
 
 class Single:
@@ -67,17 +65,17 @@ class Single:
         are written into ``dumps``, by default the working directory. ``critic``: with a value head on the trunk, which
         begins at 0 everywhere. ``spread``: how the weights lie over ranks, of which this is one; None where they are all
         here. There the value head lies with them, in the model (``VALUE_HEAD``)."""
-        self._policy, self._optim, self._compute = policy, optim or Optim(), compute or Compute()
-        self._dumps = dumps or Path()
-        self._model: nn.Module = policy.model.float()
+        self._policy, self._optim = policy, optim or Optim()
         self._spread = spread or Alone(policy.device)
         self._device = self._spread.device
+        self._compute = decided(compute or Compute(), policy.dtype, self._device.type)
+        self._dumps = dumps or Path()
+        self._model: nn.Module = policy.model.float()
         if self._device.type == "cpu":
             keep_freed_memory()
         with torch.no_grad():
             self._trunk = self._spread.run(lambda: trunk_of(self._model))
         self._cost = _cost(self._model, policy.config, self._device.type)
-        self._uses_bf16 = self._wants_bf16()
         _recompute_layers(self._model, self._compute.recompute)
         self._value_head: nn.Module | None = None
         if critic and spread is None:
@@ -196,7 +194,6 @@ class Single:
             "optimizers": self._optimizers.state_dict(),
             "optim": msgspec.json.encode(self._optim).decode(),
             "num_steps": self._num_steps,
-            "uses_bf16": self._uses_bf16,
             "random": torch.get_rng_state(),
             "cuda_random": torch.cuda.get_rng_state_all() if self._device.type == "cuda" else [],
         }
@@ -214,7 +211,7 @@ class Single:
         if self._value_head is not None:
             self._value_head.load_state_dict(state["value_head"])
         self._optimizers.load_state_dict(state["optimizers"])
-        self._num_steps, self._uses_bf16 = state["num_steps"], state["uses_bf16"]
+        self._num_steps = state["num_steps"]
         torch.set_rng_state(state["random"].cpu())
         if state["cuda_random"] and self._device.type == "cuda":
             torch.cuda.set_rng_state_all([each.cpu() for each in state["cuda_random"]])
@@ -320,7 +317,7 @@ class Single:
     # --- precision and memory ------------------------------------------------------------------------------------
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        if not self._uses_bf16:
+        if self._compute.precision != "bf16":
             return contextlib.nullcontext()
         return torch.autocast(self._device.type, torch.bfloat16)
 
@@ -332,13 +329,6 @@ class Single:
         mlp = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
         token = activation_bytes(config.hidden_size, mlp, config.num_hidden_layers, self._compute.recompute)
         return max(LEAST_TOKENS, room // token)
-
-    def _wants_bf16(self) -> bool:
-        if self._compute.precision != "auto":
-            return self._compute.precision == "bf16"
-        if self._device.type == "cuda":
-            return bool(torch.cuda.is_bf16_supported())
-        return self._device.type == "cpu" and _gain_of_bf16(self._policy.config.hidden_size) >= _GAIN
 
     def _check_fit(self, folder: Path, state: dict[str, Any]) -> None:
         """ConfigError with the first difference between this backend and the one that wrote ``state``."""
@@ -413,24 +403,6 @@ def _trained(model: nn.Module, value_head: nn.Module | None) -> nn.Module:
         if value_head is None or hasattr(model, VALUE_HEAD)
         else nn.ModuleDict({"model": model, VALUE_HEAD: value_head})
     )
-
-
-def _gain_of_bf16(width: int) -> float:
-    """How many times faster a product of this model's size is in bf16 than in fp32, here and now; 0 where the CPU has no
-    instructions for it."""
-    names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-    if not any(getattr(torch.cpu, name, bool)() for name in names):
-        return 0.0
-    seconds = []
-    for dtype in (torch.float32, torch.bfloat16):
-        x, w = torch.ones(512, width, dtype=dtype), torch.ones(width, 4 * width, dtype=dtype)
-        rounds = []
-        for _ in range(7):
-            started = time.perf_counter()
-            x @ w
-            rounds.append(time.perf_counter() - started)
-        seconds.append(min(rounds))
-    return seconds[0] / seconds[1]
 
 
 class _Speed(NamedTuple):

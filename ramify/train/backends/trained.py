@@ -16,6 +16,7 @@ from ramify.policy.load import Policy, load
 from ramify.train.backends.base import Compute, Optim
 from ramify.train.backends.launch import World
 from ramify.train.backends.own_critic import OwnCritic
+from ramify.train.backends.precision import decided
 from ramify.train.backends.single import Single
 from ramify.train.lora import has_adapters, merged, unmerged, without
 from ramify.train.pack import Packing
@@ -28,7 +29,9 @@ class Here:
     is_here = True
 
     def __init__(self, policy: Policy, compute: Compute, dumps: Path) -> None:
-        self._policy, self._compute, self._dumps = policy, compute, dumps
+        self._policy, self._dumps = policy, dumps
+        # Decided once: the first backend turns the policy's weights into fp32.
+        self._compute = decided(compute, policy.dtype, policy.device.type)
         self._backend: Single | None = None
 
     @staticmethod

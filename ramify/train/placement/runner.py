@@ -49,6 +49,8 @@ class RunnerSpec(msgspec.Struct, frozen=True):
     dtype: str
     """Of the engines."""
     grace_s: float
+    direct: bool = False
+    """Whether one plain call may answer a short context."""
     variables: tuple[str, ...] = ()
     """Environment variables with the addresses of services."""
 
@@ -175,7 +177,7 @@ class _Runner:
         try:
             trajectory = await attempt(
                 self._rlm, self._task, ask.item, name=ask.name, sampling=ask.sampling, metadata={"rollout": ask.name},
-                grace_s=self._spec.grace_s, on_stall=self._say,
+                grace_s=self._spec.grace_s, on_stall=self._say, direct=self._spec.direct,
             )  # fmt: skip
             self._tell(Told("done", ask.id, msgspec.json.encode(trajectory), self._seen.take()))
         except Exception as error:  # noqa: BLE001 -- raised by the run

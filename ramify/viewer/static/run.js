@@ -198,6 +198,7 @@ class RunView {
   }
 
   apply(message) {
+    if (message.head.generation !== this.run.head.generation) return location.reload();  // the file was cut or replaced
     const fresh = !this.run.calls.length, changed = this.run.apply(message);
     this.picture.changed();
     this.outline.changed();

@@ -19,11 +19,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from attacks import watch
 from attacks.base import Attack, Verdict
 from attacks.tools import TOOLS
 from ramify.errors import HostCallError, SandboxError, SessionDied
 from ramify.sandbox.base import Ran, Sandbox, SandboxSpec, Session, open_sandbox
+from ramify.sandbox.jail.provider import JailSandbox
 
 SPEC: dict[str, Any] = {"memory_bytes": 256 << 20, "cell_s": 30.0, "grace_s": 0.25, "max_output_bytes": 100_000}
 SECRET_NAME = "RAMIFY_TEST_SECRET"
@@ -97,8 +100,10 @@ class Listeners:
 class Arena:
     """Make it with ``async with``; ``verdict`` tries one attack."""
 
-    def __init__(self, provider: str, spec: Mapping[str, Any]) -> None:
+    def __init__(self, provider: str, spec: Mapping[str, Any], landlock: int = 0) -> None:
+        """``landlock``: the newest version that the jail may use; 0: what this kernel has."""
         self.spec = SandboxSpec(provider=provider, **{**SPEC, **spec})
+        self._landlock = landlock
         self.sandbox: Sandbox
         self.sibling: Session
         self._count = 0
@@ -122,8 +127,10 @@ class Arena:
         self.victim.stdin.write(self.secrets["memory"] + "\n")
         self.victim.stdin.flush()
         self.address = int(self.victim.stdout.readline())
+        self._lay_out_checkout(os.path.join(folder, "checkout"))
         self.before = (watch.descendants(os.getpid()), len(watch.open_descriptors()))
-        self.sandbox = open_sandbox(self.spec)
+        older = self._landlock and JailSandbox(self.spec, landlock=self._landlock)
+        self.sandbox = older or open_sandbox(self.spec)
         await self._new_sibling()
         return self
 
@@ -133,6 +140,22 @@ class Arena:
         self.victim.communicate()
         self.listeners.close()
         self._folder.cleanup()
+
+    def _lay_out_checkout(self, folder: str) -> None:
+        """A package that sessions may import, in a folder with things that they may not read."""
+        secret = self.secrets["file"]
+        texts = {
+            ".env": secret, ".git/config": secret, "id_rsa": secret, "settings.toml": secret, "conftest.py": f"k = '{secret}'",
+            "of_arena/__init__.py": "", "of_arena/inner/__init__.py": "", "of_arena/data.txt": "data",
+            "of_arena/.env": secret, "of_arena/inner/.netrc": secret,
+        }  # fmt: skip
+        for name, text in texts.items():
+            path = Path(folder, name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        os.symlink("../.env", Path(folder, "of_arena/linked"))
+        sys.path.append(folder)
+        self.spec = msgspec.structs.replace(self.spec, packages=(*self.spec.packages, "of_arena"))
 
     async def _new_sibling(self) -> None:
         self.sibling = await self.sandbox.open()

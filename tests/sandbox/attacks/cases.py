@@ -1,6 +1,6 @@
 """All attacks, from one file per kind."""
 
-from attacks import bombs, branches, calls, reach, runaway, sharing, wire
+from attacks import bombs, branches, calls, reach, relatives, runaway, sharing, wire
 from attacks.base import ATTACKS
 
-__all__ = ["ATTACKS", "bombs", "branches", "calls", "reach", "runaway", "sharing", "wire"]
+__all__ = ["ATTACKS", "bombs", "branches", "calls", "reach", "relatives", "runaway", "sharing", "wire"]

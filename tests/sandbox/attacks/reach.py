@@ -41,6 +41,48 @@ attempt('truncate', lambda: os.truncate(path, os.stat(path).st_size))
     tries=10,
 )
 attack(
+    "emptying files of the host",
+    "files",
+    """
+import os
+path = arena['key_file'].encode()
+NUMBER = {'x86_64': {'open': 2, 'openat': 257, 'creat': 85, 'truncate': 76}, 'aarch64': {'openat': 56, 'truncate': 45}}[os.uname().machine]
+def call(name, *args):
+    number = libc.syscall(ctypes.c_long(NUMBER[name]), *(a if isinstance(a, bytes) else ctypes.c_long(a) for a in args))
+    if number < 0: raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return number
+import ctypes
+for mode in range(4):  # 3 asks for neither reading nor writing, yet empties
+    for extra in (0, os.O_APPEND, os.O_NONBLOCK, 0o100, os.O_NOFOLLOW, 0o40000000000 >> 3):
+        flags = mode | os.O_TRUNC | extra
+        attempt(f'openat {flags:o}', lambda: call('openat', -100, path, flags, 0o600))
+        attempt(f'openat {flags:o} beyond 32 bits', lambda: call('openat', -100, path, flags | 1 << 40, 0o600))
+        if 'open' in NUMBER: attempt(f'open {flags:o}', lambda: call('open', path, flags, 0o600))
+attempt('openat 3', lambda: call('openat', -100, path, 3, 0))
+if 'creat' in NUMBER: attempt('creat', lambda: call('creat', path, 0o600))
+attempt('truncate', lambda: call('truncate', path, 0))
+attempt('ftruncate', lambda: os.ftruncate(os.open(path, os.O_RDONLY), 0))
+attempt('ftruncate of a path', lambda: os.ftruncate(os.open(path, os.O_PATH), 0))
+""",
+    tries=52,
+)
+attack(
+    "files beside a package that may be imported",
+    "files",
+    """
+import os, of_arena.inner
+folder = arena['folder'] + '/checkout/'
+for name in ('.env', '.git/config', 'id_rsa', 'settings.toml', 'conftest.py', 'of_arena/.env', 'of_arena/inner/.netrc', 'of_arena/linked'):
+    attempt(name, lambda: open(folder + name).read()[:4])
+def listed(name):
+    names = set(os.listdir(name)) - {'of_arena'}
+    if not names: raise Gone()
+    return names
+attempt('the folder', lambda: listed(folder))
+""",
+    tries=9,
+)
+attack(
     "account files of the host",
     "files",
     "for p in ('/etc/passwd', '/etc/group', '/etc/hosts', '/etc/hostname', '/etc/resolv.conf', '/etc/machine-id'):\n"

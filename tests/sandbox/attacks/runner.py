@@ -1,7 +1,7 @@
 """Tries attacks in a process of its own: ``python -m attacks.runner PLAN``, as whoever runs it.
 
-PLAN is JSON: ``{"provider", "tier", "spec", "names"}``. Prints a line of JSON per attack as it ends, then one line about what
-was left over after all was closed.
+PLAN is JSON: ``{"provider", "tier", "spec", "names", "landlock"}``. Prints a line of JSON per attack as it ends, then
+one line about what was left over after all was closed.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ class Plan(msgspec.Struct, frozen=True):
     spec: dict[str, Any] = {}
     names: tuple[str, ...] = ()
     """Attacks, in order; empty: all."""
+    landlock: int = 0
+    """The newest version of it that the jail may use; 0: what this kernel has."""
 
 
 class Opening(msgspec.Struct, tag="opening"):
@@ -60,7 +62,7 @@ def tell(line: Line) -> None:
 
 
 async def run(plan: Plan) -> None:
-    arena = Arena(plan.provider, plan.spec)
+    arena = Arena(plan.provider, plan.spec, plan.landlock)
     try:
         await arena.__aenter__()
     except RamifyError as error:

@@ -6,7 +6,6 @@ cannot show is skipped with its reason. Without walls, the same attacks must rea
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import os
@@ -21,6 +20,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import pytest
+from other_user import AS_NOBODY, VERSION, own_path, readable
 
 from attacks.base import ATTACKS, Attack, Verdict
 from attacks.cases import ATTACKS as ALL_ATTACKS
@@ -28,9 +28,6 @@ from attacks.runner import Closing, Line, Opening, Told
 from attacks.watch import start_time
 from ramify.sandbox.base import PROVIDERS
 
-HERE = Path(__file__).parents[1]
-ROOT = HERE.parents[1]
-NOBODY = 65534
 IS_ROOT = os.geteuid() == 0
 assert ALL_ATTACKS is ATTACKS
 
@@ -53,37 +50,35 @@ class Place(NamedTuple):
 
 
 def place(as_root: bool, home: str) -> Place:
-    """For an ordinary user: a Python that they may run, which is not that of an environment in root's home."""
+    """For an ordinary user: a Python that they may run, and a package that they may read (``other_user.py``)."""
     os.chmod(home, 0o777)
-    path = [str(ROOT), str(HERE), *(entry for entry in sys.path if entry.endswith("site-packages"))]
-    env = {
+    if as_root or not IS_ROOT:
+        return Place(sys.executable, env_of(own_path(), home), {})
+    found = readable()
+    if found is None:
+        pytest.skip(f"an ordinary user can run no {VERSION} here")
+    return Place(found.python, env_of(found.path, home), AS_NOBODY)
+
+
+def env_of(path: tuple[str, ...], home: str) -> dict[str, str]:
+    return {
         "PYTHONPATH": os.pathsep.join(path), "PYTHONDONTWRITEBYTECODE": "1", "HOME": home, "TMPDIR": home,
         "LANG": "C.UTF-8", "PATH": os.environ["PATH"],
     }  # fmt: skip
-    if as_root or not IS_ROOT:
-        return Place(sys.executable, env, {})
-    whoami: dict[str, Any] = {"user": NOBODY, "group": NOBODY, "extra_groups": []}
-    version = "python{}.{}".format(*sys.version_info)
-    trial = "import attacks.runner, subprocess, sys; subprocess.run([sys.executable, '-c', ''], check=True)"
-    for python in (sys.executable, f"/usr/bin/{version}", f"/usr/local/bin/{version}"):
-        with contextlib.suppress(OSError):
-            if not subprocess.run([python, "-c", trial], env=env, cwd="/", capture_output=True, **whoami).returncode:
-                return Place(python, env, whoami)
-    pytest.skip(f"an ordinary user can run no {version} here that reads {ROOT}")
 
 
-def plan_of(provider: str, tier: str, names: tuple[str, ...] = ()) -> str:
+def plan_of(provider: str, tier: str, names: tuple[str, ...] = (), landlock: int = 0) -> str:
     spec = {} if provider == "process" else {"allow_weaker": True, "tier": "C"}
-    return json.dumps({"provider": provider, "tier": tier, "names": names, "spec": spec})
+    return json.dumps({"provider": provider, "tier": tier, "names": names, "spec": spec, "landlock": landlock})
 
 
 @functools.cache
-def findings(provider: str, tier: str, as_root: bool, names: tuple[str, ...] = ()) -> Findings:
+def findings(provider: str, tier: str, as_root: bool, names: tuple[str, ...] = (), landlock: int = 0) -> Findings:
     """Run all attacks once. What stops the whole runner is its complaint."""
     with tempfile.TemporaryDirectory(prefix="attacks-") as home:
         python, env, whoami = place(as_root, home)
         done = subprocess.run(
-            [python, "-m", "attacks.runner", plan_of(provider, tier, names)],
+            [python, "-m", "attacks.runner", plan_of(provider, tier, names, landlock)],
             capture_output=True, text=True, env=env, cwd="/", timeout=400, check=False, start_new_session=True, **whoami,
         )  # fmt: skip
         left = sorted(path.name for path in Path(home).iterdir())
@@ -152,6 +147,24 @@ def test_contained(started: Started, tier: str, as_root: bool, name: str) -> Non
         assert verdict.reached, f"it is contained here, though said to be open at tier {tier}: {attack.open_at[tier]}"
     else:
         assert verdict.reached == [], verdict
+
+
+ON_FILES = tuple(name for name, attack in ATTACKS.items() if attack.kind == "files")
+
+
+@pytest.mark.parametrize("name", ON_FILES)
+@pytest.mark.parametrize("landlock", [1, pytest.param(2, marks=slow), pytest.param(4, marks=slow)])
+@WHO
+def test_contained_by_an_older_landlock(landlock: int, as_root: bool, name: str) -> None:
+    """Tier B of Linux 5.13, 5.19 and 6.7: the first two do not know the right to empty a file."""
+    if sys.platform != "linux" or (as_root and not IS_ROOT):
+        pytest.skip("these tests need Linux" if sys.platform != "linux" else "these tests do not run as root")
+    found = findings("jail", "B", as_root, ON_FILES, landlock)
+    assert found.opening is not None, found.complaint
+    if found.opening.refusal or found.opening.tier != "B":
+        pytest.skip(f"this machine has no tier B: {found.opening.refusal or found.opening.tier}")
+    verdict = found.verdicts[name]
+    assert (bool(verdict.reached), verdict.faults) == ("B" in ATTACKS[name].open_at, []), verdict
 
 
 @pytest.mark.parametrize("tier", TIERS)

@@ -1,0 +1,127 @@
+"""Checksums of a folder's files, so that a file whose bytes changed on disk is found before it is loaded.
+
+    FOLDER/checksums.json     {"files": {"policy/model.safetensors": {"bytes": 2031616, "sha256": "9f2c…"}, …}}
+
+Of a file of at most ``CHUNK`` bytes it is what ``sha256sum`` prints. A larger one is read in chunks by several threads, and
+its checksum is that of the chunks' checksums, one after the other. Folders without the file are not checked: they are older,
+or from elsewhere. Leaves out when checksums are written and what is done about a damaged file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+
+from ramify.errors import StoreError
+
+FILE = "checksums.json"
+CHUNK = 64 << 20
+"""Bytes that one thread reads at a time."""
+_BLOCK = 1 << 20
+_THREADS = 8
+_COPY = "copy the folder again from where it is whole"
+
+
+class FileChecksum(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What one file held when it was written."""
+
+    bytes: int
+    """Its size."""
+    sha256: str
+
+
+class _Checksums(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    files: dict[str, FileChecksum]
+    """Path within the folder -> its checksum."""
+
+
+def write(folder: Path) -> None:
+    """Write the checksums of all files below ``folder``; none where there is no such folder."""
+    if not folder.is_dir():
+        return
+    names = [str(each.relative_to(folder)) for each in sorted(folder.rglob("*")) if each.is_file()]
+    found = _sums(folder, [name for name in names if name != FILE])
+    path = folder / FILE
+    aside = path.with_name(f".{FILE}.tmp")
+    aside.write_bytes(msgspec.json.format(msgspec.json.encode(_Checksums(found))))
+    aside.replace(path)
+
+
+def drop(folder: Path) -> None:
+    """Remove the checksums of a folder whose files are about to change."""
+    (folder / FILE).unlink(missing_ok=True)
+
+
+def check(folder: Path, under: str = "", advice: Callable[[], str] | None = None) -> None:
+    """Compare the files of ``folder`` whose path begins with ``under`` with its checksums, if it has any.
+
+    Raises StoreError that names the first file that is missing or differs, and ends with ``advice()``."""
+    path = folder / FILE
+    if not path.is_file():
+        return
+    what_to_do = advice or (lambda: f"{_COPY}, or delete {path} if the change was meant")
+    try:
+        known = msgspec.json.decode(path.read_bytes(), type=_Checksums).files
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise StoreError(f"{path} is damaged: {error}; {what_to_do()}") from None
+    wanted = {name: each for name, each in known.items() if name.startswith(under)}
+    for name, problem in _problems(folder, wanted):
+        raise StoreError(f"{folder / name} is damaged: {problem}; {what_to_do()}")
+
+
+def check_model(folder: Path) -> None:
+    """``check`` for a model's folder, which may also be the part ``policy`` of a checkpoint."""
+    if (folder / FILE).is_file():
+        check(folder)
+    elif (folder.parent / "state.json").is_file():
+        check(folder.parent, f"{folder.name}/")
+
+
+def _problems(folder: Path, wanted: Mapping[str, FileChecksum]) -> Iterable[tuple[str, str]]:
+    """(name, what is wrong) of each file that is not what it was; sizes first, since they cost nothing."""
+    for name, each in wanted.items():
+        path = folder / name
+        if not path.is_file():
+            yield name, "it is missing"
+        elif path.stat().st_size != each.bytes:
+            yield name, f"it has {path.stat().st_size:,} bytes, and had {each.bytes:,} when it was written"
+    found = _sums(folder, wanted)
+    for name, each in wanted.items():
+        if found[name] != each:
+            yield name, f"its sha256 begins with {found[name].sha256[:12]}, and was {each.sha256[:12]}… when written"
+
+
+def _sums(folder: Path, names: Iterable[str]) -> dict[str, FileChecksum]:
+    """Name -> its checksum now. Raises StoreError for a file that cannot be read."""
+    sizes = {name: (folder / name).stat().st_size for name in names}
+    parts = [(name, start) for name, size in sizes.items() for start in range(0, max(size, 1), CHUNK)]
+    with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
+        digests = list(pool.map(lambda part: _chunk(folder / part[0], part[1]), parts))
+    chunks: dict[str, list[bytes]] = {name: [] for name in sizes}
+    for (name, _), digest in zip(parts, digests, strict=True):
+        chunks[name].append(digest)
+    return {name: FileChecksum(size, _joined(chunks[name])) for name, size in sizes.items()}
+
+
+def _joined(digests: list[bytes]) -> str:
+    return digests[0].hex() if len(digests) == 1 else hashlib.sha256(b"".join(digests)).hexdigest()
+
+
+def _chunk(path: Path, start: int) -> bytes:
+    """The sha256 of the chunk of ``path`` that begins at ``start``."""
+    digest, left = hashlib.sha256(), CHUNK
+    buffer = memoryview(bytearray(_BLOCK))
+    try:
+        with open(path, "rb", buffering=0) as file:
+            file.seek(start)
+            while left and (num := file.readinto(buffer[: min(left, _BLOCK)])):
+                digest.update(buffer[:num])
+                left -= num
+    except OSError as error:
+        raise StoreError(f"{path} cannot be read: {error.strerror}") from error
+    return digest.digest()

@@ -1,0 +1,116 @@
+"""The lock of a training folder: one process writes to it, and whoever comes second is refused at once.
+
+    OUT/.lock      held by ``flock`` as long as the run lasts; it says which process holds it: {"pid":4711,"host":"gpu-3"}
+
+The system frees the lock when its holder ends, however it ends, so that a killed run can be resumed.
+Only the process that owns a run takes the lock: not its ranks, engines or rollout processes, nor what starts it again.
+Leaves out what is written in the folder (``checkpoint.py``, ``metrics.py``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from ramify.errors import ConfigError, RunInUse
+from ramify.store.journal import Writer, this_process
+
+FILE = ".lock"
+_PATIENCE_S = 0.5
+"""How long to try: a reader that asks whether a run is live holds the lock for an instant."""
+_TAKEN = (errno.EWOULDBLOCK, errno.EACCES)
+
+
+@contextlib.contextmanager
+def locked(out: Path) -> Iterator[None]:
+    """Hold the lock of the folder ``out``, which is made where it is missing, and removed if nothing was written there.
+    Raises RunInUse, naming the holder, where another process has it."""
+    missing: list[Path] = []
+    path = out / FILE
+    try:
+        missing += [each for each in (out, *out.parents) if not each.exists()]
+        out.mkdir(parents=True, exist_ok=True)
+        fd = _acquired(path)
+    except OSError as error:
+        _remove(missing)
+        raise ConfigError(
+            f"nothing can be written in the run's folder {out} ({error.strerror}): give another with --out DIR"
+        ) from error
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        fcntl.flock(fd, fcntl.LOCK_UN)  # a process forked from this one may still hold the descriptor
+        os.close(fd)
+        _remove(missing)
+
+
+def holder(out: Path) -> Writer | None:
+    """The process that writes to the folder ``out`` now; None if there is none."""
+    path = out / FILE
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return _named(path) if error.errno in _TAKEN else None
+    finally:
+        os.close(fd)
+    return None
+
+
+def _acquired(path: Path) -> int:
+    """A descriptor that holds the lock on ``path``, which names this process."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        _wait(fd, path)
+        if os.fstat(fd).st_nlink > 0:
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, msgspec.json.encode(this_process()), 0)
+            return fd
+    except BaseException:
+        os.close(fd)
+        raise
+    os.close(fd)  # removed between opening and locking: it is no longer the folder's
+    return _acquired(path)
+
+
+def _wait(fd: int, path: Path) -> None:
+    deadline = time.monotonic() + _PATIENCE_S
+    while True:
+        try:
+            return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in _TAKEN:
+                text = f"{path.parent} has no locks ({error.strerror}): nothing keeps a second run out of it"
+                return warnings.warn(text, stacklevel=2)
+            if time.monotonic() > deadline:
+                raise RunInUse(
+                    f"the run's folder {path.parent} is being written by {_named(path)}: wait for it, stop it, or give "
+                    "another folder with --out DIR"
+                ) from None
+        time.sleep(0.02)
+
+
+def _named(path: Path) -> Writer:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Writer)
+    except (OSError, msgspec.DecodeError):
+        return Writer(0, "a host that it does not name")
+
+
+def _remove(folders: list[Path]) -> None:
+    """Remove the folders that are empty, innermost first."""
+    with contextlib.suppress(OSError):
+        for each in folders:
+            each.rmdir()

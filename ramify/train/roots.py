@@ -1,0 +1,57 @@
+"""Counts, before the first step, how many roots will be recursive.
+
+    20 of the first 20 items begin with a recursive root (a session, with children down to depth 1)
+    0 of the first 20 items begin with a recursive root: one plain call answers 20 of them
+
+A root that one plain call answers has no session, and teaches nothing about recursion. Decides how many items are looked
+at and what is reported. Leaves out the decision itself, which is the engine's (``engine/question.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from ramify.tasks.base import Item
+
+ITEMS = 20
+"""Items that are looked at: the first ones that the run will roll out."""
+
+
+class RootCount(msgspec.Struct, frozen=True):
+    """How the first items of a run begin."""
+
+    items: int
+    """Items that were looked at."""
+    direct: int
+    """Items that one plain call answers, without a session."""
+    depth: int
+    """``limits.max_depth``: at 0, no root may call a child, so that none is recursive."""
+
+    @property
+    def recursive(self) -> int:
+        """Items whose root has a session and may call children."""
+        return self.items - self.direct if self.depth else 0
+
+    def metrics(self) -> dict[str, float]:
+        return {"recursive_roots": float(self.recursive), "direct_roots": float(self.direct)}
+
+    def sentence(self) -> str:
+        """One line for a person."""
+        head = f"{self.recursive} of the first {self.items} items begin with a recursive root"
+        if self.recursive:
+            head += f" (a session, with children down to depth {self.depth})"
+        reasons = []
+        if self.direct:
+            reasons.append(
+                f"one plain call answers {self.direct} of them (rl.rollout.direct=false gives each a session)"
+            )
+        if not self.depth and self.direct < self.items:
+            reasons.append(f"{self.items - self.direct} have a session, and limits.max_depth=0 allows no children")
+        return head + (": " + "; ".join(reasons) if reasons else "")
+
+
+def first_items(items: Sequence[Item], first: int) -> list[Item]:
+    """The first items from number ``first`` on, as a run goes through them: again from the start at the end."""
+    return [items[(first + number) % len(items)] for number in range(min(ITEMS, len(items)))]

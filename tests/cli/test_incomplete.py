@@ -1,0 +1,74 @@
+"""``ramify ask`` and replies that are not whole, or do not come: what is printed, the exit code, and going on later."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from ramify.clients.scripted_server import ScriptedServer
+from ramify.types.message import Message, Reply
+from tests.cli.helpers import Done, Shell
+
+NUMBER = '{"type": "integer"}'
+
+
+def ask(shell: Shell, script: list[Any], *arguments: str) -> Done:
+    """The command over a server on loopback."""
+
+    async def main() -> Done:
+        async with ScriptedServer(script) as server:
+            return await asyncio.to_thread(shell.run, "ask", "-m", f"openai:m@{server.url}", *arguments)
+
+    return asyncio.run(main())
+
+
+def ended(text: str, finish: Any) -> Reply:
+    return Reply(Message("assistant", text), finish=finish)
+
+
+def test_a_cut_answer_is_printed_and_exits_3(shell: Shell) -> None:
+    done = ask(shell, ["A long story " * 100], "tell me", "--max-reply-tokens", "6")
+    why, summary = done.err.splitlines()
+    assert (done.code, done.out) == (3, ("A long story " * 2)[:24] + "\n")
+    assert "openai:m" in why
+    assert why.endswith("the reply was cut at its limit of 6 tokens; ask for less, or raise max_reply_tokens")
+    assert summary.startswith("max_tokens · 1 turn, 1 call")
+
+
+def test_a_cut_answer_as_json(shell: Shell) -> None:
+    done = ask(shell, [ended("half", "length")], "tell me", "--json")
+    answer = json.loads(done.out)
+    assert (done.code, answer["answer"], answer["stop"]) == (3, "half", "max_tokens")
+    assert "cut at its limit" in answer["error"]
+
+
+def test_a_cut_answer_that_must_fit_a_schema_is_none(shell: Shell) -> None:
+    done = ask(shell, [ended("12", "length")], "how many?", "--answer-schema", NUMBER)
+    assert (done.code, done.out) == (4, "")
+    assert "cut at its limit" in done.err
+
+
+@pytest.mark.parametrize("text", ["", "The first half"])
+def test_a_filtered_answer_is_an_error_that_names_the_filter(shell: Shell, text: str) -> None:
+    done = ask(shell, [ended(text, "content_filter")], "tell me")
+    assert (done.code, done.out) == (1, "")
+    assert "a content filter stopped the reply (content_filter)" in done.err.splitlines()[0]
+
+
+def test_a_run_that_found_no_network_is_gone_on_with(shell: Shell) -> None:
+    async def main() -> tuple[Done, Done]:
+        script = ["fine"]
+        async with ScriptedServer(script) as server:
+            url, port = server.url, int(server.url.rsplit(":", 1)[1].split("/")[0])
+        failed = await asyncio.to_thread(shell.run, "ask", "-m", f"openai:m@{url}", "--patience", "0.1", "how?")
+        async with ScriptedServer(script, port=port):
+            return failed, await asyncio.to_thread(shell.run, "ask", "--resume", "last")
+
+    failed, resumed = asyncio.run(main())
+    assert (failed.code, failed.out) == (1, "")
+    assert "cannot reach" in failed.err
+    assert "continue this run with: ramify ask --resume 2" in failed.err
+    assert (resumed.code, resumed.out) == (0, "fine\n")

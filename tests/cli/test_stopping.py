@@ -1,0 +1,86 @@
+"""Ctrl-C and SIGTERM while the event loop is blocked, in a process of its own."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from ramify.cli.exits import Exit
+from tests.cli.helpers import Shell
+
+ASKING = """
+class Running:
+    def wrap_up(self): pass
+    def cancel(self): pass
+
+async def blocked():
+    with Interrupts(Notes(True)).caught(Running()):
+        {block}
+"""
+SERVING = """
+async def blocked():
+    on_stop(lambda: None)
+    {block}
+"""
+VIEW = """
+async def blocked():
+    with Screen(Notes(False), "live"):
+        {block}
+"""
+PROGRAM = """
+import asyncio, sys, threading
+from ramify.cli.asking import Interrupts
+from ramify.cli.notes import Notes
+from ramify.cli.progress import Screen
+from ramify.cli.serving import on_stop
+
+def ready():
+    print("ready", flush=True)
+
+def spin():
+    ready()
+    while True:
+        pass
+
+{blocked}
+asyncio.run(blocked())
+"""
+IN_A_TASK = "spin()"
+IN_A_CALLBACK = "asyncio.get_running_loop().call_soon(spin); await asyncio.sleep(600)"
+IN_A_LOCK = "ready(); lock = threading.Lock(); lock.acquire(); lock.acquire()"
+
+
+def ended_by(shell: Shell, program: str, number: signal.Signals, times: int) -> int:
+    """The exit code of a process that gets signal ``number`` up to ``times`` times."""
+    with subprocess.Popen(
+        [sys.executable, "-c", program], env=shell.env, cwd=shell.folder, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline() == b"ready\n"
+            for _ in range(times):
+                process.send_signal(number)
+                try:
+                    process.wait(1)  # two signals at once are one
+                except subprocess.TimeoutExpired:
+                    continue
+            return process.wait(60)
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("block", [IN_A_TASK, IN_A_CALLBACK, IN_A_LOCK], ids=["task", "callback", "lock"])
+@pytest.mark.parametrize("command", [ASKING, SERVING, VIEW], ids=["ask", "serve", "live view"])
+def test_one_sigterm_ends_a_blocked_command(shell: Shell, command: str, block: str) -> None:
+    program = PROGRAM.format(blocked=command.format(block=block))
+    assert ended_by(shell, program, signal.SIGTERM, 1) == Exit.TERMINATED
+
+
+@pytest.mark.parametrize("block", [IN_A_TASK, IN_A_CALLBACK, IN_A_LOCK], ids=["task", "callback", "lock"])
+@pytest.mark.parametrize("command", [ASKING, SERVING], ids=["ask", "serve"])
+def test_ctrl_c_twice_ends_a_blocked_command(shell: Shell, command: str, block: str) -> None:
+    program = PROGRAM.format(blocked=command.format(block=block))
+    assert ended_by(shell, program, signal.SIGINT, 2) == -signal.SIGINT

@@ -1,0 +1,265 @@
+"""Replies that are not whole, and servers whose figures are wrong: over real HTTP, through whole runs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from ramify import RLM, Limits, RamifyError, Stop
+from ramify.clients.base import Price
+from ramify.clients.scripted_server import ScriptedServer
+from ramify.engine.running import Result
+from ramify.errors import ReplyCut, ReplyFiltered
+from ramify.types.message import Message, Reply, ToolCall, Usage
+from tests.clients.helpers import Says, run, says
+from tests.engine.helpers import SCAFFOLD, code
+
+Script = list[Any] | Callable[..., Any]
+
+
+def reply(text: str, finish: Any) -> Reply:
+    return Reply(Message("assistant", text), finish=finish)
+
+
+def ran(script: Script, question: str = "?", context: str | None = "text", **options: Any) -> Result:
+    """What a run over a scripted server comes to; its failures are data."""
+
+    async def main() -> Result:
+        async with (
+            ScriptedServer(script) as server,
+            RLM(f"openai:test@{server.url}", **options) as rlm,
+        ):
+            given = (question,) if context is None else (context, question)
+            return await rlm.start(*given).result()
+
+    result: Result = run(main())
+    return result
+
+
+def in_session(*root: Any, other: Any = "whole", **options: Any) -> Result:
+    """As ``ran``, in a session: ``root`` are its turns, ``other`` is the reply to every plain call."""
+    turns = iter(root)
+
+    def script(messages: tuple[Message, ...]) -> Any:
+        return next(turns) if messages[0].role == "system" else other
+
+    return ran(script, scaffold=SCAFFOLD, **options)
+
+
+# --- direct answers ------------------------------------------------------------------------------------------------
+
+
+def test_a_direct_answer_that_was_cut_ends_with_its_stop() -> None:
+    result = ran(["x" * 400], context=None, limits=Limits(max_reply_tokens=10))
+    assert (result.stop, result.answer) == (Stop.MAX_TOKENS, "x" * 40)
+    assert isinstance(result.failure, ReplyCut)
+    assert "the reply was cut at its limit of 10 tokens" in str(result.error)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "stop"),
+    [
+        (int, "123", Stop.MAX_TOKENS),
+        (list[int], "[1, 2", Stop.MAX_TOKENS),
+        (str, '"abc"', Stop.MAX_TOKENS),
+    ],
+)
+def test_a_typed_answer_that_was_cut_is_none(kind: Any, text: str, stop: Stop) -> None:
+    async def main() -> Result:
+        async with (
+            ScriptedServer(lambda messages: reply(text, "length")) as server,
+            RLM(f"openai:test@{server.url}") as rlm,
+        ):
+            return await rlm.start("how many?", answer_type=kind).result()
+
+    result = run(main())
+    assert (result.stop, result.answer) == (stop, None)
+    assert isinstance(result.failure, ReplyCut)
+    assert result.failure.text == text
+
+
+def test_a_cut_reply_that_is_corrected_counts() -> None:
+    async def main() -> Result:
+        script: list[Any] = [reply("[1, 2", "length"), "[1, 2, 3]"]
+        async with ScriptedServer(script) as server, RLM(f"openai:test@{server.url}") as rlm:
+            return await rlm.start("which?", answer_type=list[int]).result()
+
+    result = run(main())
+    assert (result.stop, result.answer) == (Stop.FINAL, [1, 2, 3])
+
+
+@pytest.mark.parametrize("text", ["", "The first half"])
+def test_a_filtered_direct_answer_is_an_error_that_names_the_filter(text: str) -> None:
+    result = ran([reply(text, "content_filter")], context=None)
+    assert (result.stop, result.answer, result.usage.calls) == (Stop.ERROR, None, 1)
+    assert isinstance(result.failure, ReplyFiltered)
+    assert "a content filter stopped the reply (content_filter)" in str(result.error)
+
+
+FORMS = {
+    "a refusal": ({"message": {"refusal": "I cannot"}, "finish_reason": "stop"}, "refused to answer (refusal): 'I cannot'"),
+    "of Azure": (
+        {
+            "message": {"content": ""}, "finish_reason": "content_filter",
+            "content_filter_results": {"hate": {"filtered": True}, "violence": {"filtered": False}},
+        },
+        "(content_filter (hate))",
+    ),
+    "of a gateway": ({"message": {"content": "x"}, "finish_reason": "SAFETY"}, "(SAFETY)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("choice", "named"), FORMS.values(), ids=FORMS)
+def test_every_form_of_a_filter_is_named(choice: dict[str, Any], named: str) -> None:
+    async def main() -> None:
+        body = msgspec.json.encode({"choices": [choice], "usage": {"prompt_tokens": 1, "completion_tokens": 1}})
+        async with says(body) as server, RLM(f"openai:test@{server.root}/v1") as rlm:
+            with pytest.raises(RamifyError) as caught:
+                await rlm.acompletion("?")
+        assert named in str(caught.value)
+
+    run(main())
+
+
+@pytest.mark.parametrize("reason", ["max_tokens", "MAX_TOKENS", "model_length", "max_output_tokens"])
+def test_other_words_for_a_limit_are_known(reason: str) -> None:
+    async def main() -> Result:
+        body = msgspec.json.encode({"choices": [{"message": {"content": "half"}, "finish_reason": reason}]})
+        async with says(body) as server, RLM(f"openai:test@{server.root}/v1") as rlm:
+            return await rlm.start("?").result()
+
+    result = run(main())
+    assert (result.stop, result.answer) == (Stop.MAX_TOKENS, "half")
+
+
+def test_a_reply_that_the_server_broke_off_is_asked_for_again() -> None:
+    bodies = [
+        msgspec.json.encode({"choices": [{"message": {"content": text}, "finish_reason": reason}]})
+        for text, reason in (("half of", "error"), ("half of it", "stop"))
+    ]
+
+    async def main() -> Result:
+        async with (
+            Says(lambda _: (200, bodies.pop(0), {})) as server,
+            RLM(f"openai:test@{server.root}/v1") as rlm,
+        ):
+            return await rlm.start("?").result()
+
+    result = run(main())
+    assert (result.stop, result.answer, result.usage.calls) == (Stop.FINAL, "half of it", 2)
+
+
+# --- calls of a session --------------------------------------------------------------------------------------------
+
+CAUGHT = """\
+try:
+    llm_query_batched(['a', 'b'])
+except SubcallError as error:
+    FINAL([error.results, error.partial, 'cut at its limit of' in error.failures[0]])"""
+
+
+def test_a_cut_reply_to_a_call_raises_with_its_text() -> None:
+    result = in_session(code(CAUGHT), other=reply("half", "length"))
+    assert result.answer == [[None, None], {0: "half", 1: "half"}, True]
+    assert [(call.stop, call.answer) for call in result.trajectory.calls[1:]] == [(Stop.MAX_TOKENS, "half")] * 2
+
+
+def test_a_cut_number_is_no_number() -> None:
+    caught = "try:\n  FINAL(llm_query('how many?', schema=int))\nexcept SubcallError as e:\n  FINAL(e.partial)"
+    assert in_session(code(caught), other=reply("123", "length")).answer == {0: "123"}
+
+
+def test_a_filtered_reply_to_a_call_raises_and_has_no_text() -> None:
+    caught = "try:\n  FINAL(llm_query('a'))\nexcept SubcallError as e:\n  FINAL([str(e), e.partial])"
+    text, partial = in_session(code(caught), other=reply("half", "content_filter")).answer
+    assert "a content filter stopped the reply" in text
+    assert partial == {}
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_cut_answer_of_a_child_raises(depth: int) -> None:
+    """At depth 0 the child is one plain call; at depth 1 it is a session that answers in words."""
+    caught = "try:\n  FINAL(rlm_query('a child'))\nexcept SubcallError as e:\n  FINAL(e.partial)"
+
+    def script(messages: tuple[Message, ...]) -> Any:
+        is_child = "a child" in messages[min(1, len(messages) - 1)].content
+        return reply("half of an answer", "length") if is_child else code(caught)
+
+    result = ran(script, scaffold=SCAFFOLD, limits=Limits(max_depth=depth))
+    assert result.answer == {0: "half of an answer"}
+
+
+# --- turns of the root ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("half", "left_out"),
+    [
+        ("```repl\nFINAL('half', context[:2", "code fence"),
+        ("```repl\nFINAL('half')", "code fence"),
+        ("FINAL(half of it", "FINAL(…)"),
+        ("FINAL_VAR(half", "FINAL(…)"),
+    ],
+)
+def test_half_of_a_message_is_not_acted_on(half: str, left_out: str) -> None:
+    result = in_session(reply(half, "length"), code("FINAL('whole')"))
+    first, second = result.trajectory.root.turns
+    assert (result.stop, result.answer, first.cells) == (Stop.FINAL, "whole", ())
+    assert f"your message was cut at its limit of tokens, and the last {left_out}" in second.prompt[-1].content
+
+
+def test_what_was_closed_before_the_cut_is_run() -> None:
+    result = in_session(reply(code("x = 1") + "\n```repl\nx = 2", "length"), code("FINAL(x)"))
+    assert (result.answer, [cell.code for cell in result.trajectory.root.turns[0].cells]) == (
+        1,
+        ["x = 1"],
+    )
+
+
+def test_a_tool_call_that_was_cut_is_not_run() -> None:
+    call = ToolCall("1", "repl", '{"code": "FINAL(1')
+    native = msgspec.structs.replace(SCAFFOLD, native_tools=True)
+    script = [
+        Reply(Message("assistant", "", tool_calls=(call,)), finish="length"),
+        code("FINAL('whole')"),
+    ]
+    assert ran(script, scaffold=native).answer == "whole"
+
+
+def test_words_that_were_cut_are_a_partial_answer() -> None:
+    result = in_session("thinking", reply("It is prob", "length"))
+    assert (result.stop, result.answer) == (Stop.MAX_TOKENS, "It is prob")
+    assert isinstance(result.failure, ReplyCut)
+
+
+def test_a_filtered_turn_ends_the_run_with_the_filter_named() -> None:
+    result = in_session(reply(code("FINAL(1)"), "content_filter"))
+    assert (result.stop, result.answer) == (Stop.ERROR, None)
+    assert "a content filter stopped the reply" in str(result.error)
+
+
+# --- figures that are wrong ----------------------------------------------------------------------------------------
+
+
+def test_a_gateway_that_counts_wrongly_does_not_take_a_run_past_its_cost() -> None:
+    """Each reply reports a hundred times more cached tokens than the prompt has: at face value a negative cost."""
+
+    async def main() -> None:
+        limit = 0.02
+        line = Reply(Message("assistant", "```repl\nllm_query('x' * 100)\n```"), Usage(50, 50, 5000, calls=1))
+        async with ScriptedServer(lambda messages: line) as server:
+            model = f"openai:gpt-5-mini@{server.url}"
+            async with RLM(model, limits=Limits(max_cost=limit, max_turns=500)) as rlm:
+                result = await rlm.acompletion("text " * 20_000, "?")
+        assert result.stop is Stop.MAX_COST
+        assert result.cost is not None
+        assert 0 < result.cost <= limit
+        price = Price(0.25, 2.0)
+        assert all((call.cost or 0.0) >= 0.0 for call in result.trajectory.calls)
+        assert server.answered * price.of(Usage(50, 50)) <= limit
+
+    asyncio.run(main())

@@ -1,0 +1,177 @@
+"""Many forks at once in one tree of the jail, and what a rollback says that could not be prepared."""
+
+import asyncio
+import subprocess
+import sys
+from typing import Any
+
+import jail_tiers as tiers
+import pytest
+from test_jail import answer, value, with_jail
+
+from ramify.errors import SandboxError, SessionDied
+from ramify.sandbox.base import SandboxSpec, open_sandbox
+from ramify.sandbox.promises.base import HOST
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="THE JAIL IS NOT TESTED HERE: it needs Linux")
+
+FORKS = 64
+
+
+async def forks_at_once(session: Any) -> list[str]:
+    """64 forks at the same time: half of them of ``session``, half of four branches of it."""
+    origins = [session, *[await session.fork() for _ in range(4)]]
+    chosen = [origins[0] if number % 2 else origins[1 + number // 2 % 4] for number in range(FORKS)]
+    branches = await asyncio.gather(*(each.fork() for each in chosen), return_exceptions=True)
+    found = [str(each) for each in branches if isinstance(each, BaseException)]
+    for number, branch in enumerate(branches):
+        if not isinstance(branch, BaseException):
+            assert await value(branch, f"x.append({number})\nx") == f"[0, {number}]"
+    for origin in origins:
+        assert await value(origin, "x") == "[0]"
+    return found
+
+
+@pytest.mark.parametrize("tier", tiers.TIERS)
+def test_many_forks_at_once_of_an_idle_tree(tier: str) -> None:
+    async def test(sandbox: Any) -> None:
+        session = await sandbox.open()
+        await value(session, "x = [0]")
+        assert await forks_at_once(session) == []
+
+    with_jail(test, tier)
+
+
+async def fork_in_the_middle(session: Any, count: int) -> list[Any]:
+    """Branches that wait for the answer to the first of two calls."""
+    asked, go = asyncio.Event(), asyncio.Event()
+
+    async def held(name: str, args: Any, kwargs: Any) -> Any:
+        asked.set()
+        await go.wait()
+        return "origin"
+
+    code = "got = [host('word', i) for i in range(2)]\ngot"
+    origin = asyncio.ensure_future(session.run(code, answer=held))
+    await asyncio.wait_for(asked.wait(), 30)
+    branches = await asyncio.gather(*(session.fork() for _ in range(count)), return_exceptions=True)
+    go.set()
+    assert (await origin).cell.value == "['origin', 'origin']"
+    return branches
+
+
+@pytest.mark.parametrize("tier", tiers.TIERS)
+def test_many_forks_at_once_in_the_middle_of_a_call(tier: str) -> None:
+    """Each branch is itself forked twice while it waits for its second call."""
+
+    async def test(sandbox: Any) -> None:
+        session = await sandbox.open()
+        await session.install("host_names", HOST)
+        branches = await fork_in_the_middle(session, 16)
+        assert [str(each) for each in branches if isinstance(each, BaseException)] == []
+        ends = await asyncio.gather(*(branch_again(each, number) for number, each in enumerate(branches)))
+        assert ends == [[f"['first {n}', 'second {n} {m}']" for m in range(3)] for n in range(16)]
+
+    with_jail(test, tier)
+
+
+async def branch_again(branch: Any, number: int) -> list[str]:
+    made: list[Any] = []
+
+    async def answers(name: str, args: Any, kwargs: Any) -> Any:
+        if args[0] == 0:
+            return f"first {number}"
+        made.extend(await asyncio.gather(branch.fork(), branch.fork()))
+        return f"second {number} 0"
+
+    def later(word: str) -> Any:
+        async def answer(name: str, args: Any, kwargs: Any) -> Any:
+            return word
+
+        return answer
+
+    ran = [await branch.resume(answer=answers)]
+    ran += [await each.resume(answer=later(f"second {number} {m + 1}")) for m, each in enumerate(made)]
+    return [str(each.cell.value) for each in ran]
+
+
+def test_a_cell_is_refused_while_forks_wait_their_turn() -> None:
+    async def test(sandbox: Any) -> None:
+        session = await sandbox.open()
+        forks = [asyncio.ensure_future(session.fork()) for _ in range(4)]
+        await asyncio.wait(forks, return_when=asyncio.FIRST_COMPLETED)
+        with pytest.raises(SandboxError, match="busy"):
+            await session.run("1", answer=answer)
+        forks[-1].cancel()
+        done = await asyncio.gather(*forks, return_exceptions=True)
+        assert [isinstance(each, BaseException) for each in done] == [False, False, False, True]
+        assert await value(session, "1 + 1") == "2"
+
+    with_jail(test)
+
+
+# ------------------------------------------------------------------------------------------------ rollback
+
+DIE = "import os\nos._exit(3)"
+
+
+@pytest.mark.parametrize("tier", tiers.TIERS)
+def test_sessions_of_one_tree_are_rolled_back_side_by_side(tier: str) -> None:
+    async def test(sandbox: Any) -> None:
+        root = await sandbox.open()
+        tree = [root, *await asyncio.gather(*(root.fork() for _ in range(7)))]
+        await asyncio.gather(*(value(each, f"x = {number}") for number, each in enumerate(tree)))
+        for _ in range(2):
+            ran = await asyncio.gather(*(each.run(f"x = -1\n{DIE}", answer=answer) for each in tree))
+            assert [each.interrupted for each in ran] == ["killed"] * 8
+            assert [await value(each, "x") for each in tree] == [str(number) for number in range(8)]
+
+    with_jail(test, tier, rollback=True)
+
+
+def test_a_rollback_that_could_not_be_prepared_is_reported() -> None:
+    async def test(sandbox: Any) -> None:
+        session = await sandbox.open()
+        await value(session, "import os\nends = os.pipe()")
+        with pytest.raises(SessionDied) as caught:
+            await session.run(f"print('so far')\n{DIE}", answer=answer)
+        assert caught.value.stdout == "so far\n"
+        assert str(caught.value) == (
+            "the session ended in the middle of a cell: its process exited with status 3; it was not rolled back: "
+            "the session cannot be forked: files, pipes or sockets are open (2), which a branch would share: "
+            "close them first"
+        )
+
+    with_jail(test, rollback=True)
+
+
+def test_processes_fork_many_at_once_too() -> None:
+    async def main() -> None:
+        sandbox = open_sandbox(SandboxSpec(provider="process", allow_weaker=True))
+        try:
+            session = await sandbox.open()
+            await value(session, "x = [0]")
+            assert await forks_at_once(session) == []
+        finally:
+            await sandbox.close()
+
+    asyncio.run(main())
+
+
+def test_forks_are_limited_by_open_files_with_an_error_of_ours() -> None:
+    """In a process of its own, whose limit of open files is low."""
+    code = """
+import asyncio, resource
+from ramify.errors import SandboxError
+from ramify.sandbox.base import SandboxSpec, open_sandbox
+async def main():
+    resource.setrlimit(resource.RLIMIT_NOFILE, (128, 256))
+    sandbox = open_sandbox(SandboxSpec(provider="jail", tier="C", allow_weaker=True))
+    session = await sandbox.open()
+    forks = await asyncio.gather(*(session.fork() for _ in range(100)), return_exceptions=True)
+    print({type(each).__name__ for each in forks} == {"GuestSession", "SandboxError"}, len(forks[0].tree) > 20)
+    await sandbox.close()
+asyncio.run(main())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr, done.returncode) == ("True True\n", "", 0)

@@ -1,0 +1,39 @@
+"""Replies that were cut or filtered, as a caller of ``ramify serve`` sees them over each API."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from ramify.types.message import Message, Reply
+from tests.serve.serving import asking, serving, session, user
+
+CASES = [
+    ("half of it", "length", "length", "half of it", "max_output_tokens"),
+    ("half of it", "content_filter", "content_filter", "", "content_filter"),
+]
+
+
+@pytest.mark.parametrize(("text", "finish", "reason", "said", "incomplete"), CASES)
+def test_a_reply_that_is_not_whole_is_said_to_be_so(
+    text: str, finish: Any, reason: str, said: str, incomplete: str
+) -> None:
+    async def main() -> None:
+        reply = Reply(Message("assistant", text), finish=finish)
+        async with serving(session(direct=lambda _: reply)) as server, asking(server) as client:
+            asked: dict[str, Any] = {"model": "mine", "messages": [user("Hello")]}
+            choice = (await client.chat.completions.create(**asked)).choices[0]
+            assert (choice.message.content, choice.finish_reason) == (said, reason)
+            events = [event async for event in await client.chat.completions.create(**asked, stream=True)]
+            assert [e.choices[0].finish_reason for e in events if e.choices][-1] == reason
+            assert "".join(e.choices[0].delta.content or "" for e in events if e.choices) == said
+            response = await client.responses.create(model="mine", input="Hello")
+            assert (response.status, response.output_text) == ("incomplete", said)
+            assert response.incomplete_details is not None
+            assert response.incomplete_details.reason == incomplete
+            streamed = [event async for event in await client.responses.create(model="mine", input="Hi", stream=True)]
+            assert streamed[-1].type == "response.incomplete"
+
+    asyncio.run(main())

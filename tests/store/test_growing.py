@@ -1,0 +1,116 @@
+"""Files that are read while they are written: half lines, cut characters, damage, and files that are replaced."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from ramify.errors import StoreError
+from ramify.store.reading import blocks
+from ramify.store.store import Store
+from ramify.types.event import AnyEvent
+from tests.store.helpers import append_all, short_run
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path)
+
+
+def append(path: Path, data: bytes) -> None:
+    with path.open("ab") as file:
+        file.write(data)
+
+
+@pytest.mark.parametrize("long", [1, 300_000, 3_000_000], ids=["short", "a block", "several blocks"])
+def test_a_block_ends_before_a_line_that_is_still_written(tmp_path: Path, long: int) -> None:
+    path, line = tmp_path / "growing.jsonl", "é".encode() * long
+    path.write_bytes(b"one\n" + line[: long | 1])  # in the middle of a character
+    reading = blocks(path)
+    assert next(reading) == b"one\n"
+    append(path, line[long | 1 :] + b"\ntwo\n")
+    assert list(reading) == []  # its end alone is not a line
+    assert b"".join(blocks(path, 4)) == line + b"\ntwo\n"
+
+
+def test_blocks_of_a_file_that_grows_are_its_lines(tmp_path: Path) -> None:
+    path = tmp_path / "growing.jsonl"
+    path.touch()
+    lines = [b"%d %s\n" % (number, b"x" * (number * 977 % 5000)) for number in range(500)]
+    whole = b"".join(lines)
+
+    def write() -> None:
+        with path.open("ab", buffering=0) as file:
+            for at in range(0, len(whole), 701):
+                file.write(whole[at : at + 701])
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    offset, seen = 0, b""
+    while offset < len(whole):
+        for block in blocks(path, offset):
+            assert block.endswith(b"\n")
+            offset, seen = offset + len(block), seen + block
+            assert whole.startswith(seen)
+    writer.join()
+
+
+def test_following_reads_again_what_was_damaged_for_a_moment(store: Store) -> None:
+    async def main() -> list[AnyEvent]:
+        seen = []
+        with store.create("r1") as journal:
+            append_all(journal, short_run("r1")[:3])
+            path = store.path("r1")
+            size = path.stat().st_size
+            append(path, b"\0" * 50 + b"\n")
+            following = store.follow("r1", poll_s=0.2)
+            while len(seen) < 3:
+                seen.append(await anext(following))
+            rest = asyncio.ensure_future(anext(following))
+            await asyncio.sleep(0)  # it has met the damage
+            os.truncate(path, size)
+            append_all(journal, short_run("r1")[3:])
+            seen.append(await rest)
+            journal.close()
+            return seen + [event async for event in following]
+
+    assert asyncio.run(asyncio.wait_for(main(), 100)) == short_run("r1")
+
+
+def test_following_names_a_line_that_stays_damaged(store: Store) -> None:
+    async def main() -> None:
+        with store.create("r1") as journal:
+            append_all(journal, short_run("r1")[:2])
+            append(store.path("r1"), b"oops\n")
+            append_all(journal, short_run("r1")[2:])
+            async for _ in store.follow("r1", poll_s=0.01):
+                pass
+
+    with pytest.raises(StoreError, match="line 3 is damaged"):
+        asyncio.run(asyncio.wait_for(main(), 100))
+
+
+@pytest.mark.parametrize("how", ["cut", "replaced", "gone"])
+def test_following_ends_where_the_journal_is_another(store: Store, how: str) -> None:
+    async def main() -> None:
+        with store.create("r1") as journal:
+            append_all(journal, short_run("r1")[:3])
+            path = store.path("r1")
+            seen = 0
+            async for _ in store.follow("r1", poll_s=0.01):
+                seen += 1
+                if seen == 3 and how == "cut":
+                    os.truncate(path, 10)
+                elif seen == 3 and how == "gone":
+                    path.rename(path.with_suffix(".old"))
+                elif seen == 3:
+                    path.rename(path.with_suffix(".old"))
+                    path.write_bytes(path.with_suffix(".old").read_bytes() * 2)
+
+    words = "cannot read" if how == "gone" else "was cut or replaced"
+    with pytest.raises(StoreError, match=words):
+        asyncio.run(asyncio.wait_for(main(), 100))

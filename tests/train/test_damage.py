@@ -1,0 +1,147 @@
+"""Files whose bytes changed on disk: a checkpoint and a saved policy are compared with their checksums before use."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from ramify.build.recipe import stored
+from ramify.build.run import train
+from ramify.errors import StoreError
+from ramify.inference.base import TINY
+from ramify.policy import checksums
+from ramify.policy.load import load, save
+from ramify.train.checkpoint import Checkpoints, State, read_state, verify
+from ramify.train.loop import Cadence
+from ramify.train.loss import Loss
+from tests.train.small import small, weights_of
+
+BASE = msgspec.structs.replace(small().policy, tokenizer=str(TINY))
+"""Needs no demonstrations for its tokenizer."""
+
+
+def flip(path: Path, at: int | None = None) -> None:
+    """Flip one bit in the middle of a file, or at a place."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2 if at is None else at] ^= 1
+    path.write_bytes(data)
+
+
+def written(path: Path) -> Callable[[], None]:
+    """A part that goes on in the background, as ranks write their shards."""
+    path.mkdir()
+    (path / "trainer.pt").write_bytes(b"random states")
+
+    def wait() -> None:
+        (path / "shards").mkdir()
+        for rank in (0, 1):
+            (path / f"shards/__{rank}_0.distcp").write_bytes(b"weights and moments of rank %d" % rank)
+        (path / "shards/.metadata").write_bytes(b"names")
+
+    return wait
+
+
+FILES = (
+    "backend/shards/.metadata", "backend/shards/__0_0.distcp", "backend/shards/__1_0.distcp", "backend/trainer.pt",
+    "state.json",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_flipped_bit_is_found_in_each_file_that_ranks_write(name: str, tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    older, latest = (checkpoints.save(State(step=step), {"backend": written}) for step in (1, 2))
+    checkpoints.settle()
+    known = json.loads((latest / checksums.FILE).read_bytes())["files"]
+    assert sorted(known) == sorted(FILES)
+    for checkpoint in (older, latest):
+        verify(checkpoint)
+    flip(latest / name, at=-9 if name == "state.json" else None)
+    where = re.escape(str(latest / name))
+    with pytest.raises(StoreError, match=rf"{where} is damaged: its sha256 .*--resume {re.escape(str(older))}\)"):
+        verify(latest)
+    verify(older)
+    flip(older / name, at=-9 if name == "state.json" else None)
+    with pytest.raises(StoreError, match=r"is damaged: .*; start again in another folder"):
+        verify(older)
+
+
+def test_what_is_missing_or_cut_short_is_found(tmp_path: Path) -> None:
+    latest = Checkpoints(tmp_path).save(State(step=1), {"weights": lambda path: path.write_text("abc") and None})
+    (latest / "weights").write_text("ab")
+    with pytest.raises(StoreError, match="weights is damaged: it has 2 bytes, and had 3 when it was written"):
+        verify(latest)
+    (latest / "weights").unlink()
+    with pytest.raises(StoreError, match="weights is damaged: it is missing"):
+        verify(latest)
+    (latest / checksums.FILE).write_text("{")
+    with pytest.raises(StoreError, match=r"checksums\.json is damaged: "):
+        verify(latest)
+    (latest / checksums.FILE).unlink()
+    with pytest.raises(StoreError, match=r"checksums\.json is missing; start again"):
+        verify(latest)
+
+
+def test_large_files_are_compared_in_chunks(tmp_path: Path) -> None:
+    for size in (0, 1, checksums.CHUNK, checksums.CHUNK + 1):
+        with open(tmp_path / f"of-{size}", "wb") as file:
+            file.truncate(size)
+    checksums.write(tmp_path)
+    checksums.check(tmp_path)
+    last = tmp_path / f"of-{checksums.CHUNK + 1}"
+    with open(last, "r+b") as file:
+        file.seek(checksums.CHUNK)
+        file.write(b"\1")
+    with pytest.raises(StoreError, match=re.escape(f"{last} is damaged")):
+        checksums.check(tmp_path)
+
+
+def test_a_run_does_not_go_on_from_damaged_files(tmp_path: Path) -> None:
+    """Weights, optimizer and random states lie in backend.pt; the reference is what the KL is measured to."""
+    given = small(policy=BASE, warmup=None, sft=None, cadence=Cadence(evaluate=2, checkpoint=1, keep_last=9))
+    run = msgspec.structs.replace(given, rl=msgspec.structs.replace(given.rl, loss=Loss(kl_beta=0.1)))
+    out = tmp_path / "out"
+    train(run, out, say=pytest.fail)
+    ended = weights_of(out)
+    latest = Checkpoints(out).all()[-2]
+    damaged = (latest / "backend/backend.pt", latest / "policy/model.safetensors", out / "reference/model.safetensors")
+    for path in damaged:
+        flip(path)
+        with pytest.raises(StoreError, match=re.escape(f"{path} is damaged: its sha256")):
+            train(run, out, resume=latest)
+        flip(path)
+    train(run, out, resume=latest, say=lambda _: None)
+    assert all(bool((ended[name] == each).all()) for name, each in weights_of(out).items())
+
+
+def test_a_saved_policy_is_compared_when_it_is_loaded(tmp_path: Path) -> None:
+    train(small(warmup=None, rl=None), tmp_path, say=pytest.fail)
+    for folder in (tmp_path / "policy", Checkpoints(tmp_path).all()[-1] / "policy"):
+        weights = folder / "model.safetensors"
+        policy = load(folder)
+        flip(weights, at=-5)
+        with pytest.raises(StoreError, match=re.escape(f"{weights} is damaged: its sha256")):
+            load(folder)
+        flip(weights, at=-5)
+        load(folder)
+    save(policy, tmp_path / "policy")  # what is saved over it has other files
+    assert not (tmp_path / "policy" / checksums.FILE).exists()
+    load(tmp_path / "policy")
+
+
+def test_checkpoints_of_before_there_were_checksums_are_gone_on_with(tmp_path: Path) -> None:
+    run = small(policy=BASE, warmup=None, sft=None)
+    train(run, tmp_path, say=pytest.fail)
+    for checkpoint in Checkpoints(tmp_path).all():
+        (checkpoint / checksums.FILE).unlink()
+        state = json.loads((checkpoint / "state.json").read_bytes())
+        del state["checksums"], state["config"]["task"]["validate"], state["config"]["rl"]["rollout"]["direct"]
+        (checkpoint / "state.json").write_text(json.dumps(state))
+        assert read_state(checkpoint).checksums == ""
+    assert stored(tmp_path) == run
+    train(run, tmp_path, resume=tmp_path, say=pytest.fail)

@@ -1,0 +1,108 @@
+"""One process writes to a training folder at a time: a second run, and one that resumes a live run, are refused."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from ramify.build.run import train
+from ramify.cli.supervise import supervise
+from ramify.errors import RunInUse
+from ramify.train.checkpoint import Checkpoints, State, find
+from ramify.train.lock import FILE, holder, locked
+from tests.cli.helpers import Shell
+from tests.train.small import small
+
+HOLD = "import sys; from pathlib import Path; from ramify.train.lock import locked\n" \
+    "with locked(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"  # fmt: skip
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Shell:
+    return Shell(tmp_path)
+
+
+@contextmanager
+def held(out: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Another process that writes to ``out``."""
+    command = [sys.executable, "-c", HOLD, str(out)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"held\n"
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_a_second_run_is_refused_and_names_the_first(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    host = socket.gethostname()
+    with held(out) as process:
+        for resume in (None, out):
+            with pytest.raises(
+                RunInUse, match=rf"out is being written by process {process.pid} on {host}: wait for it"
+            ):
+                train(small(), out, resume=resume)
+        assert [path.name for path in out.iterdir()] == [FILE]
+        found = holder(out)
+        assert found is not None
+        assert (found.pid, found.host) == (process.pid, host)
+
+
+def test_a_killed_run_leaves_no_lock(tmp_path: Path) -> None:
+    with held(tmp_path) as process:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        assert (tmp_path / FILE).is_file()
+        assert holder(tmp_path) is None
+        with locked(tmp_path):
+            found = holder(tmp_path)
+            assert found is not None
+            assert found.pid == os.getpid()
+    assert not (tmp_path / FILE).exists()
+
+
+def test_a_folder_that_was_made_for_the_lock_alone_goes_with_it(tmp_path: Path) -> None:
+    with locked(tmp_path / "a/b"):
+        assert (tmp_path / "a/b" / FILE).is_file()
+    assert [*tmp_path.iterdir()] == []
+    with locked(tmp_path / "a/b"):
+        (tmp_path / "a/b/kept").touch()
+    assert [path.name for path in (tmp_path / "a/b").iterdir()] == ["kept"]
+
+
+def test_one_process_cannot_hold_it_twice(tmp_path: Path) -> None:
+    message = rf"is being written by process {os.getpid()} on "
+    with locked(tmp_path), pytest.raises(RunInUse, match=message), locked(tmp_path):
+        pass
+
+
+def test_who_reads_a_live_run_does_not_touch_its_checkpoints(tmp_path: Path) -> None:
+    """A live run replaces a checkpoint by two renames; putting the old one back in between would spoil the second."""
+    checkpoint = Checkpoints(tmp_path).save(State(step=1), {})
+    Checkpoints(tmp_path).save(State(step=2), {})
+    aside = tmp_path / "checkpoints/.step-000002.old.tmp"
+    (tmp_path / "checkpoints/step-000002").rename(aside)
+    with held(tmp_path):
+        assert find(tmp_path) == checkpoint
+        assert aside.is_dir()
+    assert find(tmp_path) == tmp_path / "checkpoints/step-000002"
+
+
+def test_the_command_says_who_writes_and_exits_as_for_wrong_use(shell: Shell, tmp_path: Path) -> None:
+    recipe = shell.write("small.py", "from tests.train.small import small as run\n")
+    out = tmp_path / "out"
+    with held(out) as process:
+        done = shell.run("train", recipe, "--out", "out")
+        assert (done.code, done.out) == (2, "")
+        assert f"is being written by process {process.pid} on " in done.err
+        assert supervise([str(tmp_path / recipe)], ["--plain"], out, None, 3, pytest.fail) == 2

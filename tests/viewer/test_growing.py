@@ -1,0 +1,248 @@
+"""Runs and trainings that are looked at while they are written, damaged, cut or replaced: the page never stays behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+
+from ramify import Store
+from ramify.store.journal import Journal
+from ramify.train.groups import Account
+from ramify.train.groups import read as read_groups
+from ramify.train.groups import write as write_groups
+from ramify.train.metrics import Measured, Metrics
+from ramify.train.metrics import read as read_metrics
+from ramify.train.processors import Spent
+from ramify.train.processors import read as read_processors
+from ramify.train.processors import write as write_processors
+from ramify.viewer.kinds import Found
+from ramify.viewer.library import Library
+from ramify.viewer.picture import changes, picture
+from ramify.viewer.server import ViewServer
+from ramify.viewer.training import Curves
+from ramify.viewer.watch import Watched
+from tests.data.golden import JOURNAL
+from tests.viewer import golden
+from tests.viewer.test_server import messages
+
+LINES = JOURNAL.read_bytes().splitlines(keepends=True)
+
+
+def watched(path: Path) -> Watched:
+    return Watched(Found("r", path, None))
+
+
+def shown(run: Watched) -> dict[str, object]:
+    """What a page shows of it, but for what tells this file from another."""
+    found = picture(run)
+    return found | {"head": found["head"] | {"path": "", "alive": False}}
+
+
+def whole() -> dict[str, object]:
+    run = watched(JOURNAL)
+    run.refresh()
+    return shown(run)
+
+
+@pytest.fixture
+def live(tmp_path: Path) -> Journal:
+    """A journal that this process writes, still empty."""
+    return Store(tmp_path).create("r")
+
+
+def append(path: Path, data: bytes) -> None:
+    with path.open("ab", buffering=0) as file:
+        file.write(data)
+
+
+@pytest.mark.parametrize("piece", [1, 97, 4096])
+def test_a_run_that_comes_in_pieces_is_shown_whole(live: Journal, piece: int) -> None:
+    run, data = watched(live.path), b"".join(LINES)
+    data = data[: 20 * piece] if piece == 1 else data
+    for at in range(0, len(data), piece):
+        append(live.path, data[at : at + piece])
+        if run.size_changed():
+            run.refresh()
+        assert (run.problem, run.damage, run.torn, run.is_alive) == ("", "", "", True)
+    if piece > 1:
+        assert shown(run) == whole()
+    live.close()
+
+
+def test_a_run_is_shown_whole_whenever_it_is_looked_at(live: Journal) -> None:
+    data = b"".join(LINES)
+
+    def write() -> None:
+        for at in range(0, len(data), 61):
+            append(live.path, data[at : at + 61])
+
+    run, writing = watched(live.path), threading.Thread(target=write)
+    writing.start()
+    while run.offset < len(data):
+        run.refresh()
+        assert (run.problem, run.damage) == ("", "")
+    writing.join()
+    assert shown(run) == whole()
+    live.close()
+
+
+def test_a_damaged_line_of_a_live_run_is_left_out_and_said(live: Journal) -> None:
+    run = watched(live.path)
+    append(live.path, b"".join(LINES[:9]) + b'{"type":"Replied","oops\n')
+    run.refresh()
+    assert run.damage == ""  # its writer may be at work there
+    assert run.size_changed()
+    run.refresh()
+    assert f"{live.path}, line 10 is damaged and left out: " in run.damage
+    append(live.path, b"".join(LINES[9:]))
+    assert run.size_changed()
+    changed = run.refresh()
+    assert not run.size_changed()
+    assert changes(run, changed)["head"]["problems"] == [run.damage]
+    assert (run.problem, len(run.tree.order), run.tree.run.stop) == ("", 5, "final")
+    live.close()
+    run.refresh()
+    assert run.is_alive is False
+    assert run.whole("0").call.stop == "final"  # lines behind the damage are found where they are
+
+
+def test_damage_that_its_writer_repairs_is_not_said(live: Journal) -> None:
+    run = watched(live.path)
+    append(live.path, b"".join(LINES[:9]))
+    size = live.path.stat().st_size
+    append(live.path, b"\0" * 40 + b"\n")
+    run.refresh()
+    os.truncate(live.path, size)
+    append(live.path, b"".join(LINES[9:]))
+    run.refresh()
+    assert shown(run) == whole()
+    live.close()
+
+
+def test_lines_that_lack_one_before_them_are_counted(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    path.write_bytes(b"".join([LINES[0], *LINES[2:]]))
+    run = watched(path)
+    run.refresh()
+    assert f"{path}, line 2 does not follow from those before it and is left out: no " in run.damage
+    assert run.damage.endswith(" more are left out after it")
+    assert run.version == len(LINES) - 1
+
+
+@pytest.mark.parametrize("how", ["cut", "replaced"])
+def test_a_file_that_is_another_is_read_from_its_beginning(tmp_path: Path, how: str) -> None:
+    path = tmp_path / "r.jsonl"
+    path.write_bytes(b"".join(LINES))
+    run = watched(path)
+    run.refresh()
+    if how == "replaced":
+        golden.journal_of(300, tmp_path / "new.jsonl").replace(path)
+    else:
+        path.write_bytes(b"".join(LINES[:5]))
+    assert run.size_changed()
+    run.refresh()
+    fresh = watched(path)
+    fresh.refresh()
+    assert run.generation == fresh.generation + 1
+    again = shown(run)
+    assert again | {"head": again["head"] | {"generation": 0}} == shown(fresh)  # type: ignore[operator]
+
+
+def test_a_file_that_cannot_be_read_for_a_moment_is_read_after_it(tmp_path: Path) -> None:
+    path, aside = tmp_path / "r.jsonl", tmp_path / "aside"
+    path.write_bytes(b"".join(LINES[:5]))
+    run = watched(path)
+    run.refresh()
+    path.rename(aside)
+    run.refresh()
+    assert run.problem == f"cannot read {path}: No such file or directory"
+    aside.rename(path)
+    append(path, b"".join(LINES[5:]))
+    assert run.size_changed()
+    run.refresh()
+    assert shown(run) == whole()
+
+
+def test_a_file_that_was_empty_becomes_a_run(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    path.touch()
+    run = watched(path)
+    run.refresh()
+    assert "is empty: not a run (yet)" in run.problem
+    for part in (LINES[0][:20], LINES[0][20:], b"".join(LINES[1:])):
+        append(path, part)
+        assert run.size_changed()
+        run.refresh()
+    assert shown(run) == whole()
+
+
+def test_a_page_that_follows_hears_of_damage_of_what_comes_after_it_and_of_the_end(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    live = store.create("r")
+
+    async def main() -> list[dict[str, Any]]:
+        append(live.path, b"".join(LINES[:9]))
+        heads: list[dict[str, Any]] = []
+        then = {
+            9: lambda: append(live.path, b"oops\n" + LINES[9][:30]),
+            10: lambda: append(live.path, LINES[9][30:] + b"".join(LINES[10:])),
+            num: live.close,
+        }
+        async with ViewServer(Library([tmp_path]), port=0) as server, aiohttp.ClientSession() as http:
+            url = f"http://127.0.0.1:{server.port}/api/events"
+            async with http.get(url, params={"key": "r", "version": 0}) as response:
+                async for message in messages(response):
+                    heads.append(message["head"])
+                    if not heads[-1]["alive"]:
+                        return heads
+                    then.pop(heads[-1]["version"], lambda: None)()  # the same may be said twice
+        return []
+
+    num = len(LINES) + 1
+    heads = asyncio.run(asyncio.wait_for(main(), 100))
+    damage = f"{live.path}, line 10 is damaged and left out: "
+    said = [(head["version"], head["alive"], *(each[: len(damage)] for each in head["problems"])) for head in heads]
+    assert list(dict.fromkeys(said)) == [(9, True), (10, True, damage), (num, True, damage), (num, False, damage)]
+
+
+# --- trainings -----------------------------------------------------------------------------------------------------------
+
+STEP = Measured(1, "rl", 1.0, {"reward": 0.5})
+
+
+def test_curves_wait_for_the_rest_of_a_line_and_come_back_after_an_error(tmp_path: Path) -> None:
+    curves, path = Curves(tmp_path), tmp_path / "metrics.jsonl"
+    assert curves.refresh() is True
+    assert curves.data()["problems"] == [f"cannot read {path}: No such file or directory"]
+    assert curves.refresh() is False  # said once
+    line = msgspec.json.encode(STEP) + b"\n"
+    for at in range(len(line)):
+        append(path, line[at : at + 1])
+        curves.refresh()
+    append(path, b"\xc3\n" + line.replace(b'"step":1', b'"step":2'))
+    curves.refresh()
+    data = curves.data()
+    assert (data["names"], len(data["problems"])) == ({"reward": ([1, 2], [0.5, 0.5])}, 1)
+    assert f"{path}, line 2 is damaged and left out" in data["problems"][0]
+
+
+def test_what_a_kill_cut_off_in_a_training_folder_is_skipped_and_swallows_nothing(tmp_path: Path) -> None:
+    account = Account(number=1, item="é", version=None, outcome="lost", rollouts=[])
+    spent = Spent(step=1, cores=1, loop_s=1.0, sessions_s=0.0, engine=[])
+    for name in ("metrics.jsonl", "groups.jsonl", "processors.jsonl"):
+        (tmp_path / name).write_bytes(b'{"item":"\xff"}\n' + b"[" * 5000 + b'\n{"item":"\xc3')
+    metrics = Metrics(tmp_path)
+    metrics.write(1, "rl", 1.0, {"reward": 0.5})
+    metrics.close()
+    write_groups(tmp_path, [account], 1)
+    write_processors(tmp_path, spent)
+    assert list(read_metrics(tmp_path)) == [STEP]
+    assert list(read_groups(tmp_path)) == [msgspec.structs.replace(account, step=1)]
+    assert list(read_processors(tmp_path)) == [spent]
