@@ -140,7 +140,7 @@ async def trained(sample: Sample, seed: int, out: Path) -> list[Measured]:
             STEPS, Optim(), Loss(), task=task, items=task.splits["train"], rollouts=rollouts, algorithm=DrGRPO(),
             sample=sample, temperature=1.0,
         )  # fmt: skip
-        loop = Loop(out, [stage], lambda _: backend, Published(ids), nothing, cadence=Cadence(evaluate=0), say=print)
+        loop = Loop(out, [stage], lambda _: backend, Published(ids), nothing, cadence=Cadence(evaluate_every=0), say=print)
         await loop.run()
     return [row for row in read(out) if "loss" in row.values]
 
@@ -191,7 +191,7 @@ def reward(tiny: Run, folder: Path, ahead: int, seed: int, steps: int) -> float:
         sample = msgspec.structs.replace(tiny.rl.sample, max_staleness=ahead, first_item=DEMONSTRATIONS)
         run = msgspec.structs.replace(
             tiny, seed=seed, policy=PolicySpec(path=str(folder / "sft/policy")), warmup=None, sft=None,
-            rl=msgspec.structs.replace(tiny.rl, steps=steps, sample=sample), cadence=Cadence(evaluate=0),
+            rl=msgspec.structs.replace(tiny.rl, steps=steps, sample=sample), cadence=Cadence(evaluate_every=0),
             evaluate=msgspec.structs.replace(tiny.evaluate, num=256, validation=64, final=("test",)),
         )  # fmt: skip
         train(run, out, say=lambda _: None)

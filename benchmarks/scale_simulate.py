@@ -154,7 +154,7 @@ def _train(out: Path, *fields: str) -> None:
     root = Path(__file__).parents[1]
     fixed = (
         "policy.path=ramify/policy/tiny", "policy.shape={}", "warmup=null", "sft=null", "rl.sample.minibatches=1",
-        "evaluate.num=2", "evaluate.validation=2", "evaluate.final=[]", "cadence.rollouts=1", "cadence.evaluate=0",
+        "evaluate.num=2", "evaluate.validation=2", "evaluate.final=[]", "cadence.save_rollouts_every=1", "cadence.evaluate_every=0",
     )  # fmt: skip
     command = [sys.executable, "-m", "ramify", "train", "recipes/tiny_recursive.py", "--out", str(out), "--quiet"]
     subprocess.run([*command, *fixed, *fields], cwd=root, check=True)

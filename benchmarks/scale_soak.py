@@ -67,7 +67,7 @@ def run() -> Run:
         scaffold="tiny",
         limits=Limits(max_turns=5, max_depth=1, max_reply_tokens=100, max_seconds=600, max_concurrency=512),
         evaluate=EvaluateSpec(num=96, final=()),
-        cadence=Cadence(evaluate=0, checkpoint=2),
+        cadence=Cadence(evaluate_every=0, checkpoint_every=2),
         compute=Compute(precision="fp32"),
         inference=InferenceSpec(restarts=1000),
         stall_s=600.0,

@@ -250,7 +250,7 @@ async def _run(out: Path, shape: Shape, seed: int) -> None:
         )  # fmt: skip
         backend: Any = Sleeper()
         loop = Loop(
-            out, [stage], lambda _: backend, Publisher(client), evaluate, cadence=Cadence(evaluate=0, rollouts=1),
+            out, [stage], lambda _: backend, Publisher(client), evaluate, cadence=Cadence(evaluate_every=0, save_rollouts_every=1),
             config=config, say=lambda _: None,
         )  # fmt: skip
         await loop.run()

@@ -38,6 +38,6 @@ def run() -> Run:
             max_turns=8, max_depth=1, max_children=16, max_reply_tokens=1024, max_seconds=86_400, max_concurrency=512
         ),
         evaluate=EvaluateSpec(num=64, first=("test",), final=("test",)),
-        cadence=Cadence(evaluate=10, keep_last=1),
+        cadence=Cadence(evaluate_every=10, keep_last=1),
         compute=Compute(max_tokens=16_384, recompute=True),
     )

@@ -50,7 +50,7 @@ def run() -> Run:
         limits=Limits(max_turns=3, max_depth=0, max_reply_tokens=32, max_seconds=86_400, max_concurrency=512),
         sandbox=SandboxSpec(provider="ramify.tasks.programs.evaluator"),
         evaluate=EvaluateSpec(num=256, validation=32, attempts=8, final=("test",)),
-        cadence=Cadence(evaluate=10),
+        cadence=Cadence(evaluate_every=10),
         compute=Compute(precision="fp32"),
         threads=1,
     )  # fmt: skip

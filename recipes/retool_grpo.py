@@ -39,5 +39,5 @@ def run() -> Run:
             loss=Loss(policy=PpoClip(clip_low=0.2, clip_high=0.28), kl_beta=0.01, kl="k3"),
             optim=Optim(lr=1e-6, betas=(0.9, 0.98), weight_decay=0.1),
         ),
-        cadence=Cadence(evaluate=20),
+        cadence=Cadence(evaluate_every=20),
     )

@@ -39,6 +39,6 @@ def run() -> Run:
         limits=LIMITS,
         sandbox=SANDBOX,
         evaluate=EvaluateSpec(num=30, attempts=16),
-        cadence=Cadence(checkpoint=16),
+        cadence=Cadence(checkpoint_every=16),
         compute=Compute(max_tokens=16_384, recompute=True),
     )  # fmt: skip

@@ -41,7 +41,7 @@ def run() -> Run:
         scaffold="tiny",
         limits=Limits(max_turns=5, max_depth=1, max_reply_tokens=100, max_seconds=86_400, max_concurrency=512),
         evaluate=EvaluateSpec(num=256, validation=128, final=("test", "test_formats", "test_names")),
-        cadence=Cadence(evaluate=8),
+        cadence=Cadence(evaluate_every=8),
         compute=Compute(precision="fp32"),
         threads=1,
     )

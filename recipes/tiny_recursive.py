@@ -37,5 +37,5 @@ def run() -> Run:
             optim=Optim(lr=7e-4, warmup_steps=3, schedule="linear", max_grad_norm=0.5),
         ),
         evaluate=EvaluateSpec(num=256, validation=128, final=("test", "test_formats")),
-        cadence=Cadence(evaluate=5),
+        cadence=Cadence(evaluate_every=5),
     )

@@ -208,7 +208,7 @@ def _as_json(found: Measured, predicted: Sequence[Predicted]) -> str:
 COMMAND = Command(
     name="cluster simulate",
     about="Predict how a run would do on other devices: seconds of a step, who is busy, how stale tokens are.\n\n"
-    "RUN is the folder of a finished run whose rollouts were kept (cadence.rollouts=1). Numbers with commas\n"
+    "RUN is the folder of a finished run whose rollouts were kept (cadence.save_rollouts_every=1). Numbers with commas\n"
     "between are tried in every combination; what is left out is as it was in the run.",
     run=simulate,
     words="RUN",

@@ -32,7 +32,7 @@ from ramify.train.checkpoint import Checkpoints, read_state
 from ramify.train.processors import Spent
 from ramify.types.trajectory import Trajectory
 
-HOW = "train with cadence.rollouts=1, which keeps every step's rollouts in OUT/rollouts"
+HOW = "train with cadence.save_rollouts_every=1, which keeps every step's rollouts in OUT/rollouts"
 DEFAULT_SLOTS = 128
 """Of the embedded engine on a CPU, where the run does not say."""
 CPU_CACHE_BYTES = 2 << 30

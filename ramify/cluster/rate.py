@@ -72,7 +72,7 @@ def fit(asked: Sequence[Asked], engines: int = 1, slots: int | None = None, *, h
     served = admitted(asked_first, None if slots is None else slots * engines / hidden)
     if len(served) < 4:
         raise ConfigError(
-            f"{len(served)} of {len(asked)} requests say how fast an engine is: keep more rollouts (cadence.rollouts=1), or "
+            f"{len(served)} of {len(asked)} requests say how fast an engine is: keep more rollouts (cadence.save_rollouts_every=1), or "
             "measure the engine itself with --calibrate MODEL"
         )
     share = hidden / engines

@@ -55,12 +55,12 @@ _ROLLOUTS = "rollouts"
 class Cadence(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How often a run does what it does besides learning. Steps are those of a stage."""
 
-    evaluate: int = 5
+    evaluate_every: int = 5
     """Steps of a sampling stage between evaluations on the validation stream; 0: only at the stage's end."""
-    checkpoint: int = 0
+    checkpoint_every: int = 0
     """Steps between checkpoints, besides those after an evaluation, the first of all among them, and at the end of each
     stage; 0: none besides."""
-    rollouts: int = 0
+    save_rollouts_every: int = 0
     """Steps between those whose rollouts are kept, whole, in OUT/rollouts, to be looked at or learnt from
     (``sft.trajectories``); 0: none."""
     keep_last: int = 2
@@ -284,7 +284,7 @@ class Loop:
     async def _at_intervals(self, stage: Stage) -> None:
         done, cadence = self.state.stage_step, self._cadence
         is_last = done == stage.num_steps or bool(self.state.stopped)
-        is_evaluated = stage.samples and (is_last or (cadence.evaluate and done % cadence.evaluate == 0))
+        is_evaluated = stage.samples and (is_last or (cadence.evaluate_every and done % cadence.evaluate_every == 0))
         assert self._source is not None
         if is_evaluated or (is_last and self.state.stage + 1 == len(self._stages)):
             with self._source.paused():
@@ -293,7 +293,7 @@ class Loop:
             told = after_evaluation(self._guard, self.state.guard, self.state.score)
             self._told(told, f"step {self.state.step} ({stage.name})")
             is_last = bool(self.state.stopped)
-        if is_evaluated or is_last or (cadence.checkpoint and done % cadence.checkpoint == 0):
+        if is_evaluated or is_last or (cadence.checkpoint_every and done % cadence.checkpoint_every == 0):
             self.state.next_item, self.state.pending = self._source.standing()
             await self._in_torch(self._save)
 

@@ -122,7 +122,7 @@ def samples(folder: Path, step: int, key: str) -> dict[str, Any]:
     """The rollouts of ``step``, best first; ``key`` is how its file is addressed. Raises StoreError where none are kept."""
     path = kept(folder).get(step)
     if path is None:
-        raise StoreError(f"{folder} kept no rollouts of step {step}: cadence.rollouts says how often they are kept")
+        raise StoreError(f"{folder} kept no rollouts of step {step}: cadence.save_rollouts_every says how often they are kept")
     rows, problems, trajectories = [], [], []
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):

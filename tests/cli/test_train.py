@@ -38,7 +38,7 @@ def test_a_run_is_carried_out_and_gone_on_with(shell: Shell) -> None:
 @pytest.mark.slow
 def test_a_run_that_is_interrupted_says_how_to_go_on(shell: Shell) -> None:
     recipe = shell.write("small.py", RECIPE)
-    running = shell.start("train", recipe, "--out", "out", *SHORT, "rl.steps=100000", "cadence.evaluate=1")
+    running = shell.start("train", recipe, "--out", "out", *SHORT, "rl.steps=100000", "cadence.evaluate_every=1")
     assert running.stderr is not None
     for text in iter(running.stderr.readline, b""):
         if b"validation/reward" in text and b" rl " in text:

@@ -105,7 +105,7 @@ def test_a_real_run_is_read(tmp_path: Path) -> None:
         EvaluateSpec(num=1, final=()),
     )
     train(
-        small(warmup=None, sft=sft, evaluate=evaluate, cadence=Cadence(evaluate=0, rollouts=1)), tmp_path / "run",
+        small(warmup=None, sft=sft, evaluate=evaluate, cadence=Cadence(evaluate_every=0, save_rollouts_every=1)), tmp_path / "run",
         say=lambda _: None,
     )  # fmt: skip
     found = measured(tmp_path / "run")

@@ -42,7 +42,7 @@ def small(**changes: Any) -> Run:
         "limits": Limits(max_turns=2, max_reply_tokens=8, max_seconds=300),
         "sandbox": SandboxSpec(provider="inprocess", allow_weaker=True),
         "evaluate": EvaluateSpec(num=2, final=("test",)),
-        "cadence": Cadence(evaluate=2),
+        "cadence": Cadence(evaluate_every=2),
         "compute": Compute(precision="fp32"),
         "threads": 1,
     }  # fmt: skip

@@ -103,7 +103,7 @@ def test_large_files_are_compared_in_chunks(tmp_path: Path) -> None:
 
 def test_a_run_does_not_go_on_from_damaged_files(tmp_path: Path) -> None:
     """Weights, optimizer and random states lie in backend.pt; the reference is what the KL is measured to."""
-    given = small(policy=BASE, warmup=None, sft=None, cadence=Cadence(evaluate=2, checkpoint=1, keep_last=9))
+    given = small(policy=BASE, warmup=None, sft=None, cadence=Cadence(evaluate_every=2, checkpoint_every=1, keep_last=9))
     run = msgspec.structs.replace(given, rl=msgspec.structs.replace(given.rl, loss=Loss(kl_beta=0.1)))
     out = tmp_path / "out"
     train(run, out, say=pytest.fail)

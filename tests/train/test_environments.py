@@ -99,7 +99,7 @@ def run(folder: Path, **task: Any) -> Any:
     return small(
         policy=PolicySpec(shape=SHAPE, vocab_size=270, slots=16),
         task=TaskSpec(name=name, **task), warmup=None, sft=sft, rl=rl, limits=limits, scaffold="bare",
-        cadence=Cadence(evaluate=0, rollouts=1, keep_last=9),
+        cadence=Cadence(evaluate_every=0, save_rollouts_every=1, keep_last=9),
     )  # fmt: skip
 
 

@@ -42,7 +42,7 @@ from tests.train.test_faults import short as run
 def short(**changes: Any) -> Run:
     found = small(
         warmup=None, task=TaskSpec(name="tests.train.test_faults:gated"), evaluate=EvaluateSpec(num=1, final=()),
-        cadence=Cadence(evaluate=0, checkpoint=1), **changes,
+        cadence=Cadence(evaluate_every=0, checkpoint_every=1), **changes,
     )  # fmt: skip
     assert found.sft is not None
     assert found.rl is not None

@@ -67,7 +67,7 @@ def test_a_run_that_was_killed_and_resumed_accounts_for_each_group_once(tmp_path
             if len(steps) == 3:
                 raise Killed
 
-    run = small(warmup=None, cadence=Cadence(evaluate=2))
+    run = small(warmup=None, cadence=Cadence(evaluate_every=2))
     rl = msgspec.structs.replace(
         run.rl, sample=Sample(items=2, max_staleness=max_staleness), rollout=RolloutOptions(group=2, concurrency=3)
     )

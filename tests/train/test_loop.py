@@ -58,7 +58,7 @@ def same(first: Path, second: Path) -> bool:
 
 def test_a_killed_run_ends_where_it_would_have_bit_by_bit(tmp_path: Path) -> None:
     """Through a warm-up, demonstrations and rollouts; killed once in each of the last two, between checkpoints."""
-    run = small(cadence=Cadence(evaluate=2, checkpoint=2, keep_last=1))
+    run = small(cadence=Cadence(evaluate_every=2, checkpoint_every=2, keep_last=1))
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     state = train(run, whole, say=pytest.fail)
     rl = read_rows(whole, "rl")
@@ -90,7 +90,7 @@ def test_a_killed_run_ends_where_it_would_have_bit_by_bit(tmp_path: Path) -> Non
 
 def test_a_run_that_is_resumed_from_the_middle_forgets_the_way_it_went_before(tmp_path: Path) -> None:
     """In place, from where rollouts begin: what came after is another branch, also where a kill follows."""
-    run, said = small(warmup=None, cadence=Cadence(evaluate=0, checkpoint=1, keep_last=9, rollouts=1)), []
+    run, said = small(warmup=None, cadence=Cadence(evaluate_every=0, checkpoint_every=1, keep_last=9, save_rollouts_every=1)), []
     last = train(run, tmp_path, say=pytest.fail).step
     ended = weights_of(tmp_path)
     folder = tmp_path / "checkpoints"
@@ -136,7 +136,7 @@ def test_the_best_may_be_what_rollouts_began_with(tmp_path: Path) -> None:
     said: list[str] = []
     run = small(
         warmup=None, task=TaskSpec(name="tests.train.test_loop:sometimes"), guard=Guard(patience=1),
-        cadence=Cadence(evaluate=2, checkpoint=1, keep_last=9),
+        cadence=Cadence(evaluate_every=2, checkpoint_every=1, keep_last=9),
     )  # fmt: skip
     state = train(run, tmp_path, say=said.append)
     shown = [each.values for each in read(tmp_path) if "validation/failed" in each.values]
@@ -225,7 +225,7 @@ def test_what_is_written_down(tmp_path: Path) -> None:
 
 
 def test_rollouts_are_kept_and_the_good_ones_learnt_from(tmp_path: Path) -> None:
-    run = small(warmup=None, cadence=Cadence(rollouts=2))
+    run = small(warmup=None, cadence=Cadence(save_rollouts_every=2))
     train(run, tmp_path / "rl")
     kept = list(read_trajectories(tmp_path / "rl/rollouts"))
     noted = [each.metadata.get("advantages") for each in kept]
@@ -268,7 +268,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_which_can_go_on_from_before(tmp
     run = small(warmup=None, rl=None)
     sft = msgspec.structs.replace(run.sft, optim=Optim(lr=1e30, warmup_steps=0))
     with pytest.raises(TrainError, match="not finite"):
-        train(msgspec.structs.replace(run, sft=sft, cadence=Cadence(checkpoint=1)), tmp_path)
+        train(msgspec.structs.replace(run, sft=sft, cadence=Cadence(checkpoint_every=1)), tmp_path)
     assert Checkpoints(tmp_path).latest() == tmp_path / "checkpoints/step-000001"
 
 

@@ -39,7 +39,7 @@ def run(base: str, *, guard: Guard | None = None, sample: dict[str, Any] | None 
     evaluate = msgspec.structs.replace(given.evaluate, final=())
     spec = msgspec.structs.replace(given.rl, sample=msgspec.structs.replace(given.rl.sample, **(sample or {})), **rl)
     return msgspec.structs.replace(
-        given, rl=spec, evaluate=evaluate, cadence=Cadence(evaluate=9, checkpoint=1, keep_last=9)
+        given, rl=spec, evaluate=evaluate, cadence=Cadence(evaluate_every=9, checkpoint_every=1, keep_last=9)
     )
 
 
@@ -83,7 +83,7 @@ def test_what_an_algorithm_remembers_goes_into_the_checkpoint(base: str, tmp_pat
 def test_remax_rolls_out_greedily_beside_each_group(base: str, tmp_path: Path) -> None:
     said: list[str] = []
     given = run(base, algorithm=ReMax(), steps=1)
-    train(msgspec.structs.replace(given, cadence=Cadence(rollouts=1)), tmp_path, say=said.append)
+    train(msgspec.structs.replace(given, cadence=Cadence(save_rollouts_every=1)), tmp_path, say=said.append)
     assert said == []
     (row,) = [row for row in read_rows(tmp_path, "rl") if "reward" in row.values]
     assert row.values["loss"] != 0
@@ -132,7 +132,7 @@ def test_a_guard_ends_the_stage_and_a_resumed_run_knows_it(base: str, tmp_path: 
 def test_patience_leaves_the_best_checkpoint(base: str, tmp_path: Path) -> None:
     said: list[str] = []
     given = run(base, guard=Guard(patience=1, min_delta=2.0), steps=9)
-    given = msgspec.structs.replace(given, cadence=Cadence(evaluate=1, keep_best=1))
+    given = msgspec.structs.replace(given, cadence=Cadence(evaluate_every=1, keep_best=1))
     state = train(given, tmp_path, say=said.append)
     assert state.step == 2
     assert "validation has not risen above" in said[-1]

@@ -68,7 +68,7 @@ def short(name: str, files: dict[str, str]) -> Run:
             "rl.sample.items=2",
             "rl.sample.minibatches=1",
             "rl.rollout.group=2",
-            "cadence.evaluate=0",
+            "cadence.evaluate_every=0",
         ]
     return recipe(RECIPES / f"{name}.py", overrides)
 

@@ -52,7 +52,7 @@ def tuned(**changes: Any) -> Run:
     """Two steps of reinforcement learning of the packaged policy."""
     rl = msgspec.structs.replace(small().rl, steps=2)
     policy = PolicySpec(path=str(TINY), slots=16)
-    fields = {"warmup": None, "sft": None, "policy": policy, "rl": rl, "cadence": Cadence(evaluate=1)}
+    fields = {"warmup": None, "sft": None, "policy": policy, "rl": rl, "cadence": Cadence(evaluate_every=1)}
     return small(**(fields | changes))
 
 

@@ -73,7 +73,7 @@ def hybrid(tmp_path: Path, **fields: Any) -> Any:
         "loss": Loss(kl_beta=0.01, kl="k3"),
     }  # fmt: skip
     rl = msgspec.structs.replace(small().rl, **(options | fields))
-    return small(rl=rl, warmup=None, cadence=Cadence(evaluate=0, rollouts=1))
+    return small(rl=rl, warmup=None, cadence=Cadence(evaluate_every=0, save_rollouts_every=1))
 
 
 @pytest.mark.parametrize("cut", [{"top_p": 0.9}, {"top_k": 8}])
@@ -196,7 +196,7 @@ def followed(tmp_path: Path) -> Any:
         signals={"teacher": Teacher(source="ema", ema_decay=0.5, cut_off=True)}, optim=Optim(lr=0.01),
         sample=Sample(items=1), rollout=RolloutOptions(group=3, concurrency=1),
     )  # fmt: skip
-    cadence = Cadence(evaluate=0, checkpoint=1, keep_last=9)
+    cadence = Cadence(evaluate_every=0, checkpoint_every=1, keep_last=9)
     return msgspec.structs.replace(run, sft=msgspec.structs.replace(run.sft, num=4), cadence=cadence)
 
 

@@ -29,7 +29,7 @@ def test_each_group_is_read_once_and_by_every_signal_that_its_step_weighs(tmp_pa
             "late": Process(judge="tests.train.signals.rules:Steps"), "tools": ToolUse(),
         },
     )  # fmt: skip
-    train(small(rl=rl, warmup=None, cadence=Cadence(evaluate=0, rollouts=1)), tmp_path, say=lambda _: None)
+    train(small(rl=rl, warmup=None, cadence=Cadence(evaluate_every=0, save_rollouts_every=1)), tmp_path, say=lambda _: None)
     rows = [row.values for row in read(tmp_path) if row.stage == "rl" and "learn_s" in row.values]
     assert [row["rule/read"] for row in rows] == [6] * 4
     assert [row.get("late/read") for row in rows] == [None, None, 6, 6]
