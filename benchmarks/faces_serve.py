@@ -26,7 +26,7 @@ import aiohttp
 from engine import Figure, show
 
 from ramify import RLM, Limits, Scaffold, ScriptedClient
-from ramify.serve.runs import RunServer
+from ramify.serve.run_server import RunServer
 from ramify.types.message import Message
 
 CLIENTS = 200

@@ -27,7 +27,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 from engine import Figure  # noqa: E402
 
 from ramify import Store  # noqa: E402
-from ramify.types.event import CallEnded, CallStarted, Replied, Requested, RunStarted  # noqa: E402
+from ramify.types.event import CallEnded, CallStarted, ReplyReceived, RequestStarted, RunStarted  # noqa: E402
 from ramify.types.message import Message, Reply, Usage  # noqa: E402
 from ramify.types.trajectory import Parent, Stop  # noqa: E402
 from tests.viewer import golden  # noqa: E402
@@ -152,8 +152,8 @@ def _exchange(id: str, at_s: float) -> list[Any]:
     parent = Parent("0", 0, 0) if id != "0" else None
     return [
         CallStarted(at_s=at_s, id=id, kind="lm", model="m", depth=id.count("."), question="part", parent=parent),
-        Requested(at_s=at_s, call=id, turn=0, reused=0, prompt=(Message("user", "part"),), prompt_hash="0" * 64),
-        Replied(at_s=at_s, call=id, turn=0, reply=Reply(Message("assistant", "```repl\nx = 1\n```"), Usage(9, 9, calls=1))),
+        RequestStarted(at_s=at_s, call=id, turn=0, reused=0, prompt=(Message("user", "part"),), prompt_hash="0" * 64),
+        ReplyReceived(at_s=at_s, call=id, turn=0, reply=Reply(Message("assistant", "```repl\nx = 1\n```"), Usage(9, 9, calls=1))),
         CallEnded(at_s=at_s, id=id, stop=Stop.FINAL, answer="x"),
     ]  # fmt: skip
 

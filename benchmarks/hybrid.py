@@ -31,7 +31,7 @@ from engine import Figure
 from studies import ROOT, fill, folder_of, parser, python, tell, train
 
 from ramify.evaluate.statistics import pass_at_k
-from ramify.train.checkpoint import Checkpoints
+from ramify.train.checkpoint import CheckpointStore
 from ramify.train.metrics import read
 
 RESULTS = ROOT / "benchmarks" / "results" / "hybrid.json"
@@ -96,7 +96,7 @@ ARMS = {
         "rl.signals.teacher.turns=named", "rl.signals.teacher.hints.only=failed", "rl.signals.teacher.hints.once=true",
     ), num_seeds=5),
     "shuffled": Arm("control: hints of other problems", (
-        "rl.signals.teacher.hints=" + json.dumps({"name": "ramify.train.signals.programs:Shuffled", "source": SOURCE}),
+        "rl.signals.teacher.hints=" + json.dumps({"name": "ramify.train.signals.programs:ShuffledHints", "source": SOURCE}),
     ), num_seeds=3),
     "random": Arm("control: a teacher of random weights", ("rl.signals.teacher.source=random",), num_seeds=2),
     "kl": Arm("control: no hints, ten times the KL to the frozen policy", ("rl.loss.kl_beta=0.1",), "recipes/programs.py"),
@@ -186,7 +186,7 @@ def carry_out(runs: Path, name: str, seed: int, quick: bool) -> None:
 def attempts(folder: Path, num_items: int) -> None:
     """Attempt the test problems with the policy of the last step, and with the one that is best on the validation stream,
     where that is another; write down each reward. In a process of its own."""
-    last, best = Checkpoints(folder).latest(), Checkpoints(folder).best()
+    last, best = CheckpointStore(folder).latest(), CheckpointStore(folder).best()
     assert last is not None, folder
     found = asyncio.run(_attempted(last / "policy", num_items, is_start=folder.name.startswith("sft-")))
     if best is not None and best != last:
@@ -202,9 +202,9 @@ async def _attempted(policy: Path, num_items: int, is_start: bool) -> dict[str, 
 
     from ramify import RLM, Limits, SandboxSpec
     from ramify.clients.base import Sampling
-    from ramify.evaluate.run import Plan, evaluate
-    from ramify.inference.local.client import LocalClient
-    from ramify.policy.load import load
+    from ramify.evaluate.run import EvaluationPlan, evaluate
+    from ramify.inference.local.local_client import LocalClient
+    from ramify.models.load import load
     from ramify.tasks.base import task_of
 
     torch.set_num_threads(1)
@@ -215,7 +215,7 @@ async def _attempted(policy: Path, num_items: int, is_start: bool) -> dict[str, 
         client, scaffold="bare", sandbox=SandboxSpec(provider="ramify.tasks.programs.evaluator"),
         limits=Limits(max_turns=3, max_depth=0, max_reply_tokens=32, max_seconds=86_400, max_concurrency=512),
     )  # fmt: skip
-    plan = Plan(model="local:policy", task="programs", items=num_items, attempts=NUM_ATTEMPTS)
+    plan = EvaluationPlan(model="local:policy", task="programs", items=num_items, attempts=NUM_ATTEMPTS)
     done = await evaluate(rlm, task, plan, sampling=Sampling(temperature=1.0), concurrency=256)
     rewards: dict[str, list[float]] = {}
     for outcome in done.outcomes:
@@ -231,8 +231,8 @@ async def _attempted(policy: Path, num_items: int, is_start: bool) -> dict[str, 
 
 async def gates(client: Any, task: Any) -> dict[str, float]:
     """How likely the right function is at its place, with a hint that names it and without."""
-    from ramify.tasks.programs.hints import Rule, hint_text
-    from ramify.tasks.programs.library import IMPORTED, Problem, library
+    from ramify.tasks.programs.hints import HintRule, hint_text
+    from ramify.tasks.programs.program_library import IMPORTED, ProgramProblem, library
     from ramify.tasks.programs.vocabulary import HINT
     from ramify.types.message import Message
 
@@ -240,12 +240,15 @@ async def gates(client: Any, task: Any) -> dict[str, float]:
     right = dict(enumerate(known.right))
     likely: dict[str, list[float]] = {"p(right | hint)": [], "p(right)": []}
     for item in task.splits["validation"][:100]:
-        problem = Problem.read(item.question)
+        problem = ProgramProblem.read(item.question)
         assert problem is not None
         words = [word for word, _ in problem.steps][:3]
         imports = tuple(sorted({right[word] for word, _ in problem.steps} & set(IMPORTED)))
         program = tokenizer.encode(problem.program(right, imports).text)
-        for name, hint in (("p(right | hint)", HINT + hint_text(Rule(w, right[w]) for w in words)), ("p(right)", "")):
+        for name, hint in (
+            ("p(right | hint)", HINT + hint_text(HintRule(w, right[w]) for w in words)),
+            ("p(right)", ""),
+        ):
             given = renderer.prompt([Message("user", item.question + hint)])
             logprobs = await client.logprobs([*given, *program])
             places = [len(given) + program.index(tokenizer.convert_tokens_to_ids(f"@w{w}")) for w in words]

@@ -29,10 +29,10 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from ramify.clients.base import Known, Request, Sampling
-from ramify.inference.local.client import LocalClient
-from ramify.policy.load import Policy, from_config, save
-from ramify.policy.tokenizer import train_tokenizer
+from ramify.clients.base import KnownPrefix, Request, Sampling
+from ramify.inference.local.local_client import LocalClient
+from ramify.models.load import Policy, from_config, save
+from ramify.models.tokenizer import train_tokenizer
 
 ROWS, TURNS, OBSERVATION, SHARED = 64, 8, 16, 384
 REPLY = (8, 48)
@@ -110,7 +110,7 @@ def lengths(seed: int) -> list[list[int]]:
 
 async def reply(client: LocalClient, ids: list[int], num: int, call: str) -> list[int]:
     """One reply to a prompt of exact ids, as the engine's caller gives them."""
-    beginning = Known(0, tuple(ids))
+    beginning = KnownPrefix(0, tuple(ids))
     request = Request((), Sampling(num, 1.0, seed=1, logprobs=True), affinity=call, known=beginning)
     done = await client.complete(request)
     assert done.token_ids is not None
@@ -223,7 +223,7 @@ def agreement(sides: Sides) -> float:
         paths = prompts(24, 40, 7)
         for turn in range(4):
             requests = [
-                Request((), Sampling(20, 1.0, seed=turn), affinity=str(index), known=Known(0, tuple(path)))
+                Request((), Sampling(20, 1.0, seed=turn), affinity=str(index), known=KnownPrefix(0, tuple(path)))
                 for index, path in enumerate(paths)
             ]
             done = await asyncio.gather(*map(client.complete, requests))

@@ -23,7 +23,7 @@ from typing import NamedTuple
 from engine import Figure
 from studies import ROOT, fill, folder_of, is_trained, parser, tell, train
 
-from ramify.train.metrics import Measured, read
+from ramify.train.metrics import StepMetrics, read
 
 RESULTS = ROOT / "benchmarks" / "results" / "learning.json"
 PAGE, PICTURE = ROOT / "docs" / "learning.md", ROOT / "docs" / "learning.svg"
@@ -68,7 +68,7 @@ def trained(name: str, seed: int, folder: Path) -> Trained:
     return Trained(name, seed, curve, rewards, steps[-1].values["cpu_s"] - reported, validated)
 
 
-def spent(rows: Sequence[Measured], on: Callable[[Measured], bool]) -> float:
+def spent(rows: Sequence[StepMetrics], on: Callable[[StepMetrics], bool]) -> float:
     """Seconds of processor time between the measurements that ``on`` names and those before them."""
     return sum(after.values["cpu_s"] - before.values["cpu_s"] for before, after in pairwise(rows) if on(after))
 

@@ -27,24 +27,24 @@ from engine import Figure, show
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from ramify import RLM, Limits, ScriptedClient
+from ramify.build.execute import train
 from ramify.build.recipe import recipe
-from ramify.build.run import train
 from ramify.clients.base import Request
-from ramify.clients.byte_ids import NUM_IDS, ByteIds
-from ramify.policy.dense import Dense
-from ramify.policy.load import Policy
+from ramify.clients.byte_ids import NUM_IDS, ByteTokenIds
+from ramify.models.dense import DenseModel
+from ramify.models.load import Policy
 from ramify.tasks.base import Item
 from ramify.tasks.simple import SimpleTask
-from ramify.train import groups
+from ramify.train import group_records
 from ramify.train.algorithms.dr_grpo import DrGRPO
-from ramify.train.backends.base import Compute, Optim
-from ramify.train.backends.single import Single
+from ramify.train.backends.base import ComputeSpec, OptimizerSpec
+from ramify.train.backends.single import SingleBackend
 from ramify.train.config import PolicySpec, Run
-from ramify.train.loop import Cadence, Loop
-from ramify.train.loss import Loss
-from ramify.train.metrics import Measured, read
-from ramify.train.rollout import RolloutOptions, Rollouts
-from ramify.train.stages import Reinforce, Sample
+from ramify.train.loss import LossSpec
+from ramify.train.metrics import StepMetrics, read
+from ramify.train.rollout import Rollouter, RolloutOptions
+from ramify.train.stages import RlStage, StepSampleSpec
+from ramify.train.training_loop import Schedule, TrainingLoop
 from ramify.types.message import Reply
 
 STEPS, WARM = 20, 4
@@ -55,10 +55,10 @@ SHAPE = Qwen3Config(
     eos_token_id=3, pad_token_id=0,
 )  # fmt: skip
 SIDES = {
-    "synchronous": Sample(items=8),
-    "staleness 1": Sample(items=8, max_staleness=1),
-    "staleness 1, none late": Sample(items=8, max_staleness=1, late=0),
-    "staleness 2": Sample(items=8, max_staleness=2),
+    "synchronous": StepSampleSpec(items=8),
+    "staleness 1": StepSampleSpec(items=8, max_staleness=1),
+    "staleness 1, none late": StepSampleSpec(items=8, max_staleness=1, grace_steps=0),
+    "staleness 2": StepSampleSpec(items=8, max_staleness=2),
 }
 
 
@@ -90,7 +90,7 @@ class LongTailed(ScriptedClient):
 class Published:
     """What publishes the policy to the scripted engine: its version, which tokens carry."""
 
-    def __init__(self, ids: ByteIds) -> None:
+    def __init__(self, ids: ByteTokenIds) -> None:
         self._ids = ids
 
     @property
@@ -111,10 +111,10 @@ class Published:
     def load(self, folder: Path) -> None: ...
 
 
-def measured(sample: Sample, seed: int) -> dict[str, float]:
+def measured(sample: StepSampleSpec, seed: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         rows = asyncio.run(trained(sample, seed, Path(folder)))
-        assert groups.accounts(Path(folder)).balanced
+        assert group_records.accounts(Path(folder)).balanced
     rows = rows[WARM:]
     return {
         "wall_s": (rows[-1].at_s - rows[0].at_s) / (len(rows) - 1),
@@ -123,24 +123,26 @@ def measured(sample: Sample, seed: int) -> dict[str, float]:
     }
 
 
-async def trained(sample: Sample, seed: int, out: Path) -> list[Measured]:
+async def trained(sample: StepSampleSpec, seed: int, out: Path) -> list[StepMetrics]:
     """The steps of one run."""
-    ids = ByteIds()
+    ids = ByteTokenIds()
     answers = iter(random.Random(seed).choices(("heads", "tails"), k=1_000_000))
     client = LongTailed(lambda messages: next(answers), ids=ids)
     task = SimpleTask("coin", {"train": [Item("heads or tails?", gold="heads", id=str(n)) for n in range(64)]}, right)
     torch.manual_seed(seed)
-    model = Dense(SHAPE)
+    model = DenseModel(SHAPE)
     model.load_state_dict(AutoModelForCausalLM.from_config(SHAPE).state_dict())
     policy = Policy(model.eval(), None, None, SHAPE, 0, "dense")  # type: ignore[arg-type]
-    backend = Single(policy, Optim(lr=1e-4), Compute(precision="fp32"))
+    backend = SingleBackend(policy, OptimizerSpec(lr=1e-4), ComputeSpec(precision="fp32"))
     async with RLM(client, scaffold="tiny", limits=Limits(max_seconds=60), sandbox="inprocess") as rlm:
-        rollouts = Rollouts(rlm, task, RolloutOptions(group=4), seed=seed)
-        stage = Reinforce(
-            STEPS, Optim(), Loss(), task=task, items=task.splits["train"], rollouts=rollouts, algorithm=DrGRPO(),
+        rollouts = Rollouter(rlm, task, RolloutOptions(group=4), seed=seed)
+        stage = RlStage(
+            STEPS, OptimizerSpec(), LossSpec(), task=task, items=task.splits["train"], rollouts=rollouts, algorithm=DrGRPO(),
             sample=sample, temperature=1.0,
         )  # fmt: skip
-        loop = Loop(out, [stage], lambda _: backend, Published(ids), nothing, cadence=Cadence(evaluate_every=0), say=print)
+        loop = TrainingLoop(
+            out, [stage], lambda _: backend, Published(ids), nothing, schedule=Schedule(evaluate_every=0), say=print
+        )
         await loop.run()
     return [row for row in read(out) if "loss" in row.values]
 
@@ -191,11 +193,11 @@ def reward(tiny: Run, folder: Path, ahead: int, seed: int, steps: int) -> float:
         sample = msgspec.structs.replace(tiny.rl.sample, max_staleness=ahead, first_item=DEMONSTRATIONS)
         run = msgspec.structs.replace(
             tiny, seed=seed, policy=PolicySpec(path=str(folder / "sft/policy")), warmup=None, sft=None,
-            rl=msgspec.structs.replace(tiny.rl, steps=steps, sample=sample), cadence=Cadence(evaluate_every=0),
+            rl=msgspec.structs.replace(tiny.rl, steps=steps, sample=sample), schedule=Schedule(evaluate_every=0),
             evaluate=msgspec.structs.replace(tiny.evaluate, num=256, validation=64, final=("test",)),
         )  # fmt: skip
         train(run, out, say=lambda _: None)
-    assert groups.accounts(out).balanced
+    assert group_records.accounts(out).balanced
     return next(row.values["test/reward"] for row in read(out) if "test/reward" in row.values)
 
 

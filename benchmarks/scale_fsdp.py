@@ -24,20 +24,20 @@ from transformers import AutoModelForCausalLM, GPT2Config, Qwen3Config
 from transformers.utils.logging import disable_progress_bar
 
 from ramify.errors import TrainError
-from ramify.policy.dense import Dense
-from ramify.policy.load import Policy
-from ramify.train.backends.base import Compute, Optim, Shard
-from ramify.train.backends.fsdp import Fsdp, OverRanks, Ranks
-from ramify.train.backends.single import Single
-from ramify.train.loss import Loss
-from ramify.train.pack import Packing, pack
+from ramify.models.dense import DenseModel
+from ramify.models.load import Policy
+from ramify.train.backends.base import ComputeSpec, OptimizerSpec, ShardSpec
+from ramify.train.backends.fsdp import FsdpBackend, FsdpModel, FsdpRanks
+from ramify.train.backends.single import SingleBackend
+from ramify.train.loss import LossSpec
+from ramify.train.pack import PackingSpec, pack
 from ramify.types.sequence import Batch
 
 STEPS = 20
-LOSS = Loss(entropy=0.01)
-OPTIM = Optim(lr=2e-5, weight_decay=0.1)
+LOSS = LossSpec(entropy=0.01)
+OPTIM = OptimizerSpec(lr=2e-5, weight_decay=0.1)
 """A rate of fine-tuning. At higher ones AdamW makes rounding grow, within one process too: see ``rounding``."""
-FAST = Optim(lr=1e-3, weight_decay=0.1)
+FAST = OptimizerSpec(lr=1e-3, weight_decay=0.1)
 DENSE = Qwen3Config(
     vocab_size=trees.VOCAB, hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4,
     num_key_value_heads=2, head_dim=32, tie_word_embeddings=True, max_position_embeddings=8192, bos_token_id=None,
@@ -51,7 +51,7 @@ GPT2 = GPT2Config(
 def figures(quick: bool, compiled: bool) -> Iterator[Figure]:
     torch.set_num_threads(1)
     disable_progress_bar()  # type: ignore[no-untyped-call]
-    ranks = Ranks(computed(2))
+    ranks = FsdpRanks(computed(2))
     try:
         with tempfile.TemporaryDirectory() as folder:
             yield from same_numbers(ranks, Path(folder))
@@ -65,13 +65,13 @@ def figures(quick: bool, compiled: bool) -> Iterator[Figure]:
         ranks.close()
 
 
-def computed(num: int, **shard: Any) -> Compute:
-    return Compute(precision="fp32", shard=Shard(ranks=num, **shard))
+def computed(num: int, **shard: Any) -> ComputeSpec:
+    return ComputeSpec(precision="fp32", shard=ShardSpec(ranks=num, **shard))
 
 
 def dense(seed: int = 0) -> Policy:
     torch.manual_seed(seed)
-    model = Dense(DENSE)
+    model = DenseModel(DENSE)
     model.load_state_dict(AutoModelForCausalLM.from_config(DENSE).state_dict())
     return Policy(model.eval(), None, None, DENSE, 0, "dense")  # type: ignore[arg-type]
 
@@ -80,13 +80,13 @@ def batches(max_tokens: int, prompt: int = 64) -> list[Batch]:
     rows = [row for seed in range(3) for row in trees.group(4, 8, prompt, seed)]
     for row in rows:
         row.ce = row.rl / 2
-    return pack(rows, Packing(max_tokens=max_tokens))
+    return pack(rows, PackingSpec(max_tokens=max_tokens))
 
 
 # --- the same numbers --------------------------------------------------------------------------------------------------
 
 
-def same_numbers(ranks: Ranks, folder: Path) -> Iterator[Figure]:
+def same_numbers(ranks: FsdpRanks, folder: Path) -> Iterator[Figure]:
     checkpoint = folder / "gpt2"
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(GPT2).save_pretrained(checkpoint)
@@ -95,21 +95,23 @@ def same_numbers(ranks: Ranks, folder: Path) -> Iterator[Figure]:
     start = dense().model.state_dict()
     sides = {
         "dense policy, AdamW": (OPTIM, dense(), ranks.spread(DENSE, start)),
-        "dense policy, Muon": (Optim(kind="muon", lr=1e-4), dense(), ranks.spread(DENSE, start)),
+        "dense policy, Muon": (OptimizerSpec(kind="muon", lr=1e-4), dense(), ranks.spread(DENSE, start)),
         "two replicas": (OPTIM, dense(), ranks.spread(DENSE, start, compute=computed(2, replicas=2))),
         "checkpoint of transformers": (OPTIM, given, ranks.spread(GPT2, checkpoint)),
     }
     for name, (optim, policy, model) in sides.items():
-        loss, gradient, tensor = apart(model, Single(policy, optim, computed(1)), optim)
+        loss, gradient, tensor = apart(model, SingleBackend(policy, optim, computed(1)), optim)
         yield Figure(f"{name}: loss of two ranks off by, {STEPS} steps, relative", loss, "", {}, 1e-5)
         beside: dict[str, float | str] = {"one tensor at worst": tensor}
         yield Figure(f"{name}: gradient off by, by norm", gradient, "", beside, 1e-5)
 
 
-def rounding(ranks: Ranks) -> Iterator[Figure]:
+def rounding(ranks: FsdpRanks) -> Iterator[Figure]:
     """At a rate of training from nothing: beside one process whose batches come in the opposite order."""
-    _, gradient, _ = apart(ranks.spread(DENSE, dense().model.state_dict()), Single(dense(), FAST, computed(1)), FAST)
-    forth, back = (Single(dense(), FAST, computed(1)) for _ in range(2))
+    _, gradient, _ = apart(
+        ranks.spread(DENSE, dense().model.state_dict()), SingleBackend(dense(), FAST, computed(1)), FAST
+    )
+    forth, back = (SingleBackend(dense(), FAST, computed(1)) for _ in range(2))
     work, control = batches(300), 0.0
     for _ in range(STEPS):
         forth.forward_backward(work, LOSS)
@@ -121,7 +123,7 @@ def rounding(ranks: Ranks) -> Iterator[Figure]:
     yield Figure(f"learning rate {FAST.lr:g}: gradient off by after {STEPS} steps, by norm", gradient, "", beside)
 
 
-def apart(model: OverRanks, single: Single, optim: Optim) -> tuple[float, float, float]:
+def apart(model: FsdpModel, single: SingleBackend, optim: OptimizerSpec) -> tuple[float, float, float]:
     """Largest differences over the steps: of the loss, of the whole gradient by norm, of one tensor's by norm."""
     fsdp, work = model.backend(optim), batches(300)
     work = work[: len(work) - 1 + len(work) % 2]  # an odd number: one rank has an idle round
@@ -136,7 +138,7 @@ def apart(model: OverRanks, single: Single, optim: Optim) -> tuple[float, float,
     return worst[0], worst[1], worst[2]
 
 
-def gradients(single: Single) -> dict[str, torch.Tensor]:
+def gradients(single: SingleBackend) -> dict[str, torch.Tensor]:
     return {name: each.grad for name, each in single._model.named_parameters() if each.grad is not None}
 
 
@@ -151,7 +153,7 @@ def off_by(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> tu
 # --- the same bits -----------------------------------------------------------------------------------------------------
 
 
-def same_bits(ranks: Ranks, folder: Path) -> Iterator[Figure]:
+def same_bits(ranks: FsdpRanks, folder: Path) -> Iterator[Figure]:
     """Five steps after a checkpoint that was written while they were made."""
     whole = ranks.spread(DENSE, dense().model.state_dict())
     backend = whole.backend(OPTIM)
@@ -170,7 +172,7 @@ def same_bits(ranks: Ranks, folder: Path) -> Iterator[Figure]:
     yield Figure("tensors that differ after a resume", float(differ), "tensors", {}, 0)
 
 
-def steps(backend: Fsdp, num: int) -> None:
+def steps(backend: FsdpBackend, num: int) -> None:
     work = batches(300)
     for _ in range(num):
         backend.forward_backward(work, LOSS)
@@ -180,13 +182,13 @@ def steps(backend: Fsdp, num: int) -> None:
 # --- times -------------------------------------------------------------------------------------------------------------
 
 
-def times(ranks: Ranks, rounds: int) -> Iterator[Figure]:
+def times(ranks: FsdpRanks, rounds: int) -> Iterator[Figure]:
     """A step of two batches of some 3,000 tokens, in turns with the same by one process."""
     work = pack(
         [row for seed in range(2) for row in trees.group(8, 8, 256, seed)],
-        Packing(max_tokens=1 << 20, fill_tokens=3000),
+        PackingSpec(max_tokens=1 << 20, fill_tokens=3000),
     )
-    single = Single(dense(), OPTIM, computed(1))
+    single = SingleBackend(dense(), OPTIM, computed(1))
     sides: dict[str, Callable[[], object]] = {"single": lambda: step(single, work)}
     for gather in ("layer", "step"):
         backend = ranks.spread(DENSE, dense().model.state_dict(), compute=computed(2, gather=gather)).backend(OPTIM)
@@ -208,21 +210,21 @@ def times(ranks: Ranks, rounds: int) -> Iterator[Figure]:
     yield Figure("time of a step, two ranks to one process", ratio["layer"], "×", beside)
 
 
-def step(backend: Single | Fsdp, work: list[Batch]) -> None:
+def step(backend: SingleBackend | FsdpBackend, work: list[Batch]) -> None:
     backend.forward_backward(work, LOSS)
     backend.optim_step()
 
 
-def compiling(ranks: Ranks) -> Iterator[Figure]:
+def compiling(ranks: FsdpRanks) -> Iterator[Figure]:
     model = ranks.spread(DENSE, dense().model.state_dict(), compute=computed(2, compile=True))
-    loss, gradient, _ = apart(model, Single(dense(), OPTIM, computed(1)), OPTIM)
+    loss, gradient, _ = apart(model, SingleBackend(dense(), OPTIM, computed(1)), OPTIM)
     yield Figure("compiled layers: loss off by, relative", loss, "", {"gradient, by norm": gradient}, 1e-5)
 
 
 # --- failure -----------------------------------------------------------------------------------------------------------
 
 
-def loss_of_a_rank(ranks: Ranks, folder: Path) -> Iterator[Figure]:
+def loss_of_a_rank(ranks: FsdpRanks, folder: Path) -> Iterator[Figure]:
     """From the kill of a rank to the error; and one rank goes on from what two had written."""
     model = ranks.spread(DENSE, dense().model.state_dict(), compute=computed(2, save_async=False))
     backend = model.backend(OPTIM)
@@ -232,7 +234,7 @@ def loss_of_a_rank(ranks: Ranks, folder: Path) -> Iterator[Figure]:
     wanted = [backend.forward_backward(work, LOSS)["loss"]]
     backend.optim_step()
     wanted.append(backend.forward_backward(work, LOSS)["loss"])
-    os.kill(ranks.team.processes[0].pid, signal.SIGKILL)
+    os.kill(ranks.rank_group.processes[0].pid, signal.SIGKILL)
     started = time.perf_counter()
     told = ""
     try:
@@ -242,7 +244,7 @@ def loss_of_a_rank(ranks: Ranks, folder: Path) -> Iterator[Figure]:
     seconds = time.perf_counter() - started
     yield Figure("a killed rank is an error that names it, after", seconds, "s", {}, None, "rank 1 " in told)
     ranks.close()
-    alone = Ranks(computed(1))
+    alone = FsdpRanks(computed(1))
     try:
         again = alone.spread(copy.deepcopy(DENSE), dense(1).model.state_dict()).backend(OPTIM)
         again.load(folder / "of two")

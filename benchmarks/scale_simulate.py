@@ -29,8 +29,8 @@ from statistics import fmean
 from engine import Figure, show
 from scale_stepped import Shape, carry_out
 
-from ramify.cluster.measured import Measured, measured
-from ramify.cluster.simulate import Predicted, Setting, simulate
+from ramify.cluster.simulate import SimulationResult, SimulationSetting, simulate
+from ramify.cluster.simulation_inputs import SimulationInputs, measured
 
 MOST_OFF = 0.15
 """Of a step's seconds, either way."""
@@ -40,8 +40,10 @@ OTHERS = {
     "2 engines with half the slots": Shape(engines=2, slots=8),
     "staleness 1": Shape(staleness=1),
     "staleness 1, 2 engines": Shape(staleness=1, engines=2, slots=8),
-    "staleness 1, nothing late": Shape(staleness=1, late=0),
-    "staleness 1, 2 engines, stragglers cut": Shape(staleness=1, late=0, engines=2, slots=8, straggle=2.0),
+    "staleness 1, nothing late": Shape(staleness=1, grace_steps=0),
+    "staleness 1, 2 engines, stragglers cut": Shape(
+        staleness=1, grace_steps=0, engines=2, slots=8, straggler_factor=2.0
+    ),
 }
 QUICK = ("staleness 1",)
 _FULL = ("rl.sample.items=8", "rl.rollout.concurrency=32")
@@ -76,12 +78,12 @@ def simulate_figures(*, quick: bool = False, embedded: bool = False) -> Iterator
             yield from _embedded(folder, EMBEDDED, 4 if quick else 6)
 
 
-def ran(out: Path, shape: Shape) -> Measured:
+def ran(out: Path, shape: Shape) -> SimulationInputs:
     carry_out(out, shape)
     return measured(out)
 
 
-def figure(what: str, by: Measured, other: Measured, *, floor: bool = True) -> Figure:
+def figure(what: str, by: SimulationInputs, other: SimulationInputs, *, floor: bool = True) -> Figure:
     """The mean seconds of a step of ``other`` as ``by`` predicts them, over those measured."""
     predicted = at(by, other)
     stale = other.sizes.staleness
@@ -95,7 +97,7 @@ def figure(what: str, by: Measured, other: Measured, *, floor: bool = True) -> F
     return Figure(f"predicted step, {what}", ratio, "×", against, floor=bound, least=1 - MOST_OFF if floor else None)
 
 
-def freshness(what: str, by: Measured, other: Measured, out: Path) -> Figure:
+def freshness(what: str, by: SimulationInputs, other: SimulationInputs, out: Path) -> Figure:
     """The mean staleness of tokens, in versions."""
     from ramify.train.metrics import read
 
@@ -105,12 +107,12 @@ def freshness(what: str, by: Measured, other: Measured, out: Path) -> Figure:
     return Figure(f"predicted staleness, {what}", predicted, "versions", {"measured": f"{fmean(seen):.3g} versions"})
 
 
-def at(by: Measured, other: Measured) -> Predicted:
+def at(by: SimulationInputs, other: SimulationInputs) -> SimulationResult:
     """What ``by`` predicts for the setting of ``other``."""
     sizes = other.sizes
-    setting = Setting(
+    setting = SimulationSetting(
         engines=sizes.engines, slots=sizes.slots, ranks=sizes.ranks, staleness=sizes.staleness, items=sizes.items,
-        max_items=sizes.max_items, straggle=sizes.straggle, late=sizes.late, group=sizes.group, concurrency=sizes.concurrency,
+        max_items=sizes.max_items, straggler_factor=sizes.straggler_factor, grace_steps=sizes.grace_steps, group=sizes.group, concurrency=sizes.concurrency,
         on_wire=sizes.on_wire, keeps=sizes.keeps, cache_tokens=sizes.cache_tokens, embedded=sizes.embedded,
     )  # fmt: skip
     return simulate(by, setting, steps=_STEPS)
@@ -138,7 +140,7 @@ def blind_figures(*, steps: int = 4) -> Iterator[Figure]:
 
 def _embedded(folder: Path, runs: dict[str, tuple[str, ...]], steps: int) -> Iterator[Figure]:
     """The packaged policy on its recursive task, in processes of their own, each predicted from the first."""
-    first: Measured | None = None
+    first: SimulationInputs | None = None
     for index, (what, fields) in enumerate(runs.items()):
         out = folder / f"embedded-{index}"
         _train(out, f"rl.steps={steps}", *fields)
@@ -153,8 +155,8 @@ def _embedded(folder: Path, runs: dict[str, tuple[str, ...]], steps: int) -> Ite
 def _train(out: Path, *fields: str) -> None:
     root = Path(__file__).parents[1]
     fixed = (
-        "policy.path=ramify/policy/tiny", "policy.shape={}", "warmup=null", "sft=null", "rl.sample.minibatches=1",
-        "evaluate.num=2", "evaluate.validation=2", "evaluate.final=[]", "cadence.save_rollouts_every=1", "cadence.evaluate_every=0",
+        "policy.path=ramify/models/tiny", "policy.shape={}", "warmup=null", "sft=null", "rl.sample.minibatches=1",
+        "evaluate.num=2", "evaluate.validation=2", "evaluate.final=[]", "schedule.save_rollouts_every=1", "schedule.evaluate_every=0",
     )  # fmt: skip
     command = [sys.executable, "-m", "ramify", "train", "recipes/tiny_recursive.py", "--out", str(out), "--quiet"]
     subprocess.run([*command, *fixed, *fields], cwd=root, check=True)

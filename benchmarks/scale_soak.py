@@ -34,12 +34,12 @@ from statistics import mean, stdev
 from typing import NamedTuple
 
 from ramify.engine.limits import Limits
-from ramify.inference.http.spec import InferenceSpec
-from ramify.train.backends.base import Compute, Optim
+from ramify.inference.http.inference_spec import InferenceSpec
+from ramify.train.backends.base import ComputeSpec, OptimizerSpec
 from ramify.train.config import EvaluateSpec, PolicySpec, RlSpec, Run, TaskSpec
-from ramify.train.loop import Cadence
 from ramify.train.rollout import RolloutOptions
-from ramify.train.stages import Sample
+from ramify.train.stages import StepSampleSpec
+from ramify.train.training_loop import Schedule
 
 NOISE = 0.15
 """Standard deviation of what is added to each matrix, of its own."""
@@ -60,15 +60,15 @@ def run() -> Run:
         task=TaskSpec(name="ledger"),
         rl=RlSpec(
             steps=24,
-            sample=Sample(items=ITEMS, max_staleness=1),
+            sample=StepSampleSpec(items=ITEMS, max_staleness=1),
             rollout=RolloutOptions(group=4, temperature=1.3),
-            optim=Optim(lr=3e-4, warmup_steps=3, max_grad_norm=0.5),
+            optim=OptimizerSpec(lr=3e-4, warmup_steps=3, max_grad_norm=0.5),
         ),
         scaffold="tiny",
         limits=Limits(max_turns=5, max_depth=1, max_reply_tokens=100, max_seconds=600, max_concurrency=512),
         evaluate=EvaluateSpec(num=96, final=()),
-        cadence=Cadence(evaluate_every=0, checkpoint_every=2),
-        compute=Compute(precision="fp32"),
+        schedule=Schedule(evaluate_every=0, checkpoint_every=2),
+        compute=ComputeSpec(precision="fp32"),
         inference=InferenceSpec(restarts=1000),
         stall_s=600.0,
         threads=1,
@@ -177,7 +177,7 @@ def spoilt(folder: Path) -> Path:
     import torch
 
     from ramify.inference.base import TINY
-    from ramify.policy.load import load, save
+    from ramify.models.load import load, save
 
     policy, draws = load(str(TINY), torch.float32, "cpu"), torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -190,7 +190,7 @@ def spoilt(folder: Path) -> Path:
 
 def undisturbed(folder: Path, policy: Path, steps: int, seed: int) -> list[float]:
     """The scores of runs that nothing happened to."""
-    from ramify.build.run import train
+    from ramify.build.execute import train
     from ramify.train.override import override
 
     scores = []
@@ -205,7 +205,7 @@ def undisturbed(folder: Path, policy: Path, steps: int, seed: int) -> list[float
 def measured(folder: Path, steps: int, every_s: float, seed: int) -> list[object]:
     from engine import Figure
 
-    from ramify.train.groups import accounts
+    from ramify.train.group_records import accounts
     from ramify.train.metrics import read
 
     policy = spoilt(folder / "policy")

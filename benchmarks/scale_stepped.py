@@ -22,17 +22,17 @@ import msgspec
 
 from ramify import RLM, Limits
 from ramify.clients.base import Price, Request
-from ramify.clients.byte_ids import ByteIds
+from ramify.clients.byte_ids import ByteTokenIds
 from ramify.sandbox.base import SandboxSpec
 from ramify.tasks.base import Item, generated
-from ramify.tasks.simple import SimpleTask, Whole
+from ramify.tasks.simple import SimpleTask, WholeTrajectoryReward
 from ramify.train.algorithms.dr_grpo import DrGRPO
-from ramify.train.backends.base import Optim
-from ramify.train.loop import Cadence, Loop
-from ramify.train.loss import Loss
-from ramify.train.pack import Packing
-from ramify.train.rollout import RolloutOptions, Rollouts
-from ramify.train.stages import Reinforce, Sample
+from ramify.train.backends.base import OptimizerSpec
+from ramify.train.loss import LossSpec
+from ramify.train.pack import PackingSpec
+from ramify.train.rollout import Rollouter, RolloutOptions
+from ramify.train.stages import RlStage, StepSampleSpec
+from ramify.train.training_loop import Schedule, TrainingLoop
 from ramify.types.message import Message, Reply, Usage, VersionSpan
 
 BASE_S, EACH_S, PROMPT_TOKEN_S = 8e-3, 5e-4, 5e-5
@@ -47,8 +47,8 @@ class Shape(NamedTuple):
     slots: int = 16
     concurrency: int = 32
     staleness: int = 0
-    late: int = 4
-    straggle: float = 0.0
+    grace_steps: int = 4
+    straggler_factor: float = 0.0
     items: int = 8
     group: int = 4
     steps: int = 12
@@ -119,7 +119,7 @@ class Stepped:
 
     def __init__(self, shape: Shape) -> None:
         self.version = 0
-        self._ids = ByteIds()
+        self._ids = ByteTokenIds()
         self.engines = [Engine(shape.slots, lambda: self.version) for _ in range(shape.engines)]
         self._of_tree: dict[int, Engine] = {}
         self._cached: dict[tuple[int, str], int] = {}
@@ -175,10 +175,10 @@ def said(request: Request) -> str:
 class Sleeper:
     """A trainer's backend that takes time and learns nothing."""
 
-    packing = Packing()
+    packing = PackingSpec()
     version = 0
 
-    def forward_backward(self, batches: Sequence[Any], loss: Loss) -> dict[str, float]:
+    def forward_backward(self, batches: Sequence[Any], loss: LossSpec) -> dict[str, float]:
         time.sleep(LEARN_S + LEARN_TOKEN_S * sum(map(len, batches)))
         return {"loss": 0.0}
 
@@ -228,9 +228,9 @@ def carry_out(out: Path, shape: Shape, seed: int = 0) -> None:
 
 async def _run(out: Path, shape: Shape, seed: int) -> None:
     client = Stepped(shape)
-    task = SimpleTask("stepped", generated("stepped", _item), Whole(_worth))
-    sample = Sample(
-        items=shape.items, max_staleness=shape.staleness, late=shape.late, straggle=shape.straggle
+    task = SimpleTask("stepped", generated("stepped", _item), WholeTrajectoryReward(_worth))
+    sample = StepSampleSpec(
+        items=shape.items, max_staleness=shape.staleness, grace_steps=shape.grace_steps, straggler_factor=shape.straggler_factor
     )  # fmt: skip
     options = RolloutOptions(group=shape.group, concurrency=shape.concurrency)
     limits = Limits(max_turns=6, max_reply_tokens=500, max_seconds=300, max_concurrency=1000)
@@ -244,13 +244,13 @@ async def _run(out: Path, shape: Shape, seed: int) -> None:
 
     sandbox = SandboxSpec(provider="inprocess", allow_weaker=True)
     async with RLM(client, scaffold="tiny", limits=limits, sandbox=sandbox) as rlm:
-        stage = Reinforce(
-            shape.steps, Optim(), Loss(), task=task, items=task.splits["train"],
-            rollouts=Rollouts(rlm, task, options, seed=seed), algorithm=DrGRPO(), sample=sample, temperature=1.0,
+        stage = RlStage(
+            shape.steps, OptimizerSpec(), LossSpec(), task=task, items=task.splits["train"],
+            rollouts=Rollouter(rlm, task, options, seed=seed), algorithm=DrGRPO(), sample=sample, temperature=1.0,
         )  # fmt: skip
         backend: Any = Sleeper()
-        loop = Loop(
-            out, [stage], lambda _: backend, Publisher(client), evaluate, cadence=Cadence(evaluate_every=0, save_rollouts_every=1),
+        loop = TrainingLoop(
+            out, [stage], lambda _: backend, Publisher(client), evaluate, schedule=Schedule(evaluate_every=0, save_rollouts_every=1),
             config=config, say=lambda _: None,
         )  # fmt: skip
         await loop.run()

@@ -30,7 +30,7 @@ from typing import Any
 
 from engine import Figure, show
 
-CARRIERS: dict[str, dict[str, Any]] = {
+WEIGHT_SYNCS: dict[str, dict[str, Any]] = {
     "shared": {},
     "file": {"folder": f"/dev/shm/ramify-bench-{os.getpid()}"},
     "gloo": {},
@@ -52,8 +52,8 @@ def weights_figures(*, quick: bool = False) -> list[Figure]:
 async def _measured(folder: Path, rounds: int) -> list[Figure]:
     import torch
 
-    from ramify.policy.fingerprint import fingerprint
-    from ramify.policy.load import save
+    from ramify.models.fingerprint import fingerprint
+    from ramify.models.load import save
 
     torch.set_num_threads(1)
     policy = _policy(MILLIONS)
@@ -68,7 +68,7 @@ async def _measured(folder: Path, rounds: int) -> list[Figure]:
     figures.append(Figure("the fingerprint, each side", (time.perf_counter() - started) / copy_s, "copies", {}))
     save(policy, folder / "model")
     with _server(folder) as url:
-        for name, options in CARRIERS.items():
+        for name, options in WEIGHT_SYNCS.items():
             figures += await _of_carrier(name, options, policy, url, copy, rounds)
     return figures
 
@@ -83,11 +83,11 @@ def _copied(into: list[Any], given: list[Any]) -> float:
 async def _of_carrier(
     name: str, options: dict[str, Any], policy: Any, url: str, copy: Callable[[], float], rounds: int
 ) -> list[Figure]:  # fmt: skip
-    from ramify.inference.http.client import HttpEngines
-    from ramify.inference.http.spec import InferenceSpec
+    from ramify.inference.http.http_engines import HttpEngines
+    from ramify.inference.http.inference_spec import InferenceSpec
 
     engines = HttpEngines(
-        policy, InferenceSpec(urls=(url,), carrier=name, carrier_options=options, probe_s=60), name="bench"
+        policy, InferenceSpec(urls=(url,), weight_sync=name, weight_sync_options=options, probe_s=60), name="bench"
     )
     await engines.start(Path("unused"), lambda _: None)
     label = "file in memory" if name == "file" else name
@@ -152,7 +152,7 @@ async def _deltas(engines: Any, policy: Any, copy: Callable[[], float], rounds: 
 async def _sync(engines: Any, policy: Any, version: int) -> float:
     import torch
 
-    from ramify.inference.weights.layout import sources
+    from ramify.inference.weight_sync.layout import sources
 
     given = sources(policy.model.named_parameters(), torch.float32)
     started = time.perf_counter()
@@ -161,7 +161,7 @@ async def _sync(engines: Any, policy: Any, version: int) -> float:
 
 
 async def _agrees(engines: Any, policy: Any) -> bool:
-    from ramify.policy.fingerprint import fingerprint
+    from ramify.models.fingerprint import fingerprint
 
     return bool(await engines.fingerprint() == fingerprint(policy.model))
 
@@ -169,8 +169,8 @@ async def _agrees(engines: Any, policy: Any) -> bool:
 def _policy(millions: int) -> Any:
     from transformers import Qwen3Config
 
-    from ramify.policy.load import from_config
-    from ramify.policy.tokenizer import train_tokenizer
+    from ramify.models.load import from_config
+    from ramify.models.tokenizer import train_tokenizer
 
     tokenizer = train_tokenizer(["some words to begin with, and some more"] * 3, 262)
     width = 512

@@ -16,7 +16,7 @@ import re
 import signal
 from collections.abc import Callable
 
-from ramify.clients.script import Failure, dropped
+from ramify.clients.script import ScriptedFailure, dropped
 from ramify.clients.scripted_server import ScriptedServer
 from ramify.types.message import Message
 
@@ -58,10 +58,10 @@ SCENES: dict[str, tuple[str, ...]] = {
 """Name -> the cells of its turns; the last one is repeated."""
 
 
-def teller() -> Callable[[tuple[Message, ...]], str | Failure]:
+def teller() -> Callable[[tuple[Message, ...]], str | ScriptedFailure]:
     drops = 0
 
-    def tell(messages: tuple[Message, ...]) -> str | Failure:
+    def tell(messages: tuple[Message, ...]) -> str | ScriptedFailure:
         nonlocal drops
         asked = (MARKER.search(message.content) for message in messages if message.role == "user")
         name = next((found[1] for found in asked if found), "child")

@@ -24,11 +24,11 @@ from typing import Any, NamedTuple
 import torch
 from engine import Figure, show
 
-from ramify.policy.load import from_config
-from ramify.policy.tokenizer import train_tokenizer
-from ramify.train.backends.base import Compute
-from ramify.train.backends.single import Single
-from ramify.train.signals.base import Row
+from ramify.models.load import from_config
+from ramify.models.tokenizer import train_tokenizer
+from ramify.train.backends.base import ComputeSpec
+from ramify.train.backends.single import SingleBackend
+from ramify.train.signals.base import ScoringRow
 from ramify.train.signals.scorer import PolicyScorer
 
 GROUPS, SIBLINGS, HINTED = 4, 8, 3
@@ -75,7 +75,7 @@ def scorer(shape: dict[str, Any]) -> PolicyScorer:
     made = {"vocab_size": len(tokenizer), "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
     config = AutoConfig.for_model("qwen3", **{**made, "pad_token_id": tokenizer.pad_token_id, **shape})
     policy = from_config(config, tokenizer, 0)
-    backend = Single(policy, None, Compute(precision="fp32"))
+    backend = SingleBackend(policy, None, ComputeSpec(precision="fp32"))
 
     async def here(function: Callable[[], Any]) -> Any:
         return function()
@@ -83,7 +83,7 @@ def scorer(shape: dict[str, Any]) -> PolicyScorer:
     return PolicyScorer(backend, policy.window, len(tokenizer), here)
 
 
-def rows(case: Case) -> list[tuple[list[Row], list[Row]]]:
+def rows(case: Case) -> list[tuple[list[ScoringRow], list[ScoringRow]]]:
     """Of each group the rollouts as they were sampled, and the teacher's rows."""
     found = []
     for group in range(GROUPS):
@@ -97,16 +97,16 @@ def rows(case: Case) -> list[tuple[list[Row], list[Row]]]:
                 spans.append((len(ids), len(ids) + case.sampled))
                 ids += [own.randrange(10, 270) for _ in range(case.sampled + case.observed)]
             ids = ids[: spans[-1][1]]
-            plain.append(Row(ids, spans, is_plain=True))
+            plain.append(ScoringRow(ids, spans, is_plain=True))
             if sibling < HINTED:
                 hint = [own.randrange(10, 270) for _ in range(case.hint)]
                 moved = [(start + case.hint, end + case.hint) for start, end in spans]
-                hinted.append(Row([*first, *hint, *ids[case.prompt :]], moved))
+                hinted.append(ScoringRow([*first, *hint, *ids[case.prompt :]], moved))
         found.append((plain, hinted))
     return found
 
 
-def measured(scores: PolicyScorer, groups: Sequence[Sequence[Row]]) -> Cost:
+def measured(scores: PolicyScorer, groups: Sequence[Sequence[ScoringRow]]) -> Cost:
     before, started = scores.packed_tokens + scores.plain_tokens, time.thread_time()
     for group in groups:
         scores.compute(group)

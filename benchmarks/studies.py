@@ -15,7 +15,7 @@ from pathlib import Path
 
 from engine import Figure, show
 
-from ramify.train.checkpoint import Checkpoints
+from ramify.train.checkpoint import CheckpointStore
 
 ROOT = Path(__file__).parents[1]
 
@@ -35,7 +35,9 @@ def is_trained(folder: Path) -> bool:
 def train(folder: Path, recipe: str, *overrides: str) -> Path:
     """The folder of a run that is over; carried out, or gone on with, where it is not."""
     if not is_trained(folder):
-        path = ["--resume", str(folder)] if Checkpoints(folder).all() else [recipe, *overrides, "--out", str(folder)]
+        path = (
+            ["--resume", str(folder)] if CheckpointStore(folder).all() else [recipe, *overrides, "--out", str(folder)]
+        )
         python("-m", "ramify", "train", *path, "--plain")
     return folder
 

@@ -38,17 +38,17 @@ from engine import Figure, show
 from transformers import Qwen3Config
 from trl_peer import against_trl
 
-from ramify.policy.load import Policy, from_config
-from ramify.policy.tokenizer import train_tokenizer
-from ramify.train.backends.base import Compute
-from ramify.train.backends.single import Single
-from ramify.train.loss import Loss
-from ramify.train.pack import Packing, pack
+from ramify.models.load import Policy, from_config
+from ramify.models.tokenizer import train_tokenizer
+from ramify.train.backends.base import ComputeSpec
+from ramify.train.backends.single import SingleBackend
+from ramify.train.loss import LossSpec
+from ramify.train.pack import PackingSpec, pack
 from ramify.train.policy_losses import PpoClip
-from ramify.types.sequence import Batch, Sequence
+from ramify.types.sequence import Batch, TokenSequence
 
-LOSS = Loss(policy=PpoClip())
-FP32 = Compute(precision="fp32")
+LOSS = LossSpec(policy=PpoClip())
+FP32 = ComputeSpec(precision="fp32")
 """Both the forest and the rows compute in it, so that they differ by rounding alone."""
 GROUP = 8
 
@@ -68,20 +68,20 @@ def small_policy(window: int = 8192) -> Policy:
 class Bench(NamedTuple):
     """What every figure needs."""
 
-    backend: Single
+    backend: SingleBackend
     quick: bool
 
     def learn(self, batches: list[Batch]) -> None:
         self.backend.forward_backward(batches, LOSS)
         self.backend._model.zero_grad(set_to_none=True)
 
-    def forest(self, rows: list[Sequence]) -> list[Batch]:
+    def forest(self, rows: list[TokenSequence]) -> list[Batch]:
         return pack(rows, self.backend.packing)
 
-    def merged(self, rows: list[Sequence]) -> list[Batch]:
+    def merged(self, rows: list[TokenSequence]) -> list[Batch]:
         return pack(rows, msgspec.structs.replace(self.backend.packing, share=False))
 
-    def stepwise(self, rows: list[Sequence]) -> list[Batch]:
+    def stepwise(self, rows: list[TokenSequence]) -> list[Batch]:
         return trees.stepwise_batches(rows, self.backend.packing)
 
     def ratios(self, rounds: int, ours: Callable[[], Any], *others: Callable[[], Any]) -> list[list[float]]:
@@ -175,7 +175,7 @@ def two_levels(b: Bench) -> Iterator[Figure]:
     """Siblings that fork again half way, and a child under each fork, all in one pass."""
     for prompt in (256,) if b.quick else (256, 1024):
         rows = trees.two_level(16, 4, prompt)
-        whole = Packing(1 << 20, True, b.backend.packing.cost)
+        whole = PackingSpec(1 << 20, True, b.backend.packing.cost)
         assert len(pack(rows, whole)) == 1
         some = rows if not b.quick else trees.two_level(16, 1, prompt)
         b.learn(pack(some, whole))
@@ -198,7 +198,7 @@ def two_levels(b: Bench) -> Iterator[Figure]:
 
 def growth(b: Bench) -> Iterator[Figure]:
     """Exponents of the step's time, fitted over all points: 1 is linear. Attention to a prompt is quadratic in it."""
-    sweeps: dict[str, tuple[list[int], Callable[[int], list[Sequence]], float | None]] = {
+    sweeps: dict[str, tuple[list[int], Callable[[int], list[TokenSequence]], float | None]] = {
         "siblings": ([4, 8, 16, 32], lambda num: trees.group(4, num, 256), 1.1),
         "turns": ([4, 8, 16, 32], lambda num: trees.group(num, 8, 256), 1.4),
         "prompt": ([128, 256, 512, 1024, 2048], lambda num: trees.group(4, 8, num), 1.6),
@@ -225,7 +225,7 @@ def speed(b: Bench) -> Iterator[Figure]:
         zeros = np.zeros(128, np.float32)
         ids = rng.integers(0, trees.VOCAB, 128)
         streams = dict.fromkeys(("sampler_logprobs", "advantages", "rl"), zeros)
-        rows.append(Sequence(name=f"{index}", token_ids=ids, mask=mask, ce=mask.astype(np.float32), **streams))
+        rows.append(TokenSequence(name=f"{index}", token_ids=ids, mask=mask, ce=mask.astype(np.float32), **streams))
     seconds = [cpu_seconds(lambda: b.learn(b.forest(rows))) for _ in range(12)]
     yield Figure("SFT rows of 128 tokens", 32 * 128 / median(seconds), "tok/CPU-s", {"best": 32 * 128 / min(seconds)})
 
@@ -256,7 +256,7 @@ def on_gpu(quick: bool) -> Iterator[Figure]:
     )  # fmt: skip
     policy = small_policy()
     policy = from_config(config, policy.tokenizer, 0, device="cuda")
-    backend = Single(policy, compute=Compute(precision="bf16"))
+    backend = SingleBackend(policy, compute=ComputeSpec(precision="bf16"))
     rows = trees.group(8, GROUP, 2048)
     sides = {
         "forest": pack(rows, backend.packing),
@@ -310,7 +310,7 @@ def main() -> int:
     if options.device == "cuda":
         figures += on_gpu(options.quick)
     else:
-        bench = Bench(Single(small_policy(), compute=FP32), options.quick)
+        bench = Bench(SingleBackend(small_policy(), compute=FP32), options.quick)
         for name in options.only or FIGURES:
             started = time.monotonic()
             for figure in FIGURES[name](bench):

@@ -12,19 +12,19 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from ramify.train.pack import Packing, pack
-from ramify.types.sequence import Batch, Ints, Sequence
+from ramify.train.pack import PackingSpec, pack
+from ramify.types.sequence import Batch, Ints, TokenSequence
 
 VOCAB, REPLY, OBSERVATION = 512, 16, 8
 
 
-def group(turns: int, siblings: int, prompt: int, seed: int = 0) -> list[Sequence]:
+def group(turns: int, siblings: int, prompt: int, seed: int = 0) -> list[TokenSequence]:
     rng = np.random.default_rng(seed)
     given = _ids(rng, prompt)
     return [_row(f"{index}", [given], turns, rng) for index in range(siblings)]
 
 
-def two_level(turns: int, siblings: int, prompt: int, forks: int = 3, seed: int = 0) -> list[Sequence]:
+def two_level(turns: int, siblings: int, prompt: int, forks: int = 3, seed: int = 0) -> list[TokenSequence]:
     """Each sibling's first half of turns is shared by ``forks`` continuations; each continuation has a child whose prompt
     begins with the first half of the root's and goes on with its own task, and which runs half as many turns."""
     rng = np.random.default_rng(seed)
@@ -43,16 +43,16 @@ def two_level(turns: int, siblings: int, prompt: int, forks: int = 3, seed: int 
     return rows
 
 
-def stepwise(rows: list[Sequence]) -> list[list[Sequence]]:
+def stepwise(rows: list[TokenSequence]) -> list[list[TokenSequence]]:
     """For each turn, the rows that end with it; none of them begins another of the same turn."""
-    turns: list[list[Sequence]] = []
+    turns: list[list[TokenSequence]] = []
     for row in rows:
         weighs = np.flatnonzero(row.rl)
         starts = weighs[np.concatenate([[True], np.diff(weighs) > 1])]
         ends = weighs[np.concatenate([np.diff(weighs) > 1, [True]])]
         for turn, (start, end) in enumerate(zip(starts, ends, strict=True)):
             here = np.arange(end + 1) >= start
-            part = Sequence(
+            part = TokenSequence(
                 name=row.name, token_ids=row.token_ids[: end + 1], mask=row.mask[: end + 1],
                 sampler_logprobs=row.sampler_logprobs[: end + 1], advantages=row.advantages[: end + 1],
                 rl=row.rl[: end + 1] * here,
@@ -62,7 +62,7 @@ def stepwise(rows: list[Sequence]) -> list[list[Sequence]]:
     return turns
 
 
-def stepwise_batches(rows: list[Sequence], packing: Packing) -> list[Batch]:
+def stepwise_batches(rows: list[TokenSequence], packing: PackingSpec) -> list[Batch]:
     """Rows of one turn together, as many as fit; nothing shared."""
     total = {"rl": float(sum(row.rl.sum() for row in rows))}
     alone = msgspec.structs.replace(packing, share=False)
@@ -77,14 +77,14 @@ def _ids(rng: np.random.Generator, num: int) -> Ints:
     return rng.integers(0, VOCAB, num)
 
 
-def _row(name: str, given: list[Ints], turns: int, rng: np.random.Generator) -> Sequence:
+def _row(name: str, given: list[Ints], turns: int, rng: np.random.Generator) -> TokenSequence:
     """``given``, then ``turns`` replies with observations between them."""
     start, between = sum(map(len, given)), REPLY + OBSERVATION
     length = start + turns * between - OBSERVATION
     places = np.arange(length) - start
     mask = (places >= 0) & (places % between < REPLY)
     random = rng.normal(size=length).astype(np.float32)
-    return Sequence(
+    return TokenSequence(
         name=name, token_ids=np.concatenate([*given, _ids(rng, length - start)]), mask=mask,
         sampler_logprobs=np.where(mask, -6 + 0.1 * random, 0).astype(np.float32),
         advantages=np.where(mask, random, 0).astype(np.float32), rl=mask.astype(np.float32),

@@ -26,16 +26,16 @@ import trees
 from engine import Figure
 from processes import HERE, quiet_env
 
-from ramify.clients.base import Known, Request, Sampling
-from ramify.inference.local.client import LocalClient
-from ramify.policy.load import Policy, save
-from ramify.train.backends.base import Compute, Optim
-from ramify.train.backends.single import Single
-from ramify.train.loss import Loss
+from ramify.clients.base import KnownPrefix, Request, Sampling
+from ramify.inference.local.local_client import LocalClient
+from ramify.models.load import Policy, save
+from ramify.train.backends.base import ComputeSpec, OptimizerSpec
+from ramify.train.backends.single import SingleBackend
+from ramify.train.loss import LossSpec
 from ramify.train.pack import pack
 from ramify.train.policy_losses import PpoClip
 from ramify.types.message import Reply
-from ramify.types.sequence import Sequence
+from ramify.types.sequence import TokenSequence
 
 INSTALL = (
     "python -m venv benchmarks/.venv-trl && benchmarks/.venv-trl/bin/pip install -c constraints.txt "
@@ -43,8 +43,8 @@ INSTALL = (
 )
 PYTHON = HERE / ".venv-trl/bin/python"
 PROMPTS, SIBLINGS, REPLY = 16, 8, 64
-LOSS = Loss(policy=PpoClip())
-FP32 = Compute(precision="fp32")
+LOSS = LossSpec(policy=PpoClip())
+FP32 = ComputeSpec(precision="fp32")
 Step = Callable[[], float]
 """Makes an optimizer step; its CPU seconds."""
 
@@ -80,7 +80,7 @@ def _single_turn(policy: Policy, folder: Path, rounds: int) -> Iterator[Figure]:
 
 
 def _whole_step(
-    loop: asyncio.AbstractEventLoop, client: LocalClient, backend: Single, prompts: list[list[int]], step: int
+    loop: asyncio.AbstractEventLoop, client: LocalClient, backend: SingleBackend, prompts: list[list[int]], step: int
 ) -> float:
     started = time.process_time()
     replies = loop.run_until_complete(_replies(client, prompts, step))
@@ -101,14 +101,17 @@ def _whole_step(
 async def _replies(client: LocalClient, prompts: list[list[int]], step: int) -> list[Reply]:
     requests = [
         Request(
-            (), Sampling(REPLY, 1.0, seed=step, logprobs=True), affinity=f"{step}.{index}", known=Known(0, tuple(ids))
+            (),
+            Sampling(REPLY, 1.0, seed=step, logprobs=True),
+            affinity=f"{step}.{index}",
+            known=KnownPrefix(0, tuple(ids)),
         )
         for index, ids in enumerate(ids for ids in prompts for _ in range(SIBLINGS))
     ]
     return await asyncio.gather(*map(client.complete, requests))
 
 
-def _row(name: str, prompt: list[int], reply: Reply, advantage: float) -> Sequence:
+def _row(name: str, prompt: list[int], reply: Reply, advantage: float) -> TokenSequence:
     assert reply.token_ids is not None
     assert reply.logprobs is not None
     ids = np.array([*prompt, *reply.token_ids])
@@ -116,7 +119,7 @@ def _row(name: str, prompt: list[int], reply: Reply, advantage: float) -> Sequen
     logprobs = np.zeros(len(ids), np.float32)
     logprobs[len(prompt) :] = reply.logprobs
     weights = mask.astype(np.float32)
-    return Sequence(
+    return TokenSequence(
         name=name, token_ids=ids, mask=mask, sampler_logprobs=logprobs, advantages=advantage * weights, rl=weights
     )
 
@@ -130,7 +133,7 @@ def _trees(policy: Policy, folder: Path, ratio: int, rounds: int) -> Iterator[Fi
         ids, logprobs = part.token_ids.tolist(), part.sampler_logprobs.tolist()
         lines.append(json.dumps({"prompt": ids[:start], "reply": ids[start:], "logprobs": logprobs[start:]}))
     (folder / "rows").write_text("\n".join(lines))
-    backend = Single(policy, Optim(lr=1e-3), FP32)
+    backend = SingleBackend(policy, OptimizerSpec(lr=1e-3), FP32)
 
     def step() -> float:
         started = time.process_time()
@@ -158,8 +161,8 @@ def _compared(name: str, rounds: int, ours: Step, theirs: Step | None, least: fl
 
 
 @contextmanager
-def ours(policy: Policy) -> Iterator[tuple[LocalClient, Single]]:
-    yield LocalClient(policy, slots=PROMPTS * SIBLINGS), Single(policy, Optim(lr=1e-3), FP32)
+def ours(policy: Policy) -> Iterator[tuple[LocalClient, SingleBackend]]:
+    yield LocalClient(policy, slots=PROMPTS * SIBLINGS), SingleBackend(policy, OptimizerSpec(lr=1e-3), FP32)
 
 
 @contextmanager

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ramify.clients.scripted import ScriptedClient as ScriptedClient
     from ramify.engine.citations import Citation as Citation
     from ramify.engine.limits import Limits as Limits
-    from ramify.engine.mcp import McpTools as McpTools
+    from ramify.engine.mcp_tools import McpTools as McpTools
     from ramify.engine.rlm import RLM as RLM
     from ramify.engine.rlm import Result as Result
     from ramify.engine.scaffold import Scaffold as Scaffold
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ramify.errors import SourceError as SourceError
     from ramify.errors import StoreError as StoreError
     from ramify.sandbox.base import SandboxSpec as SandboxSpec
-    from ramify.sources.load import load as load
+    from ramify.sources.load_sources import load as load
     from ramify.store.store import Store as Store
     from ramify.types.trajectory import Stop as Stop
     from ramify.types.trajectory import Trajectory as Trajectory
@@ -43,7 +43,7 @@ _HOMES = {
     "Client": "ramify.clients.base",
     "ConfigError": "ramify.errors",
     "Limits": "ramify.engine.limits",
-    "McpTools": "ramify.engine.mcp",
+    "McpTools": "ramify.engine.mcp_tools",
     "ModelError": "ramify.errors",
     "RLM": "ramify.engine.rlm",
     "RamifyError": "ramify.errors",
@@ -58,7 +58,7 @@ _HOMES = {
     "Store": "ramify.store.store",
     "StoreError": "ramify.errors",
     "Trajectory": "ramify.types.trajectory",
-    "load": "ramify.sources.load",
+    "load": "ramify.sources.load_sources",
 }
 
 __all__ = sorted(_HOMES)

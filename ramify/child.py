@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from ramify.secrets import Secrets
+from ramify.secrets import SecretRedactor
 
 _POLL_S = 0.01
 _KILLED_S = 10.0
@@ -38,7 +38,7 @@ os.execvp(command[0], command)
 """
 
 
-class Child:
+class ChildProcess:
     """One process. For any thread, but the one that makes it must last: the child ends with it."""
 
     def __init__(
@@ -85,7 +85,7 @@ class Child:
             return ""
         with contextlib.suppress(OSError), self._log.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _READ))
-            text = Secrets(environ=self._environment).redact(file.read().decode(errors="replace"))[-_QUOTED:]
+            text = SecretRedactor(environ=self._environment).redact(file.read().decode(errors="replace"))[-_QUOTED:]
             return " | ".join(line.strip() for line in text.splitlines() if line.strip())
         return ""
 
@@ -103,8 +103,8 @@ class Child:
         end_all([self], timeout_s)
 
 
-def end_all(children: Iterable[Child], timeout_s: float) -> None:
-    """As ``Child.end``, of all at the same time."""
+def end_all(children: Iterable[ChildProcess], timeout_s: float) -> None:
+    """As ``ChildProcess.end``, of all at the same time."""
     alive = [child for child in children if child._process.returncode is None]
     until = time.monotonic() + timeout_s
     for child in alive:

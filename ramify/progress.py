@@ -2,9 +2,9 @@
 
     with doing("reading", unit="bytes") as work:        any floor says it: loading, tokenising, evaluating, a stage of training
         work.at(12_000, note="server.log")
-    with heard(listener): …                             a face hears it: ``cli/progress.py``
+    with heard(listener): …                             a face hears it: ``cli/progress_screen.py``
     moved()                                             a part of it too small to be told, as a batch of a step, is done
-    with felt(pulse): …                                 for who must know that nothing stands still: ``train/watch.py``
+    with felt(pulse): …                                 for who must know that nothing stands still: ``train/watchdog.py``
 
 It is for the whole process, as logging is, so that no floor passes a listener on to the next. Where nobody listens it costs
 an attribute and a comparison, and whoever works need not count calls: a listener thins out what it is told. What happens in
@@ -24,7 +24,7 @@ _listeners: tuple[Listener, ...] = ()
 _pulses: tuple[Callable[[], object], ...] = ()
 
 
-class Doing(msgspec.Struct, frozen=True):
+class ProgressState(msgspec.Struct, frozen=True):
     """How far one piece of work is."""
 
     id: int
@@ -44,11 +44,11 @@ class Doing(msgspec.Struct, frozen=True):
     """What ``done`` began with, where work goes on that was stopped before; in ``unit``."""
 
 
-Listener = Callable[[Doing], None]
+Listener = Callable[[ProgressState], None]
 """Called in whichever thread the work is done; must be quick."""
 
 
-class Work:
+class ProgressTask:
     """One piece of work, for whoever does it."""
 
     def __init__(
@@ -70,15 +70,17 @@ class Work:
         self.at(self.done + num, note)
 
     def _tell(self, is_over: bool = False) -> None:
-        now = Doing(self.id, self.what, self.done, self.total, self.unit, self.note, is_over, self.first)
+        now = ProgressState(self.id, self.what, self.done, self.total, self.unit, self.note, is_over, self.first)
         for listener in _listeners:
             listener(now)
 
 
 @contextlib.contextmanager
-def doing(what: str, total: float | None = None, unit: str = "", note: str = "", first: float = 0.0) -> Iterator[Work]:
+def report_progress(
+    what: str, total: float | None = None, unit: str = "", note: str = "", first: float = 0.0
+) -> Iterator[ProgressTask]:
     """A piece of work that lasts as long as the block, however it ends; ``first`` of it was done before."""
-    work = Work(what, total, unit, note, first)
+    work = ProgressTask(what, total, unit, note, first)
     work._tell()
     try:
         yield work
@@ -87,7 +89,7 @@ def doing(what: str, total: float | None = None, unit: str = "", note: str = "",
 
 
 @contextlib.contextmanager
-def heard(listener: Listener) -> Iterator[None]:
+def subscribe(listener: Listener) -> Iterator[None]:
     """``listener`` is told of all work, in any thread, as long as the block lasts."""
     global _listeners
     _listeners = (*_listeners, listener)
@@ -97,15 +99,15 @@ def heard(listener: Listener) -> Iterator[None]:
         _listeners = tuple(each for each in _listeners if each is not listener)
 
 
-def moved() -> None:
+def heartbeat() -> None:
     """Long work gets on, in any thread."""
     for pulse in _pulses:
         pulse()
 
 
 @contextlib.contextmanager
-def felt(pulse: Callable[[], object]) -> Iterator[None]:
-    """``pulse`` is called whenever something ``moved``, as long as the block lasts; it must be quick."""
+def on_heartbeat(pulse: Callable[[], object]) -> Iterator[None]:
+    """``pulse`` is called whenever something ``heartbeat``, as long as the block lasts; it must be quick."""
     global _pulses
     _pulses = (*_pulses, pulse)
     try:

@@ -16,7 +16,7 @@ ENDINGS = ("_KEY", "_TOKEN", "_SECRET", "_PASSWORD")
 MIN_CHARS = 12
 
 
-class Secrets:
+class SecretRedactor:
     """The secret values of this process, ready to be looked for in encoded JSON."""
 
     def __init__(self, given: Mapping[str, str] | None = None, environ: Mapping[str, str] | None = None) -> None:

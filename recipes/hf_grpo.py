@@ -14,11 +14,11 @@ from __future__ import annotations
 
 from ramify.engine.limits import Limits
 from ramify.train.algorithms.dr_grpo import DrGRPO
-from ramify.train.backends.base import Compute, Optim
+from ramify.train.backends.base import ComputeSpec, OptimizerSpec
 from ramify.train.config import EvaluateSpec, PolicySpec, RlSpec, Run, TaskSpec
-from ramify.train.loop import Cadence
 from ramify.train.rollout import RolloutOptions
-from ramify.train.stages import Sample
+from ramify.train.stages import StepSampleSpec
+from ramify.train.training_loop import Schedule
 
 
 def run() -> Run:
@@ -28,16 +28,16 @@ def run() -> Run:
         task=TaskSpec(name="ledger", options={"multi": 0.5, "chars": 20_000}),
         rl=RlSpec(
             steps=200,
-            sample=Sample(items=16, max_items=48),
+            sample=StepSampleSpec(items=16, max_items=48),
             rollout=RolloutOptions(group=8, concurrency=128),
             algorithm=DrGRPO(credit="per_role", overlong="mask"),
-            optim=Optim(lr=1e-6, warmup_steps=5, max_grad_norm=1.0),
+            optim=OptimizerSpec(lr=1e-6, warmup_steps=5, max_grad_norm=1.0),
         ),
         scaffold="default",
         limits=Limits(
             max_turns=8, max_depth=1, max_children=16, max_reply_tokens=1024, max_seconds=86_400, max_concurrency=512
         ),
         evaluate=EvaluateSpec(num=64, first=("test",), final=("test",)),
-        cadence=Cadence(evaluate_every=10, keep_last=1),
-        compute=Compute(max_tokens=16_384, recompute=True),
+        schedule=Schedule(evaluate_every=10, keep_last=1),
+        compute=ComputeSpec(max_tokens=16_384, recompute=True),
     )

@@ -14,13 +14,13 @@ from ramify.engine.limits import Limits
 from ramify.sandbox.base import SandboxSpec
 from ramify.tasks.programs.vocabulary import WORDS
 from ramify.train.algorithms.grpo import GRPO
-from ramify.train.backends.base import Compute, Optim
+from ramify.train.backends.base import ComputeSpec, OptimizerSpec
 from ramify.train.config import EvaluateSpec, PolicySpec, RlSpec, Run, SftSpec, TaskSpec
-from ramify.train.loop import Cadence
-from ramify.train.loss import Loss
+from ramify.train.loss import LossSpec
 from ramify.train.policy_losses import PpoClip
 from ramify.train.rollout import RolloutOptions
-from ramify.train.stages import Sample
+from ramify.train.stages import StepSampleSpec
+from ramify.train.training_loop import Schedule
 
 SHAPE = {
     "model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -36,21 +36,21 @@ def run() -> Run:
         task=TaskSpec(name="programs"),
         sft=SftSpec(
             demos="programs", num=60_000, batch_tokens=6_000, options={"knows": 0.45},
-            optim=Optim(kind="muon", lr=6e-3, weight_decay=0.01, warmup_steps=30, schedule="linear"),
+            optim=OptimizerSpec(kind="muon", lr=6e-3, weight_decay=0.01, warmup_steps=30, schedule="linear"),
         ),
         rl=RlSpec(
             steps=30,
-            sample=Sample(items=8, first_item=1_000_000, minibatches=2),
+            sample=StepSampleSpec(items=8, first_item=1_000_000, minibatches=2),
             rollout=RolloutOptions(group=8, concurrency=256),
             algorithm=GRPO(),
-            loss=Loss(policy=PpoClip(), kl_beta=0.01, kl="k3"),
-            optim=Optim(lr=2e-4),
+            loss=LossSpec(policy=PpoClip(), kl_beta=0.01, kl="k3"),
+            optim=OptimizerSpec(lr=2e-4),
         ),
         scaffold="bare",
         limits=Limits(max_turns=3, max_depth=0, max_reply_tokens=32, max_seconds=86_400, max_concurrency=512),
         sandbox=SandboxSpec(provider="ramify.tasks.programs.evaluator"),
         evaluate=EvaluateSpec(num=256, validation=32, attempts=8, final=("test",)),
-        cadence=Cadence(evaluate_every=10),
-        compute=Compute(precision="fp32"),
+        schedule=Schedule(evaluate_every=10),
+        compute=ComputeSpec(precision="fp32"),
         threads=1,
     )  # fmt: skip

@@ -18,26 +18,30 @@ from programs import run as programs
 from ramify.tasks.programs.vocabulary import HINT
 from ramify.train.algorithms.grpo import GRPO
 from ramify.train.config import Run
-from ramify.train.signals.compose import Anneal, Hybrid, Term
-from ramify.train.signals.hindsight import Filter, Hindsight
+from ramify.train.signals.compose import AnnealSchedule, Hybrid, HybridTerm
+from ramify.train.signals.hindsight import Hindsight, HintFilter
 from ramify.train.signals.programs import RuleJudge
-from ramify.train.signals.teacher import Teacher
+from ramify.train.signals.teacher import TeacherSignal
 
 
 def run() -> Run:
     outcome = programs()
     assert outcome.rl is not None
-    hints = Hindsight(judge=RuleJudge(), filter=Filter(min_chars=5))
+    hints = Hindsight(judge=RuleJudge(), filter=HintFilter(min_chars=5))
     steps = max(1, round(0.8 * outcome.rl.steps))
     return msgspec.structs.replace(
         outcome,
         name="programs-hybrid",
         rl=msgspec.structs.replace(
             outcome.rl,
-            signals={"teacher": Teacher(hints=hints, template=HINT + "{hint}")},
+            signals={"teacher": TeacherSignal(hints=hints, template=HINT + "{hint}")},
             algorithm=Hybrid(
                 outcome=GRPO(),
-                terms=(Term(signal="teacher", weight=Anneal(1.0, 0.0, steps=steps), clip=2.0, route="hinted"),),
+                terms=(
+                    HybridTerm(
+                        signal="teacher", weight=AnnealSchedule(1.0, 0.0, steps=steps), clip=2.0, route="hinted"
+                    ),
+                ),
             ),
         ),
     )

@@ -14,15 +14,15 @@ import msgspec
 from retool_sft import run as retool_sft
 
 from ramify.train.algorithms.grpo import GRPO
-from ramify.train.backends.base import Optim
+from ramify.train.backends.base import OptimizerSpec
 from ramify.train.config import RlSpec, Run
-from ramify.train.loop import Cadence
-from ramify.train.loss import Loss
+from ramify.train.loss import LossSpec
 from ramify.train.policy_losses import PpoClip
 from ramify.train.rollout import RolloutOptions
 from ramify.train.signals.compose import Hybrid
-from ramify.train.signals.outcome import Outcome
-from ramify.train.stages import Sample
+from ramify.train.signals.outcome import OutcomeSignal
+from ramify.train.stages import StepSampleSpec
+from ramify.train.training_loop import Schedule
 
 
 def run() -> Run:
@@ -32,12 +32,12 @@ def run() -> Run:
         sft=None,
         rl=RlSpec(
             steps=250,
-            sample=Sample(items=32, minibatches=2),
+            sample=StepSampleSpec(items=32, minibatches=2),
             rollout=RolloutOptions(group=8, concurrency=256),
-            signals={"outcome": Outcome()},
+            signals={"outcome": OutcomeSignal()},
             algorithm=Hybrid(outcome=GRPO()),
-            loss=Loss(policy=PpoClip(clip_low=0.2, clip_high=0.28), kl_beta=0.01, kl="k3"),
-            optim=Optim(lr=1e-6, betas=(0.9, 0.98), weight_decay=0.1),
+            loss=LossSpec(policy=PpoClip(clip_low=0.2, clip_high=0.28), kl_beta=0.01, kl="k3"),
+            optim=OptimizerSpec(lr=1e-6, betas=(0.9, 0.98), weight_decay=0.1),
         ),
-        cadence=Cadence(evaluate_every=20),
+        schedule=Schedule(evaluate_every=20),
     )

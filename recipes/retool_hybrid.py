@@ -19,11 +19,11 @@ from retool_grpo import run as retool_grpo
 from ramify.clients.base import Sampling
 from ramify.train.algorithms.grpo import GRPO
 from ramify.train.config import Run
-from ramify.train.signals.compose import Anneal, Hybrid, Term
+from ramify.train.signals.compose import AnnealSchedule, Hybrid, HybridTerm
 from ramify.train.signals.hindsight import Hindsight
 from ramify.train.signals.judge import HintJudge, StepJudge
-from ramify.train.signals.process import Process
-from ramify.train.signals.teacher import Teacher
+from ramify.train.signals.process_reward import ProcessRewardSignal
+from ramify.train.signals.teacher import TeacherSignal
 
 JUDGING = Sampling(4096, temperature=0.6)
 
@@ -39,14 +39,14 @@ def run() -> Run:
             outcome.rl,
             signals={
                 **outcome.rl.signals,
-                "process": Process(judge=StepJudge(**judges)),
-                "teacher": Teacher(hints=Hindsight(judge=HintJudge(**judges), only="failed")),
+                "process": ProcessRewardSignal(judge=StepJudge(**judges)),
+                "teacher": TeacherSignal(hints=Hindsight(judge=HintJudge(**judges), only="failed")),
             },
             algorithm=Hybrid(
                 outcome=GRPO(),
                 terms=(
-                    Term(signal="process", weight=0.3, norm="step_index"),
-                    Term(signal="teacher", weight=Anneal(1.0, 0.0, steps=200), clip=2.0, route="hinted"),
+                    HybridTerm(signal="process", weight=0.3, norm="step_index"),
+                    HybridTerm(signal="teacher", weight=AnnealSchedule(1.0, 0.0, steps=200), clip=2.0, route="hinted"),
                 ),
             ),
         ),

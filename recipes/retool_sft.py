@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from ramify.engine.limits import Limits
 from ramify.sandbox.base import SandboxSpec
-from ramify.train.backends.base import Compute, Optim
+from ramify.train.backends.base import ComputeSpec, OptimizerSpec
 from ramify.train.config import EvaluateSpec, PolicySpec, Run, SftSpec, TaskSpec
-from ramify.train.loop import Cadence
+from ramify.train.training_loop import Schedule
 
 DATA = {"validation": "data/aime-2025.parquet", "test": "data/aime-2024.parquet"}
 LIMITS = Limits(
@@ -31,7 +31,7 @@ def run() -> Run:
         task=TaskSpec(name="toolmath", options={**DATA, "train": "data/dapo-math-17k.parquet"}),
         sft=SftSpec(
             demos="retool", num=10_000, options={"source": "data/ReTool-SFT.parquet"}, epochs=3, batch_tokens=300_000,
-            optim=Optim(
+            optim=OptimizerSpec(
                 lr=1e-5, betas=(0.9, 0.95), weight_decay=0.1, schedule="cosine", warmup_steps=5, final_fraction=0.1
             ),
         ),
@@ -39,6 +39,6 @@ def run() -> Run:
         limits=LIMITS,
         sandbox=SANDBOX,
         evaluate=EvaluateSpec(num=30, attempts=16),
-        cadence=Cadence(checkpoint_every=16),
-        compute=Compute(max_tokens=16_384, recompute=True),
+        schedule=Schedule(checkpoint_every=16),
+        compute=ComputeSpec(max_tokens=16_384, recompute=True),
     )  # fmt: skip

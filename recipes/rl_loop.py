@@ -3,7 +3,7 @@
     python recipes/rl_loop.py CHECKPOINT [STEPS [ITEMS]]    a Hugging Face folder; the last of `ramify train recipes/tiny.py
                                                             rl=null`, say
 
-What ``ramify train`` does besides, step for step, is in ``ramify/train/loop.py``: checkpoints and resuming, validation,
+What ``ramify train`` does besides, step for step, is in ``ramify/train/training_loop.py``: checkpoints and resuming, validation,
 self-checks, work that is begun ahead of its turn.
 """
 
@@ -15,48 +15,48 @@ import sys
 import torch
 
 from ramify import RLM, Limits
-from ramify.inference.local.client import LocalClient
-from ramify.policy.load import Defaults, load, save
+from ramify.inference.local.local_client import LocalClient
+from ramify.models.load import SamplingDefaults, load, save
 from ramify.tasks.base import task_of
 from ramify.train.algorithms.dr_grpo import DrGRPO
-from ramify.train.backends.base import Optim
-from ramify.train.backends.single import Single
+from ramify.train.backends.base import OptimizerSpec
+from ramify.train.backends.single import SingleBackend
 from ramify.train.compile import sequences
-from ramify.train.loss import Loss
+from ramify.train.loss import LossSpec
 from ramify.train.pack import pack
-from ramify.train.rollout import RolloutOptions, Rollouts
+from ramify.train.rollout import Rollouter, RolloutOptions
 
 
 async def main(checkpoint: str, num_steps: int = 45, num_items: int = 24) -> None:
     torch.set_num_threads(1)
     policy = load(checkpoint)  # model, tokenizer, renderer
     client = LocalClient(policy, name="local:policy")  # an engine that shares the policy's weights
-    backend = Single(policy, Optim(lr=1e-3, schedule="linear", num_steps=num_steps, max_grad_norm=0.5))
-    task, algorithm, loss = task_of("ledger"), DrGRPO(), Loss()
+    backend = SingleBackend(policy, OptimizerSpec(lr=1e-3, schedule="linear", num_steps=num_steps, max_grad_norm=0.5))
+    task, algorithm, loss = task_of("ledger"), DrGRPO(), LossSpec()
     limits = Limits(max_turns=6, max_reply_tokens=100, max_seconds=86_400, max_concurrency=512)
 
     async with RLM(client, scaffold="tiny", limits=limits) as rlm:  # jailed sessions, children, the tree
-        rollouts = Rollouts(rlm, task, RolloutOptions(group=8))
+        rollouts = Rollouter(rlm, task, RolloutOptions(group=8))
         for step in range(num_steps):
             # Ask. Each rollout is a tree of calls with every token id that was given and sampled, and its rewards.
             groups = await rollouts.groups(task.splits["train"][step * num_items : (step + 1) * num_items], step)
 
             # Judge. Rewards of a tree become an advantage and a weight for each sampled token.
-            stamping = algorithm.stamp(groups, task.weights)
-            if stamping.silence:
-                print(f"step {step}: nothing to learn, {stamping.silence}")
+            assigned = algorithm.assign_advantages(groups, task.weights)
+            if assigned.no_signal:
+                print(f"step {step}: nothing to learn, {assigned.no_signal}")
                 continue
 
             # Learn. Trees become sequences, sequences a forest in which shared tokens stand once.
-            batches = pack(sequences(stamping.rollouts), backend.packing, stamping.denominators)
+            batches = pack(sequences(assigned.rollouts), backend.packing, assigned.denominators)
             measured = backend.forward_backward(batches, loss) | backend.optim_step()
 
             # Publish. The engine forgets what it had cached of the old weights.
             await client.update(policy.model, backend.version)
-            print(f"step {step}: reward {stamping.metrics['reward']:.3f}  loss {measured['loss']:.4f}")
+            print(f"step {step}: reward {assigned.metrics['reward']:.3f}  loss {measured['loss']:.4f}")
 
     await client.close()
-    policy.defaults = Defaults(temperature=0.0)  # for requests that do not set one
+    policy.defaults = SamplingDefaults(temperature=0.0)  # for requests that do not set one
     save(policy, f"{checkpoint}-rl")
 
 

@@ -14,11 +14,11 @@ import msgspec
 from tiny import run as tiny
 
 from ramify.train.algorithms.dr_grpo import DrGRPO
-from ramify.train.backends.base import Optim
+from ramify.train.backends.base import OptimizerSpec
 from ramify.train.config import EvaluateSpec, RlSpec, Run, TaskSpec
-from ramify.train.loop import Cadence
 from ramify.train.rollout import RolloutOptions
-from ramify.train.stages import Sample
+from ramify.train.stages import StepSampleSpec
+from ramify.train.training_loop import Schedule
 
 
 def run() -> Run:
@@ -31,11 +31,11 @@ def run() -> Run:
         sft=msgspec.structs.replace(single.sft, task=TaskSpec(name="ledger", options={"multi": 0.5})),
         rl=RlSpec(
             steps=25,
-            sample=Sample(items=20, minibatches=2),
+            sample=StepSampleSpec(items=20, minibatches=2),
             rollout=RolloutOptions(group=8, concurrency=96),
             algorithm=DrGRPO(credit="per_role"),
-            optim=Optim(lr=7e-4, warmup_steps=3, schedule="linear", max_grad_norm=0.5),
+            optim=OptimizerSpec(lr=7e-4, warmup_steps=3, schedule="linear", max_grad_norm=0.5),
         ),
         evaluate=EvaluateSpec(num=256, validation=128, final=("test", "test_formats")),
-        cadence=Cadence(evaluate_every=5),
+        schedule=Schedule(evaluate_every=5),
     )

@@ -23,9 +23,9 @@ from ramify.train.compile import sequences
 from ramify.train.corrections import CORRECTIONS
 from ramify.train.loss import kl_estimate
 from ramify.train.override import load_class
-from ramify.train.policy_losses import POLICY_LOSSES, Tokens
-from ramify.train.policy_losses.base import Chooses, Step, Whole
-from ramify.train.policy_losses.critic import ValueLoss, Values
+from ramify.train.policy_losses import POLICY_LOSSES, LossTokens
+from ramify.train.policy_losses.base import LossStep, SequenceSums, TokenSelectingLoss
+from ramify.train.policy_losses.critic import CriticTokens, ValueLoss
 from ramify.train.signals.weight import ALSO, weights
 from ramify.types.message import Message, Reply
 from ramify.types.trajectory import Call, Group, Stop, Trajectory, Turn
@@ -82,7 +82,7 @@ def advantages_of(name: str) -> list[float]:
     algorithm = ALGORITHMS.of(name)()
     if name == "rae":
         algorithm = msgspec.structs.replace(algorithm, memory={"rlm@0": MEMORY})
-    rows = sequences(algorithm.stamp(groups(), {}).rollouts)
+    rows = sequences(algorithm.assign_advantages(groups(), {}).rollouts)
     if needs_of(algorithm).values:
         for row in rows:
             row.streams["values"] = np.full(len(row), VALUE, np.float32)
@@ -91,19 +91,19 @@ def advantages_of(name: str) -> list[float]:
     return [found.get(f"{item}{n}", 0.0) for item, each in zip("ab", REWARDS, strict=True) for n in range(len(each))]
 
 
-def tokens(chosen: Any = None) -> Tokens:
+def tokens(chosen: Any = None) -> LossTokens:
     now, old, sampler = (torch.tensor(p, dtype=torch.float64).log() for p in (P_NOW, P_OLD, P_SAMPLER))
     advantages, lag = (torch.tensor(each, dtype=torch.float64) for each in (ADVANTAGES, LAGS))
-    whole = Whole(torch.tensor(OWNERS), 2, torch.ones(5) > 0)
-    return Tokens(now.requires_grad_(), old, sampler, advantages, whole, chosen, lag)
+    whole = SequenceSums(torch.tensor(OWNERS), 2, torch.ones(5) > 0)
+    return LossTokens(now.requires_grad_(), old, sampler, advantages, whole, chosen, lag)
 
 
 def loss_of(name: str) -> tuple[list[float], list[float]]:
     """(value, derivative by l) of each token."""
     loss, given = POLICY_LOSSES.of(name)(**OPTIONS.get(name, {})), tokens()
-    if isinstance(loss, Chooses):
+    if isinstance(loss, TokenSelectingLoss):
         now, old, advantages = (each.detach().numpy() for each in (given.now, given.old, given.advantages))
-        chosen = loss.choose(Step(now, old, advantages, np.arange(5, dtype=np.uint64)))
+        chosen = loss.choose(LossStep(now, old, advantages, np.arange(5, dtype=np.uint64)))
         given = given._replace(chosen=torch.from_numpy(chosen))
     value = loss.per_token(given)
     (slope,) = torch.autograd.grad(value.sum(), given.now)
@@ -151,7 +151,7 @@ def kls() -> Iterator[Sequence[str]]:
 def values() -> Iterator[Sequence[str]]:
     yield "V", "V at the step's start", "return", "½ max((V - R)², (clip(V, V_old ± 0.2) - R)²)"
     for now, old, returns in ((0.5, 0.0, 1.0), (0.5, 0.0, 0.0), (0.1, 0.0, 1.0)):
-        given = Values(*(torch.tensor([each], dtype=torch.float64) for each in (now, old, returns)))
+        given = CriticTokens(*(torch.tensor([each], dtype=torch.float64) for each in (now, old, returns)))
         yield str(now), str(old), str(returns), _numbers(ValueLoss().per_token(given).tolist(), 4)
 
 

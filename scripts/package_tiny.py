@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from ramify.inference.base import TINY
-from ramify.policy import load
+from ramify.models import load
 from ramify.train import metrics
 from ramify.train.checkpoint import find, read_state
 
@@ -49,7 +49,7 @@ NAMES = {
 
 def main(run: Path) -> None:
     policy = load.load(run / "policy")
-    policy.defaults = load.Defaults(0.0)  # who asks wants the likeliest answer
+    policy.defaults = load.SamplingDefaults(0.0)  # who asks wants the likeliest answer
     load.save(policy, TINY, torch.bfloat16)
     rows = list(metrics.read(run))
     config = read_state(find(run)).config
@@ -65,7 +65,7 @@ def main(run: Path) -> None:
     print(card)
 
 
-def _tested(rows: list[metrics.Measured]) -> Iterator[str]:
+def _tested(rows: list[metrics.StepMetrics]) -> Iterator[str]:
     """A row of the table for each split that was reported at the end, and for each kind of the first."""
     for row in rows:
         if row.stage != "last":

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ramify.child import Child, end_all, following
+from ramify.child import ChildProcess, end_all, following
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux is asked")
 STARTS = """
@@ -61,7 +61,7 @@ def _is_running(pid: int) -> bool:
 STUBBORN = "trap '' TERM; echo begins; sleep 1000 & echo $!; wait; wait"
 
 
-def said(child: Child, num: int) -> list[str]:
+def said(child: ChildProcess, num: int) -> list[str]:
     """Its first lines, once there are so many."""
     while len(lines := child.said().split(" | ")) < num:
         assert child.poll() is None
@@ -70,8 +70,8 @@ def said(child: Child, num: int) -> list[str]:
 
 
 def test_one_that_does_not_end_by_itself_is_killed_with_what_it_started(tmp_path: Path) -> None:
-    child = Child(["sh", "-c", STUBBORN], log=tmp_path / "logs" / "it")
-    other = Child(["sleep", "1000"], log=tmp_path / "other")
+    child = ChildProcess(["sh", "-c", STUBBORN], log=tmp_path / "logs" / "it")
+    other = ChildProcess(["sleep", "1000"], log=tmp_path / "other")
     _, started = said(child, 2)
     assert (child.poll(), _is_running(int(started))) == (None, True)
     end_all([child, other], 0.3)
@@ -83,7 +83,7 @@ def test_one_that_does_not_end_by_itself_is_killed_with_what_it_started(tmp_path
 
 
 def test_what_a_child_left_behind_is_ended_after_it(tmp_path: Path) -> None:
-    child = Child(["sh", "-c", "sleep 1000 & echo $!; exit 7"], log=tmp_path / "log")
+    child = ChildProcess(["sh", "-c", "sleep 1000 & echo $!; exit 7"], log=tmp_path / "log")
     while child.poll() is None:
         time.sleep(0.01)
     left = int(child.said())
@@ -100,8 +100,8 @@ def test_what_it_said_last_is_short_and_without_secrets(tmp_path: Path) -> None:
     says = "import os; print('x' * 5000); print('with', os.environ['ENGINE_KEY']); print(' and\\n\\n', os.getcwd())"
     (tmp_path / "here").mkdir()
     given = {"ENGINE_KEY": "abc-def-123-456"}
-    child = Child([sys.executable, "-c", says], environment=given, log=log, folder=tmp_path / "here")
+    child = ChildProcess([sys.executable, "-c", says], environment=given, log=log, folder=tmp_path / "here")
     assert child.wait() == 0
     assert child.said().endswith(f"x | with «redacted ENGINE_KEY» | and | {tmp_path / 'here'}")
     assert len(child.said()) <= 600 + 10
-    assert Child(["true"]).wait() == 0
+    assert ChildProcess(["true"]).wait() == 0

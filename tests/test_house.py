@@ -17,7 +17,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "ramify"
 FLOORS = [
     {"types", "errors", "progress", "secrets", "child"},
-    {"clients", "sandbox", "policy", "inference", "store", "sources", "tasks"},
+    {"clients", "sandbox", "models", "inference", "store", "sources", "tasks"},
     {"engine"},
     {"combinators"},
     {"evaluate"},
@@ -28,9 +28,9 @@ FLOORS = [
     {"__main__"},
 ]
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
-ALSO = {("inference", "policy"), ("child", "secrets")}
+ALSO = {("inference", "models"), ("child", "secrets")}
 STANDARD_LIBRARY_ONLY = [
-    "__init__.py", *(f"sandbox/{name}" for name in ("guest", "shelf.py", "forkserver.py", "keeper.py")),
+    "__init__.py", *(f"sandbox/{name}" for name in ("guest", "shared_buffers.py", "forkserver.py", "session_supervisor.py")),
     *(f"sandbox/jail/{name}.py" for name in ("confine", "hooks", "primitives", "seccomp", "walls", "zygote")),
 ]  # fmt: skip
 """Files, and folders whose modules may import each other, by relative names: they are loaded under another one too."""
@@ -101,12 +101,12 @@ def test_standard_library_only(path: Path) -> None:
     ("importer", "name", "allowed"),
     [
         ("engine", "clients.openai.OpenAI", True),
-        ("clients", "sandbox.base.Caps", True),
+        ("clients", "sandbox.base.SandboxCapabilities", True),
         ("clients", "sandbox.process", False),
         ("clients", "sandbox", False),
         ("store", "engine.rlm", False),
-        ("inference", "policy.load", True),
-        ("policy", "inference.local", False),
+        ("inference", "models.load", True),
+        ("models", "inference.local", False),
         ("types", "errors.RamifyError", False),
         ("engine", "helpers.x", False),
     ],

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from ramify.progress import Doing, doing, heard
-from ramify.sources.load import load
+from ramify.progress import ProgressState, report_progress, subscribe
+from ramify.sources.load_sources import load
 
 
 def test_work_is_told_from_beginning_to_end() -> None:
-    told: list[Doing] = []
-    with heard(told.append), contextlib.suppress(ValueError), doing("counting", 3, "items") as work:
+    told: list[ProgressState] = []
+    with subscribe(told.append), contextlib.suppress(ValueError), report_progress("counting", 3, "items") as work:
         work.more()
         work.at(2, note="b")
         raise ValueError("it ends in the middle")
@@ -27,13 +27,13 @@ def test_work_is_told_from_beginning_to_end() -> None:
 
 
 def test_every_thread_is_heard_and_pieces_are_told_apart() -> None:
-    told: list[Doing] = []
+    told: list[ProgressState] = []
 
     def work() -> None:
-        with doing("there"):
+        with report_progress("there"):
             pass
 
-    with heard(told.append), doing("here"):
+    with subscribe(told.append), report_progress("here"):
         thread = threading.Thread(target=work)
         thread.start()
         thread.join()
@@ -44,8 +44,8 @@ def test_every_thread_is_heard_and_pieces_are_told_apart() -> None:
 def test_reading_says_how_much(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("x" * 1000)
     (tmp_path / "b.txt").write_text("y" * 500)
-    told: list[Doing] = []
-    with heard(told.append):
+    told: list[ProgressState] = []
+    with subscribe(told.append):
         load(tmp_path)
     assert [(each.done, each.note, each.is_over) for each in told] == [
         (0, "", False), (1000, "a.txt", False), (1500, "b.txt", False), (1500, "b.txt", True),
@@ -56,10 +56,10 @@ def test_reading_says_how_much(tmp_path: Path) -> None:
 def test_loading_a_policy_says_how_much() -> None:
     pytest.importorskip("torch")
     from ramify.inference.base import TINY
-    from ramify.policy.load import load
+    from ramify.models.load import load
 
-    told: list[Doing] = []
-    with heard(told.append):
+    told: list[ProgressState] = []
+    with subscribe(told.append):
         policy = load(TINY)
     last = told[-1]
     assert (last.what, last.unit, last.is_over, last.done) == ("loading", "bytes", True, last.total)

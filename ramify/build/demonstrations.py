@@ -6,20 +6,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ramify.engine.run import NATIVE_TOOLS
+from ramify.engine.run_state import NATIVE_TOOLS
 from ramify.engine.scaffold import Scaffold
 from ramify.errors import ConfigError
-from ramify.progress import doing
+from ramify.progress import report_progress
 from ramify.tasks.base import Task, task_of
 from ramify.train.compile import sequences
 from ramify.train.config import Run, SftSpec
 from ramify.train.override import of_name
-from ramify.train.sft import DEMOS, Tokeniser, read, trajectory_of
-from ramify.types.sequence import Sequence as Row
+from ramify.train.sft_data import DEMOS, TrajectoryTokenizer, read, trajectory_of
+from ramify.types.sequence import TokenSequence as Row
 from ramify.types.trajectory import Group, Trajectory
 
 if TYPE_CHECKING:
-    from ramify.policy.load import Policy
+    from ramify.models.load import Policy
 
 
 def demonstrations_of(run: Run, task: Task, scaffold: Scaffold) -> Iterator[Trajectory]:
@@ -31,7 +31,7 @@ def demonstrations_of(run: Run, task: Task, scaffold: Scaffold) -> Iterator[Traj
         make = of_name(spec.demos, DEMOS, "demos")
         shown = task_of(spec.task.name, **spec.task.options) if spec.task is not None else task
         found = make(shown, spec.num, run.seed, scaffold, **spec.options)
-        with doing("demonstrations", spec.num, "items") as work:
+        with report_progress("demonstrations", spec.num, "items") as work:
             for conversations in found:
                 yield trajectory_of(conversations)
                 work.more()
@@ -44,16 +44,16 @@ def rows_of(
     say: Callable[[str], None],
 ) -> list[Row]:  # fmt: skip
     """The sequences of ``demonstrations`` that fit the policy's window. Raises ConfigError where nothing is left to learn."""
-    tokeniser = Tokeniser(policy.renderer, scaffold.tools(NATIVE_TOOLS))
+    tokeniser = TrajectoryTokenizer(policy.renderer, scaffold.tools(NATIVE_TOOLS))
     groups = []
-    with doing("tokenising", len(demonstrations), "trajectories") as work:
+    with report_progress("tokenising", len(demonstrations), "trajectories") as work:
         for each in demonstrations:
             groups.append(Group(each.task, [tokeniser.tokenised(each)]))
             work.more()
-    stamping = spec.algorithm.stamp(groups, weights)
-    if stamping.silence:
-        raise ConfigError(f"sft has nothing to learn from: {stamping.silence}")
-    rows = sequences(stamping.rollouts)
+    assigned = spec.algorithm.assign_advantages(groups, weights)
+    if assigned.no_signal:
+        raise ConfigError(f"sft has nothing to learn from: {assigned.no_signal}")
+    rows = sequences(assigned.rollouts)
     fitting = [row for row in rows if len(row) <= policy.window]
     if len(fitting) < len(rows):
         longest = max(map(len, rows))

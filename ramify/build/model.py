@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 from ramify.errors import ConfigError
 from ramify.inference.base import TINY
-from ramify.progress import doing
+from ramify.progress import report_progress
 from ramify.train.config import Run
 from ramify.types.trajectory import Trajectory
 
 if TYPE_CHECKING:
-    from ramify.policy.load import Policy
+    from ramify.models.load import Policy
 
 NUM_TOKENIZER_TEXTS = 3000
 """Demonstrations that a tokenizer is trained on; more change little."""
@@ -26,8 +26,8 @@ def policy_of(run: Run, demonstrations: Sequence[Trajectory]) -> Policy:
     import torch
     from transformers import AutoConfig
 
-    from ramify.policy.load import from_config, load, load_tokenizer
-    from ramify.policy.tokenizer import train_tokenizer, word_tokenizer
+    from ramify.models.load import from_config, load, load_tokenizer
+    from ramify.models.tokenizer import train_tokenizer, word_tokenizer
 
     spec = run.policy
     device = None if spec.device == "auto" else spec.device
@@ -41,7 +41,7 @@ def policy_of(run: Run, demonstrations: Sequence[Trajectory]) -> Policy:
     elif spec.words:
         tokenizer = word_tokenizer(spec.words)
     elif demonstrations:
-        with doing("tokenizer", note="trained on the demonstrations"):
+        with report_progress("tokenizer", note="trained on the demonstrations"):
             tokenizer = train_tokenizer(_texts(demonstrations), spec.vocab_size)
     else:
         raise ConfigError("policy: a model made from nothing needs a tokenizer, or demonstrations to train one on")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from ramify.train.checkpoint import find, read_state
 from ramify.train.config import CHOICES, Run, plain
 from ramify.train.override import of_name, override
 from ramify.train.redacted import cut_out
+from ramify.train.renamed_fields import new_name
 
 
 def recipe(path: str | Path, overrides: Sequence[str] = ()) -> Run:
@@ -35,7 +37,10 @@ def recipe(path: str | Path, overrides: Sequence[str] = ()) -> Run:
     except RamifyError:
         raise
     except Exception as error:
-        raise ConfigError(f"the recipe {path} cannot be carried out: {error!r}; RAMIFY_DEBUG=1 shows where") from error
+        unknown = re.match(r"Unexpected keyword argument '(\w+)'", str(error))
+        now_called = new_name(unknown[1]) if unknown else None
+        advice = f"{unknown[1]} is called {now_called} now" if unknown and now_called else "RAMIFY_DEBUG=1 shows where"
+        raise ConfigError(f"the recipe {path} cannot be carried out: {error!r}; {advice}") from error
     finally:
         sys.path.remove(str(path.parent))
     if not isinstance(run, Run):

@@ -1,4 +1,4 @@
-"""``ramify ask``: its options, and how they become an ``RLM`` and a question. ``asking.py`` runs it.
+"""``ramify ask``: its options, and how they become an ``RLM`` and a question. ``ask_runner.py`` runs it.
 
 ``SETTINGS`` is the one list of settings: the command line, the configuration file and the ``RAMIFY_*`` variables take
 their names and types from it.
@@ -17,20 +17,20 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ramify.cli.exits import Exit, epilog
-from ramify.cli.measures import parse_size
-from ramify.cli.notes import Notes, write
-from ramify.cli.parser import Command, Option, UsageError
-from ramify.cli.progress import OPTION, Screen, form_of
+from ramify.cli.exit_codes import ExitCode, epilog
+from ramify.cli.parse_units import parse_size
+from ramify.cli.parser import CommandSpec, OptionSpec, UsageError
+from ramify.cli.progress_screen import OPTION, ProgressScreen, form_of
 from ramify.cli.settings import fill, unknown_variables
+from ramify.cli.stderr_notes import StderrNotes, write
 from ramify.cli.telemetry import exporting
 from ramify.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
-    from ramify.engine.mcp import McpTools
+    from ramify.engine.mcp_tools import McpTools
     from ramify.engine.rlm import RLM
     from ramify.sandbox.base import SandboxSpec
-    from ramify.sources.base import Loaded
+    from ramify.sources.base import LoadedContext
     from ramify.store.store import Store
 
 NO_MODEL = """\
@@ -44,50 +44,54 @@ _PATIENCE_S = 1.0
 """Of waiting for piped input without a word."""
 
 SETTINGS = (
-    Option("model", str, "provider:model that drives the session", "MODEL", "-m"),
-    Option("sub_model", list, "model below the root (default: the model); repeat it to offer more by name", "MODEL"),
-    Option("max_cost", float, "dollars (default: 5, where prices are known)"),
-    Option("max_seconds", float, "from question to answer (default: 1800)"),
-    Option("max_calls", int, "requests to models (default: 1000)"),
-    Option("max_depth", int, "how deep sessions may nest (default: 1)"),
-    Option("max_turns", int, "turns of each session (default: 30)"),
-    Option("max_tokens", int, "in and out, in all (default: 20000000)"),
-    Option("max_reply_tokens", int, "of one reply (default: 8192)"),
-    Option("max_concurrency", int, "requests at once (default: 64)"),
-    Option("patience", float, "seconds to try again while a model cannot be reached (default: 300)"),
-    Option("branches", int, "first turns to go on from, each to an answer; most of them win (default: 1)"),
-    Option("cite", bool, "ask for citations and check them"),
-    Option(
+    OptionSpec("model", str, "provider:model that drives the session", "MODEL", "-m"),
+    OptionSpec(
+        "sub_model", list, "model below the root (default: the model); repeat it to offer more by name", "MODEL"
+    ),
+    OptionSpec("max_cost", float, "dollars (default: 5, where prices are known)"),
+    OptionSpec("max_seconds", float, "from question to answer (default: 1800)"),
+    OptionSpec("max_calls", int, "requests to models (default: 1000)"),
+    OptionSpec("max_depth", int, "how deep sessions may nest (default: 1)"),
+    OptionSpec("max_turns", int, "turns of each session (default: 30)"),
+    OptionSpec("max_tokens", int, "in and out, in all (default: 20000000)"),
+    OptionSpec("max_reply_tokens", int, "of one reply (default: 8192)"),
+    OptionSpec("max_concurrency", int, "requests at once (default: 64)"),
+    OptionSpec("patience", float, "seconds to try again while a model cannot be reached (default: 300)"),
+    OptionSpec("branches", int, "first turns to go on from, each to an answer; most of them win (default: 1)"),
+    OptionSpec("cite", bool, "ask for citations and check them"),
+    OptionSpec(
         "scaffold",
         str,
         "prompts: default, minimal, tiny, bare, retool, or a .toml or .json file",
         "NAME|FILE",
     ),
-    Option("sandbox", str, "where code runs (default: jail)"),
-    Option("tier", str, "of the jail, the weakest accepted: A, B or C (default: B)", "A|B|C"),
-    Option("allow_weaker", bool, "accept less isolation, or none where there is no jail"),
-    Option("memory", str, "of one session (default: 2GiB)", "SIZE"),
-    Option("package", list, "of this Python, which sessions may import; repeat it for more"),
-    Option("mount", list, "file or folder that sessions may read, where they see it; repeat it", "PATH:PLACE"),
-    Option("mcp", list, "MCP server whose tools sessions get, a command or an address; repeat it for more", "COMMAND"),
-    Option("temperature", float, "of sampling (default: the provider's)"),
-    Option("direct", bool, "answer by one plain call what fits easily (default: yes)"),
-    Option(
+    OptionSpec("sandbox", str, "where code runs (default: jail)"),
+    OptionSpec("tier", str, "of the jail, the weakest accepted: A, B or C (default: B)", "A|B|C"),
+    OptionSpec("allow_weaker", bool, "accept less isolation, or none where there is no jail"),
+    OptionSpec("memory", str, "of one session (default: 2GiB)", "SIZE"),
+    OptionSpec("package", list, "of this Python, which sessions may import; repeat it for more"),
+    OptionSpec("mount", list, "file or folder that sessions may read, where they see it; repeat it", "PATH:PLACE"),
+    OptionSpec(
+        "mcp", list, "MCP server whose tools sessions get, a command or an address; repeat it for more", "COMMAND"
+    ),
+    OptionSpec("temperature", float, "of sampling (default: the provider's)"),
+    OptionSpec("direct", bool, "answer by one plain call what fits easily (default: yes)"),
+    OptionSpec(
         "cache",
         bool,
         "keep replies in a cache, and use those that earlier runs with --cache kept for the same requests",
     ),
-    Option("store", bool, "keep the run (default: yes)"),
-    Option("json", bool, "print one JSON object"),
-    Option("quiet", bool, "nothing on stderr but errors", short="-q"),
-    Option("verbose", bool, "a line on stderr for each step", short="-v"),
+    OptionSpec("store", bool, "keep the run (default: yes)"),
+    OptionSpec("json", bool, "print one JSON object"),
+    OptionSpec("quiet", bool, "nothing on stderr but errors", short="-q"),
+    OptionSpec("verbose", bool, "a line on stderr for each step", short="-v"),
     OPTION,
 )
 _SAID_AGAIN = ("--json", "--quiet", "--verbose", "--progress", "--allow-weaker")
 """What may be said again where a run goes on."""
 OF_ONE_QUESTION = (
-    Option("answer_schema", str, "JSON schema that the answer must meet", "FILE|JSON"),
-    Option("resume", str, "go on with a run that was cut off, as it began", "RUN"),
+    OptionSpec("answer_schema", str, "JSON schema that the answer must meet", "FILE|JSON"),
+    OptionSpec("resume", str, "go on with a run that was cut off, as it began", "RUN"),
 )
 KINDS: dict[str, Any] = {option.name: list[str] if option.kind is list else option.kind for option in SETTINGS}
 """Setting -> its type."""
@@ -97,45 +101,47 @@ def ask(words: list[str], answer_schema: str | None = None, resume: str | None =
     if resume is not None:
         _refuse_settings(words, answer_schema, given)
     settings = fill(given, KINDS)
-    notes = Notes(bool(settings.get("quiet")), bool(settings.get("verbose")))
+    notes = StderrNotes(bool(settings.get("quiet")), bool(settings.get("verbose")))
     notes.take_warnings()
     for line in unknown_variables(KINDS):
         notes.say(f"ramify: warning: {line}")
     form = form_of(settings.get("progress"), notes)
     if resume is not None:
-        from ramify.cli.asking import run_again
+        from ramify.cli.ask_runner import run_again
 
         allow_weaker = bool(settings.get("allow_weaker"))
-        with exporting(notes), Screen(notes, form) as screen:
+        with exporting(notes), ProgressScreen(notes, form) as screen:
             return run_again(resume, screen, as_json=bool(settings.get("json")), allow_weaker=allow_weaker)
     if not words or not words[0].strip():
         raise UsageError("say what you want to know: ramify ask QUESTION PATH…")
     if not settings.get("model"):
         write(NO_MODEL)
-        return Exit.USAGE
-    with exporting(notes), Screen(notes, form) as screen:
+        return ExitCode.USAGE
+    with exporting(notes), ProgressScreen(notes, form) as screen:
         return _ask(words[0], words[1:], answer_schema, settings, screen)
 
 
-def _ask(question: str, paths: list[str], answer_schema: str | None, settings: dict[str, Any], screen: Screen) -> int:
+def _ask(
+    question: str, paths: list[str], answer_schema: str | None, settings: dict[str, Any], screen: ProgressScreen
+) -> int:
     spec = sandbox_spec(settings)
     _warm_up(settings["model"], spec if _needs_session(paths, settings) else None)
-    from ramify.cli import asking
+    from ramify.cli import ask_runner
 
     schema = read_schema(answer_schema)
     with mcp_tools(settings) as tools:
         rlm = make_rlm(settings, spec, open_store(settings), tools)
         loaded = load_sources(paths, screen.notes)
         cite, cache = bool(settings.get("cite")), bool(settings.get("cache"))
-        asked = asking.Asked(question, loaded, paths, schema, cite, cache)
-        return asking.run(rlm, asked, screen, as_json=bool(settings.get("json")))
+        asked = ask_runner.AskRequest(question, loaded, paths, schema, cite, cache)
+        return ask_runner.run(rlm, asked, screen, as_json=bool(settings.get("json")))
 
 
 def mcp_tools(settings: dict[str, Any]) -> contextlib.AbstractContextManager[McpTools | None]:
     """The tools of the MCP servers that were named, connected; None where none was."""
     if not settings.get("mcp"):
         return contextlib.nullcontext()
-    from ramify.engine.mcp import McpTools
+    from ramify.engine.mcp_tools import McpTools
 
     return McpTools(*settings["mcp"])
 
@@ -221,11 +227,11 @@ def open_store(settings: dict[str, Any]) -> Store | None:
     return Store()
 
 
-def load_sources(paths: list[str], notes: Notes) -> Loaded | None:
+def load_sources(paths: list[str], notes: StderrNotes) -> LoadedContext | None:
     """What the paths name, or what is piped in; None where there is neither."""
     if not paths and not _is_piped(notes):
         return None
-    from ramify.sources.load import load
+    from ramify.sources.load_sources import load
 
     for path in paths:
         if os.path.exists(path) and stat.S_ISFIFO(os.stat(path).st_mode):
@@ -276,7 +282,7 @@ def _decoded(data: bytes, name: str) -> Any:
         raise ConfigError(f"{name if len(name) < 80 else name[:79] + '…'} does not parse: {error}") from None
 
 
-def _is_piped(notes: Notes) -> bool:
+def _is_piped(notes: StderrNotes) -> bool:
     """Whether something was piped or redirected in and has at least one byte; waits for that byte."""
     try:
         mode = os.fstat(sys.stdin.fileno()).st_mode
@@ -302,7 +308,7 @@ def _refuse_settings(words: list[str], answer_schema: str | None, given: dict[st
         )
 
 
-COMMAND = Command(
+COMMAND = CommandSpec(
     "ask",
     """\
 Answer QUESTION over everything that the PATHs name: files, folders, globs, archives, databases; - is

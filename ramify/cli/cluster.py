@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ramify.cli.exits import Exit
-from ramify.cli.parser import Command, Option, UsageError
+from ramify.cli.exit_codes import ExitCode
+from ramify.cli.parser import CommandSpec, OptionSpec, UsageError
 
 
 def plan(
@@ -22,18 +22,18 @@ def plan(
     import msgspec
 
     from ramify.build.recipe import recipe
-    from ramify.cluster.devices import Shares
-    from ramify.cluster.plan import Options, lines, plan
+    from ramify.cluster.devices import DeviceEfficiency
+    from ramify.cluster.plan import PlanOptions, lines, plan
 
     run = recipe(recipe_of(words), [word for word in words if "=" in word])
     if nodes is not None and nodes < 1:
         raise UsageError(f"--nodes {nodes}: give 1 or more")
     if mfu is not None and not 0 < mfu <= 1:
         raise UsageError(f"--mfu {mfu:g}: give a share above 0 and at most 1")
-    options = Options(
+    options = PlanOptions(
         device=device or "",
         nodes=nodes or 0,
-        shares=Shares(train=mfu) if mfu is not None else Shares(),
+        shares=DeviceEfficiency(train=mfu) if mfu is not None else DeviceEfficiency(),
         measured=Path(measured) if measured else None,
     )
     found = plan(run, options)
@@ -41,7 +41,7 @@ def plan(
         print(msgspec.json.encode(found).decode())
     else:
         print("\n".join(lines(found)))
-    return Exit.ANSWERED
+    return ExitCode.ANSWERED
 
 
 def recipe_of(words: list[str]) -> str:
@@ -52,7 +52,7 @@ def recipe_of(words: list[str]) -> str:
     return recipes[0]
 
 
-PLAN = Command(
+PLAN = CommandSpec(
     name="cluster plan",
     about="Print where the processes of a recipe would go, what memory each would take and how long a step would be.\n\n"
     "Nothing is started. FIELD=VALUE overrides a field of the recipe, as in placement.pools.main.gpus=8.",
@@ -61,11 +61,13 @@ PLAN = Command(
     min_words=1,
     max_words=None,
     options=(
-        Option("nodes", int, "nodes of the recipe's pool, where it has one (default: as the recipe says)"),
-        Option("device", str, "cpu, l4, a100, h100, … (default: h100 where roles ask for GPUs, else cpu)", "DEVICE"),
-        Option("mfu", float, "share of the device's speed that training gets (default: 0.35)"),
-        Option("measured", str, "take speeds and tokens from this run's metrics.jsonl", "RUN"),
-        Option("json", bool, "print one JSON object", has_no=False),
+        OptionSpec("nodes", int, "nodes of the recipe's pool, where it has one (default: as the recipe says)"),
+        OptionSpec(
+            "device", str, "cpu, l4, a100, h100, … (default: h100 where roles ask for GPUs, else cpu)", "DEVICE"
+        ),
+        OptionSpec("mfu", float, "share of the device's speed that training gets (default: 0.35)"),
+        OptionSpec("measured", str, "take speeds and tokens from this run's metrics.jsonl", "RUN"),
+        OptionSpec("json", bool, "print one JSON object", has_no=False),
     ),
 )
 COMMANDS = (PLAN,)

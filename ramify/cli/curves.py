@@ -12,14 +12,14 @@ from itertools import pairwise
 
 import msgspec
 
-from ramify.train.metrics import Measured
+from ramify.train.metrics import StepMetrics
 
 BARS = "▁▂▃▄▅▆▇█"
 SHOWN = ("reward", "child_reward", "loss", "grad_norm", "tokens_per_s")
 """Curves, where they were measured."""
 
 
-class Curves(msgspec.Struct):
+class TerminalCurves(msgspec.Struct):
     """What was measured so far."""
 
     name: str
@@ -32,7 +32,7 @@ class Curves(msgspec.Struct):
     final: dict[str, float] = {}
     """``last test/reward`` and the like, from the end of the run."""
 
-    def add(self, measured: Measured) -> None:
+    def add(self, measured: StepMetrics) -> None:
         values = measured.values
         self.step, self.seconds = measured.step, measured.at_s
         if measured.stage in ("first", "last", "best"):
@@ -81,7 +81,7 @@ def curve(values: Sequence[float], width: int) -> str:
     return "".join(BARS[round((mean - low) * scale)] for mean in means)
 
 
-def line(measured: Measured) -> str:
+def line(measured: StepMetrics) -> str:
     """One measurement in a line, for a log."""
     wanted = {
         name: value for name, value in measured.values.items() if "/" in name or name in SHOWN or name == "silent"

@@ -14,10 +14,10 @@ import msgspec
 
 from ramify import __version__
 from ramify.cli.ask import KINDS, sandbox_spec
-from ramify.cli.exits import Exit
-from ramify.cli.parser import Command
+from ramify.cli.exit_codes import ExitCode
+from ramify.cli.parser import CommandSpec
 from ramify.cli.settings import config_path, fill, unknown_variables
-from ramify.cli.text import clean, size
+from ramify.cli.terminal_text import clean, size
 from ramify.clients.prices import PriceTable
 from ramify.clients.providers import PROVIDERS
 from ramify.errors import RamifyError
@@ -43,7 +43,7 @@ def doctor(words: list[str]) -> int:
             lines, is_well = [f"wrong: {error}"], False
         for index, line in enumerate(lines):
             print(clean(f"{'' if index else name:<10} {line}"))
-    return Exit.ANSWERED if is_well else Exit.ERROR
+    return ExitCode.ANSWERED if is_well else ExitCode.ERROR
 
 
 def _version() -> Iterator[str]:
@@ -131,7 +131,7 @@ _PARTS = {
     "extras": _extras, "store": _store,
 }  # fmt: skip
 
-COMMAND = Command(
+COMMAND = CommandSpec(
     "doctor",
     "Show keys found, the sandbox and its strength, extras, store and configuration. Exit code 1 if something\nis wrong.",
     doctor,

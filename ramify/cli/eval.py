@@ -18,42 +18,46 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ramify.cli.ask import KINDS, NO_MODEL, SETTINGS, make_rlm, mcp_tools, open_store, sandbox_spec
-from ramify.cli.exits import Exit
-from ramify.cli.notes import Notes, error_line, write
-from ramify.cli.parser import Command, Option, UsageError
-from ramify.cli.progress import Screen, form_of
+from ramify.cli.exit_codes import ExitCode
+from ramify.cli.parser import CommandSpec, OptionSpec, UsageError
+from ramify.cli.progress_screen import ProgressScreen, form_of
 from ramify.cli.settings import fill, unknown_variables
+from ramify.cli.stderr_notes import StderrNotes, error_line, write
 from ramify.cli.telemetry import exporting
-from ramify.cli.text import dollars
-from ramify.progress import Work, doing
+from ramify.cli.terminal_text import dollars
+from ramify.progress import ProgressTask, report_progress
 
 if TYPE_CHECKING:
     from ramify.engine.rlm import RLM
-    from ramify.evaluate.record import Record
-    from ramify.evaluate.report import Report
-    from ramify.evaluate.run import Evaluation, Outcome, Plan
+    from ramify.evaluate.record import EvaluationRecord
+    from ramify.evaluate.report import EvaluationReport
+    from ramify.evaluate.run import AttemptOutcome, Evaluation, EvaluationPlan
     from ramify.tasks.base import Task
-    from ramify.train.metrics import Measured
-    from ramify.train.trackers.base import Trackers
+    from ramify.train.metrics import StepMetrics
+    from ramify.train.trackers.base import RunTrackers
     from ramify.types.trajectory import Trajectory
 
 _OUTPUT = ("store", "json", "quiet", "verbose", "progress")
 """Settings that do not decide what an attempt comes to."""
 OF_AN_EVALUATION = (
-    Option("split", str, "of the task (default: test)"),
-    Option("items", int, "how many of the split, its first (default: 100)"),
-    Option("n", int, "attempts at each item (default: 1)"),
-    Option("k", int, "of pass@k and majority@k (default: n)"),
-    Option("seed", int, "of sampling (default: 0)"),
-    Option("concurrency", int, "attempts at once (default: 16)"),
-    Option("validate", bool, "prove first that right answers score 1 and wrong ones do not (default: yes)"),
-    Option("resume", str, "go on with an evaluation that was cut off, as it began; last is the latest", "ID"),
-    Option("against", str, "also the difference from another evaluation, over the same items", "ID"),
-    Option("track", list, "also send the figures to tensorboard, wandb, mlflow, trackio or module:Class; repeat it"),
+    OptionSpec("split", str, "of the task (default: test)"),
+    OptionSpec("items", int, "how many of the split, its first (default: 100)"),
+    OptionSpec("n", int, "attempts at each item (default: 1)"),
+    OptionSpec("k", int, "of pass@k and majority@k (default: n)"),
+    OptionSpec("seed", int, "of sampling (default: 0)"),
+    OptionSpec("concurrency", int, "attempts at once (default: 16)"),
+    OptionSpec("validate", bool, "prove first that right answers score 1 and wrong ones do not (default: yes)"),
+    OptionSpec("resume", str, "go on with an evaluation that was cut off, as it began; last is the latest", "ID"),
+    OptionSpec("against", str, "also the difference from another evaluation, over the same items", "ID"),
+    OptionSpec(
+        "track", list, "also send the figures to tensorboard, wandb, mlflow, trackio or module:Class; repeat it"
+    ),
 )
 _PLANNED = ("split", "items", "n", "seed", "validate")
 _NOT_HERE = ("cite", "cache")
-_DIRECT = Option("direct", bool, "answer by one plain call what fits easily (default: no, each attempt has a session)")
+_DIRECT = OptionSpec(
+    "direct", bool, "answer by one plain call what fits easily (default: no, each attempt has a session)"
+)
 _SETTINGS = tuple(_DIRECT if option.name == "direct" else option for option in SETTINGS if option.name not in _NOT_HERE)
 _KINDS = {name: kind for name, kind in KINDS.items() if name not in _NOT_HERE}
 
@@ -67,7 +71,7 @@ def evaluate(
     if resume is not None:
         _refuse_more(words, {**about, **given})
     settings = {name: value for name, value in fill(given, KINDS).items() if name in _KINDS}
-    notes = Notes(bool(settings.get("quiet")), bool(settings.get("verbose")))
+    notes = StderrNotes(bool(settings.get("quiet")), bool(settings.get("verbose")))
     notes.take_warnings()
     for line in unknown_variables(KINDS):
         notes.say(f"ramify: warning: {line}")
@@ -75,12 +79,12 @@ def evaluate(
         raise UsageError("say which task: ramify eval TASK [OPTION=VALUE…]")
     if resume is None and not settings.get("model"):
         write(NO_MODEL.replace("ramify ask", "ramify eval"))
-        return Exit.USAGE
+        return ExitCode.USAGE
     if concurrency < 1:
         raise UsageError(f"--concurrency {concurrency}: give at least 1")
     if resume is not None and settings.get("store") is False:
         raise UsageError("--resume goes on with what is stored: leave out --no-store")
-    with exporting(notes), Screen(notes, form_of(settings.get("progress"), notes)) as screen:
+    with exporting(notes), ProgressScreen(notes, form_of(settings.get("progress"), notes)) as screen:
         return _Command(settings, screen, k, against, concurrency, track or []).run(words, resume, about)
 
 
@@ -88,23 +92,23 @@ class _Command:
     """One evaluation from the command line."""
 
     def __init__(
-        self, settings: dict[str, Any], screen: Screen, k: int | None, against: str | None, concurrency: int,
+        self, settings: dict[str, Any], screen: ProgressScreen, k: int | None, against: str | None, concurrency: int,
         track: list[str],
     ) -> None:  # fmt: skip
         self._settings, self._screen, self._notes, self._k, self._against = settings, screen, screen.notes, k, against
         self._concurrency = concurrency
         self._store = open_store(settings)
-        self._trackers: Trackers | None = None
+        self._trackers: RunTrackers | None = None
         if track:
-            from ramify.train.trackers.base import Trackers
+            from ramify.train.trackers.base import RunTrackers
 
-            self._trackers = Trackers(track, {}, self._notes.say)
+            self._trackers = RunTrackers(track, {}, self._notes.say)
 
-    def run(self, words: list[str], resume: str | None, about: dict[str, Any]) -> Exit:
-        from ramify.evaluate.record import Records
+    def run(self, words: list[str], resume: str | None, about: dict[str, Any]) -> ExitCode:
+        from ramify.evaluate.record import EvaluationRecords
         from ramify.evaluate.report import check_k, check_same_items
 
-        records = Records(self._store.root) if self._store is not None else None
+        records = EvaluationRecords(self._store.root) if self._store is not None else None
         other = self._other(records)
         record = records.reopen(resume) if records is not None and resume is not None else None
         plan = record.plan if record is not None else self._plan(words, about)
@@ -122,7 +126,9 @@ class _Command:
             if record is not None:
                 record.close()
 
-    def _tracked(self, plan: Plan, record: Record | None, is_resumed: bool) -> contextlib.AbstractContextManager[None]:
+    def _tracked(
+        self, plan: EvaluationPlan, record: EvaluationRecord | None, is_resumed: bool
+    ) -> contextlib.AbstractContextManager[None]:
         """The trackers, open from the beginning, so that what is wrong with one is known before anything is spent."""
         if self._trackers is None:
             return contextlib.nullcontext()
@@ -139,35 +145,39 @@ class _Command:
         found: Evaluation = records.load(self._against)
         return found
 
-    def _plan(self, words: list[str], about: dict[str, Any]) -> Plan:
-        from ramify.evaluate.run import Plan
+    def _plan(self, words: list[str], about: dict[str, Any]) -> EvaluationPlan:
+        from ramify.evaluate.run import EvaluationPlan
 
         fields = {"split": about["split"], "items": about["items"], "attempts": about["n"], "seed": about["seed"]}
         settings = {name: value for name, value in self._settings.items() if name not in (*_OUTPUT, "model")}
         settings.setdefault("direct", False)  # a plan without it is older, and was begun with direct calls
         if settings.get("mcp"):
-            from ramify.engine.mcp import recorded
+            from ramify.engine.mcp_tools import recorded
 
             settings["mcp"] = [recorded(server) for server in settings["mcp"]]
-        return Plan(
+        return EvaluationPlan(
             model=self._settings["model"], task=words[0], options=dict(map(_option, words[1:])), settings=settings,
             **{name: value for name, value in fields.items() if value is not None},
         )  # fmt: skip
 
-    def _evaluated(self, task: Task, plan: Plan, record: Record | None, other: Evaluation | None) -> Exit:
+    def _evaluated(
+        self, task: Task, plan: EvaluationPlan, record: EvaluationRecord | None, other: Evaluation | None
+    ) -> ExitCode:
         settings = {**plan.settings, "model": plan.model}
         given = self._settings.get("mcp") or settings.get("mcp")  # in the plan without the values of variables
         with mcp_tools({"mcp": given}) as tools:
             rlm = make_rlm(settings, sandbox_spec(settings), self._store, tools)
             return self._attempted(rlm, task, plan, record, other)
 
-    def _attempted(self, rlm: RLM, task: Task, plan: Plan, record: Record | None, other: Evaluation | None) -> Exit:
+    def _attempted(
+        self, rlm: RLM, task: Task, plan: EvaluationPlan, record: EvaluationRecord | None, other: Evaluation | None
+    ) -> ExitCode:
         from ramify.clients.base import Sampling
         from ramify.evaluate.run import evaluate
 
         num = min(plan.items, len(task.splits.get(plan.split, ()))) * plan.attempts
         done = len(record.outcomes) if record is not None else 0
-        with doing(f"evaluating {plan.split}", num, "attempts", first=done) as work:
+        with report_progress(f"evaluating {plan.split}", num, "attempts", first=done) as work:
             progress = _Progress(self._screen, work, num, record)
             evaluating = evaluate(
                 rlm, task, plan, sampling=Sampling(temperature=plan.settings.get("temperature")), record=record,
@@ -176,19 +186,19 @@ class _Command:
             return self._run(evaluating, progress, record, other)
 
     def _run(
-        self, evaluating: Coroutine[Any, Any, Evaluation], progress: _Progress, record: Record | None,
+        self, evaluating: Coroutine[Any, Any, Evaluation], progress: _Progress, record: EvaluationRecord | None,
         other: Evaluation | None,
-    ) -> Exit:  # fmt: skip
+    ) -> ExitCode:  # fmt: skip
         try:
             found = asyncio.run(evaluating)
         except KeyboardInterrupt:
             again = f"; go on with it: ramify eval --resume {record.id}" if record is not None else ""
             self._notes.say(f"ramify: stopped after {progress.done:,} attempts{again}")
-            return Exit.STOPPED
+            return ExitCode.STOPPED
         self._screen.clear()
         return self._shown(found, record, other)
 
-    def _shown(self, found: Evaluation, record: Record | None, other: Evaluation | None) -> Exit:
+    def _shown(self, found: Evaluation, record: EvaluationRecord | None, other: Evaluation | None) -> ExitCode:
         from ramify.evaluate.report import difference, report, table
 
         figures = report(found, k=self._k)
@@ -214,16 +224,16 @@ class _Command:
             if id is not None:
                 self._notes.say(f"evaluation {id}")
         if is_judged:
-            return Exit.ANSWERED
+            return ExitCode.ANSWERED
         error_line(
             f"no attempt could be judged: all {figures.attempts:,} failed, the first with: {figures.first_error}"
         )
-        return Exit.ERROR
+        return ExitCode.ERROR
 
 
-def _measured(figures: Report) -> Measured:
+def _measured(figures: EvaluationReport) -> StepMetrics:
     """The figures as trackers take them: ``{"all/average": 0.81, "all/pass@4": 0.9, "cost": 0.12, …}``"""
-    from ramify.train.metrics import Measured
+    from ramify.train.metrics import StepMetrics
 
     values: dict[str, float | None] = {
         "attempts": figures.attempts, "failed": figures.failed, "cost": figures.spent.cost,
@@ -235,13 +245,13 @@ def _measured(figures: Report) -> Measured:
     for row in figures.rows:
         shown = (("average", row.average), (f"pass@{figures.k}", row.passes), (f"majority@{figures.k}", row.majority))
         values |= {f"{row.kind}/{name}": None if figure is None else figure.value for name, figure in shown}
-    return Measured(0, "eval", 0.0, {name: float(value) for name, value in values.items() if value is not None})
+    return StepMetrics(0, "eval", 0.0, {name: float(value) for name, value in values.items() if value is not None})
 
 
 class _Progress:
     """Says how far it is: on the bar, or in lines each tenth; and each attempt to those who asked for more."""
 
-    def __init__(self, screen: Screen, work: Work, num: int, record: Record | None) -> None:
+    def __init__(self, screen: ProgressScreen, work: ProgressTask, num: int, record: EvaluationRecord | None) -> None:
         before = record.outcomes if record is not None else []
         self.done = len(before)
         self._screen, self._notes, self._work, self._num = screen, screen.notes, work, num
@@ -249,7 +259,7 @@ class _Progress:
         """Sum of rewards, and how many attempts have none."""
         self._cost = sum(each.cost or 0.0 for each in before)
 
-    def __call__(self, outcome: Outcome, trajectory: Trajectory) -> None:
+    def __call__(self, outcome: AttemptOutcome, trajectory: Trajectory) -> None:
         self.done += 1
         self._right += outcome.reward or 0.0
         self._failed += outcome.reward is None
@@ -273,7 +283,7 @@ class _Progress:
         return (f"average {self._right / scored:.3f}" if scored else "no average") + failed + cost
 
 
-def _task(plan: Plan, validates: bool, notes: Notes) -> Task:
+def _task(plan: EvaluationPlan, validates: bool, notes: StderrNotes) -> Task:
     from ramify.tasks.base import items_of, task_of
     from ramify.tasks.validate import validate
 
@@ -307,7 +317,7 @@ def _refuse_more(words: list[str], given: dict[str, Any]) -> None:
         raise UsageError(f"--resume: it goes on as it began; leave out {', '.join(['TASK'] * bool(words) + named)}")
 
 
-COMMAND = Command(
+COMMAND = CommandSpec(
     "eval",
     """\
 Evaluate a model on TASK: ledger, needle, programs, toolmath, one of your own (file.py:name or

@@ -1,4 +1,4 @@
-"""The picture of a run on a terminal: the tree, the last code, what is spent of the budget. ``progress.py`` draws it.
+"""The picture of a run on a terminal: the tree, the last code, what is spent of the budget. ``progress_screen.py`` draws it.
 
 Everything that a model or a document said is cleaned of escape sequences and put into ``Text`` objects, which know no
 markup: ``[bold]`` is shown as it was written.
@@ -12,11 +12,11 @@ from collections.abc import Iterator
 
 from rich.text import Text
 
-from ramify.cli.progress import Screen
-from ramify.cli.text import clean, count, dollars, one_line, seconds, ticking
-from ramify.cli.tree import Node, Tree
-from ramify.cli.watch import Lines
-from ramify.engine.running import Running
+from ramify.cli.event_watcher import StepLines
+from ramify.cli.progress_screen import ProgressScreen
+from ramify.cli.terminal_text import clean, count, dollars, one_line, seconds, ticking
+from ramify.cli.terminal_tree import TerminalTree, TreeRow
+from ramify.engine.run_handle import RunHandle
 from ramify.types.event import AnyEvent
 
 _CODE_LINES = 6
@@ -26,11 +26,11 @@ _MARKS = {"starting": "○", "asking": "◐", "running code": "▶", "last word"
 class LiveView:
     """Watches one run."""
 
-    def __init__(self, screen: Screen, lines: Lines, max_seconds: float) -> None:
+    def __init__(self, screen: ProgressScreen, lines: StepLines, max_seconds: float) -> None:
         self._screen, self._lines, self._max_seconds = screen, lines, max_seconds
-        self._tree = Tree()
+        self._tree = TerminalTree()
         self._began = time.monotonic()
-        self._running: Running | None = None
+        self._running: RunHandle | None = None
 
     def apply(self, event: AnyEvent) -> None:
         self._lines.apply(event)
@@ -38,7 +38,7 @@ class LiveView:
             self._tree.apply(event)
 
     @contextlib.contextmanager
-    def watching(self, running: Running) -> Iterator[None]:
+    def watching(self, running: RunHandle) -> Iterator[None]:
         self._running = running
         self._screen.draw(self.rows)
         yield
@@ -52,11 +52,11 @@ class LiveView:
         rows = [*rows[: room - 1], Text(f"  … and {hidden:,} more sessions", "dim")] if hidden else rows[:room]
         if self._tree.notice:
             rows.append(Text(f"  {one_line(self._tree.notice, width - 4)}", "yellow"))
-        standing = self._running.standing() if self._running is not None else []
+        standing = self._running.state() if self._running is not None else []
         rows.append(budget_row([*standing, ("seconds", elapsed_s, self._max_seconds)]))
         return rows
 
-    def _node_rows(self, node: Node, elapsed_s: float, with_code: bool) -> list[Text]:
+    def _node_rows(self, node: TreeRow, elapsed_s: float, with_code: bool) -> list[Text]:
         indent = "  " * node.depth
         is_done = node.state == "done"
         style = "dim" if is_done else "bold"

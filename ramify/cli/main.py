@@ -1,7 +1,7 @@
 """The command ``ramify``: which commands there are, and how every one of them ends.
 
 A command's module is imported when it is called, and nothing is imported that it does not use: starting up is a good
-part of a short question's time. Errors are one line on stderr; exit codes are in ``exits.py``.
+part of a short question's time. Errors are one line on stderr; exit codes are in ``exit_codes.py``.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import sys
 from difflib import get_close_matches
 
 from ramify import __version__
-from ramify.cli.exits import WRONG, Exit
-from ramify.cli.notes import error_line
-from ramify.cli.parser import Command, UsageError, unknown_option
+from ramify.cli.exit_codes import WRONG, ExitCode
+from ramify.cli.parser import CommandSpec, UsageError, unknown_option
+from ramify.cli.stderr_notes import error_line
 from ramify.errors import RamifyError
 
 COMMANDS = {
@@ -26,16 +26,16 @@ COMMANDS = {
     "eval": ("ramify.cli.eval", "evaluate a model on a task"),
     "train": ("ramify.cli.train", "carry out a recipe: train a policy"),
     "cluster plan": ("ramify.cli.cluster", "print where a recipe's processes would go, their memory and a step's time"),
-    "cluster simulate": ("ramify.cli.simulate", "predict how a measured run would do on other devices"),
+    "cluster simulate": ("ramify.cli.simulate_command", "predict how a measured run would do on other devices"),
     "serve": ("ramify.cli.serve", "serve recursive runs as an OpenAI-compatible API"),
-    "mcp": ("ramify.cli.mcp", "offer questions over files as a tool of the Model Context Protocol"),
+    "mcp": ("ramify.cli.mcp_command", "offer questions over files as a tool of the Model Context Protocol"),
     "serve-policy": ("ramify.cli.serve_policy", "serve a policy as an OpenAI-compatible API"),
-    "view": ("ramify.cli.view", "show runs, training and comparisons on a page, live"),
-    "runs": ("ramify.cli.runs", "list stored runs"),
-    "runs rm": ("ramify.cli.runs", "delete stored runs"),
-    "runs prune": ("ramify.cli.runs", "delete old runs"),
+    "view": ("ramify.cli.view_command", "show runs, training and comparisons on a page, live"),
+    "runs": ("ramify.cli.runs_command", "list stored runs"),
+    "runs rm": ("ramify.cli.runs_command", "delete stored runs"),
+    "runs prune": ("ramify.cli.runs_command", "delete old runs"),
     "show": ("ramify.cli.show", "show what happened in a run"),
-    "replay": ("ramify.cli.replay", "run a run's code again against its recorded replies"),
+    "replay": ("ramify.cli.replay_command", "run a run's code again against its recorded replies"),
     "doctor": ("ramify.cli.doctor", "show keys, sandbox, extras, store and configuration"),
 }
 """Command -> the module that holds it, and what it does."""
@@ -63,23 +63,23 @@ def run(arguments: list[str]) -> int:
         return _run(arguments)
     except BrokenPipeError:
         _give_up_stdout()
-        return Exit.BROKEN_PIPE
+        return ExitCode.BROKEN_PIPE
     except UsageError as error:
         name = split(arguments)[0]
         error_line(f"{error} (see ramify {f'{name} ' if name in COMMANDS else ''}--help)")
-        return Exit.USAGE
+        return ExitCode.USAGE
     except KeyboardInterrupt:
-        return Exit.STOPPED
+        return ExitCode.STOPPED
     except Exception as error:
         if os.environ.get("RAMIFY_DEBUG"):
             raise
         error_line(str(error) if isinstance(error, RamifyError) else _unforeseen(error))
-        return Exit.USAGE if isinstance(error, WRONG) else Exit.ERROR
+        return ExitCode.USAGE if isinstance(error, WRONG) else ExitCode.ERROR
 
 
-def command(name: str) -> Command:
+def command(name: str) -> CommandSpec:
     module = importlib.import_module(COMMANDS[name][0])
-    found: tuple[Command, ...] = getattr(module, "COMMANDS", None) or (module.COMMAND,)
+    found: tuple[CommandSpec, ...] = getattr(module, "COMMANDS", None) or (module.COMMAND,)
     return next(each for each in found if each.name == name)
 
 
@@ -102,10 +102,10 @@ def _run(arguments: list[str]) -> int:
         code = found.call(rest)
     elif name in ("", "--help", "-h", "help"):
         print(overview())
-        code = Exit.ANSWERED if name else Exit.USAGE
+        code = ExitCode.ANSWERED if name else ExitCode.USAGE
     elif name == "--version":
         print(f"ramify {__version__}")
-        code = Exit.ANSWERED
+        code = ExitCode.ANSWERED
     elif name.startswith("-"):
         raise UsageError(unknown_option(name, ("--help", "--version")))
     else:

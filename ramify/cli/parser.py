@@ -19,7 +19,7 @@ class UsageError(Exception):
     """The command was called wrongly."""
 
 
-class Option(NamedTuple):
+class OptionSpec(NamedTuple):
     """One option; of a switch there are two, ``--cite`` and ``--no-cite``."""
 
     name: str
@@ -53,7 +53,7 @@ class Option(NamedTuple):
         return self.metavar or {int: "N", float: "X"}.get(self.kind, "NAME")
 
 
-class Command(NamedTuple):
+class CommandSpec(NamedTuple):
     """How one command is called, and what it does."""
 
     name: str
@@ -66,7 +66,7 @@ class Command(NamedTuple):
     min_words: int = 0
     max_words: int | None = 0
     """None: any number."""
-    options: Sequence[Option] = ()
+    options: Sequence[OptionSpec] = ()
     epilog: str = ""
 
     def call(self, arguments: list[str]) -> int:
@@ -79,8 +79,8 @@ class Command(NamedTuple):
             raise UsageError(f"'{words[self.max_words]}' is one word too many")
         return self.run(words, **given)
 
-    def parser(self) -> Parser:
-        parser = Parser(
+    def parser(self) -> CommandParser:
+        parser = CommandParser(
             prog=f"ramify {self.name}", description=self.about, epilog=self.epilog, allow_abbrev=False,
             formatter_class=_Format, usage=" ".join(filter(None, ["ramify", self.name, self.words, "[OPTIONS]"])),
         )  # fmt: skip
@@ -90,7 +90,7 @@ class Command(NamedTuple):
         return parser
 
 
-class Parser(argparse.ArgumentParser):
+class CommandParser(argparse.ArgumentParser):
     """Raises where ``argparse`` would print and exit."""
 
     def error(self, message: str) -> NoReturn:

@@ -10,9 +10,9 @@ import re
 import sys
 from pathlib import Path
 
-from ramify.cli.exits import MEANINGS
+from ramify.cli.exit_codes import MEANINGS
 from ramify.cli.main import command
-from ramify.cli.parser import Option
+from ramify.cli.parser import OptionSpec
 
 _PART = re.compile(r"(<!-- begin ([a-z -]+?) -->\n).*?(<!-- end \2 -->)", re.DOTALL)
 
@@ -28,7 +28,7 @@ def part(name: str) -> str:
     return _table(("option", "what"), [(_name(option), option.help) for option in command(name).options])
 
 
-def _name(option: Option) -> str:
+def _name(option: OptionSpec) -> str:
     names = [*filter(None, [option.short]), option.long]
     if option.kind is bool and option.has_no:
         names.append(f"--no-{option.long[2:]}")

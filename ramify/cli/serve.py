@@ -11,33 +11,33 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from ramify.cli.ask import make_rlm, mcp_tools, open_store, sandbox_spec
-from ramify.cli.exits import Exit
-from ramify.cli.measures import parse_size
-from ramify.cli.notes import Notes, write
-from ramify.cli.parser import Command, Option, UsageError
-from ramify.cli.progress import Screen, form_of
+from ramify.cli.exit_codes import ExitCode
+from ramify.cli.parse_units import parse_size
+from ramify.cli.parser import CommandSpec, OptionSpec, UsageError
+from ramify.cli.progress_screen import ProgressScreen, form_of
 from ramify.cli.serving import LIMITS, begin, on_stop
+from ramify.cli.stderr_notes import StderrNotes, write
 from ramify.cli.telemetry import exporting
 from ramify.errors import ConfigError
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ramify.engine.mcp import McpTools
-    from ramify.serve.keys import Keys
-    from ramify.serve.runs import RunServer
+    from ramify.engine.mcp_tools import McpTools
+    from ramify.serve.keys import ApiKeys
+    from ramify.serve.run_server import RunServer
     from ramify.store.store import Store
 
 _KEY = "RAMIFY_SERVE_KEY"
 OF_A_SERVER = (
-    Option("host", str, "address to listen on (default: 127.0.0.1; others need a key)", "HOST"),
-    Option("port", int, "port to listen on; 0 takes a free one (default: 8000)"),
-    Option("api_key", str, f"key that callers must send (default: ${_KEY})", "KEY"),
-    Option("keys", str, "keys of several callers, each with limits of its own; a TOML file", "FILE"),
-    Option("name", str, "the model's name in answers (default: that of --model)"),
-    Option("max_runs", int, "questions answered at once (default: 256)"),
-    Option("max_body", str, "of one request (default: 64MB)", "SIZE"),
-    Option("grace", float, "seconds that runs may go on after the first Ctrl-C (default: 30)"),
+    OptionSpec("host", str, "address to listen on (default: 127.0.0.1; others need a key)", "HOST"),
+    OptionSpec("port", int, "port to listen on; 0 takes a free one (default: 8000)"),
+    OptionSpec("api_key", str, f"key that callers must send (default: ${_KEY})", "KEY"),
+    OptionSpec("keys", str, "keys of several callers, each with limits of its own; a TOML file", "FILE"),
+    OptionSpec("name", str, "the model's name in answers (default: that of --model)"),
+    OptionSpec("max_runs", int, "questions answered at once (default: 256)"),
+    OptionSpec("max_body", str, "of one request (default: 64MB)", "SIZE"),
+    OptionSpec("grace", float, "seconds that runs may go on after the first Ctrl-C (default: 30)"),
 )
 
 
@@ -45,7 +45,7 @@ def serve(words: list[str], **given: Any) -> int:
     own = {option.name: given.pop(option.name) for option in OF_A_SERVER}
     settings, notes = begin(given, "serve")
     if settings is None:
-        return Exit.USAGE
+        return ExitCode.USAGE
     own["max_body"] = parse_size(own["max_body"] or "64MB", "--max-body")
     for name, least in (("max_runs", 1), ("grace", 0), ("max_body", 1)):
         if own[name] is not None and not own[name] >= least:
@@ -53,12 +53,12 @@ def serve(words: list[str], **given: Any) -> int:
     with exporting(notes), mcp_tools(settings) as tools:
         server = _server(settings, own, open_store(settings), tools)
         asyncio.run(_serve(server, 30.0 if own["grace"] is None else own["grace"], notes))
-    return Exit.ANSWERED
+    return ExitCode.ANSWERED
 
 
 def _server(settings: dict[str, Any], own: dict[str, Any], store: Store | None, tools: McpTools | None) -> RunServer:
     from ramify.clients.base import Sampling
-    from ramify.serve.runs import RunServer
+    from ramify.serve.run_server import RunServer
 
     rlm = make_rlm(settings, sandbox_spec(settings), store, tools)
     return RunServer(
@@ -69,8 +69,8 @@ def _server(settings: dict[str, Any], own: dict[str, Any], store: Store | None, 
     )  # fmt: skip
 
 
-def _keys(own: dict[str, Any], root: Path | None) -> Keys:
-    from ramify.serve.keys import Key, Keys, read_keys
+def _keys(own: dict[str, Any], root: Path | None) -> ApiKeys:
+    from ramify.serve.keys import ApiKey, ApiKeys, read_keys
 
     keys = read_keys(own["keys"]) if own["keys"] else {}
     if own["keys"] and not keys:
@@ -79,11 +79,11 @@ def _keys(own: dict[str, Any], root: Path | None) -> Keys:
     if single:
         if "default" in keys:
             raise ConfigError("the file of keys has one called 'default', which is the name of --api-key: rename it")
-        keys = {**keys, "default": Key(key=single)}
-    return Keys(keys, root / "served.json" if root is not None and keys else None)
+        keys = {**keys, "default": ApiKey(key=single)}
+    return ApiKeys(keys, root / "served.json" if root is not None and keys else None)
 
 
-async def _serve(server: RunServer, grace_s: float, notes: Notes) -> None:
+async def _serve(server: RunServer, grace_s: float, notes: StderrNotes) -> None:
     asked, again = asyncio.Event(), asyncio.Event()
 
     def stop() -> None:
@@ -91,7 +91,7 @@ async def _serve(server: RunServer, grace_s: float, notes: Notes) -> None:
 
     on_stop(stop)
     async with contextlib.AsyncExitStack() as stack:
-        with Screen(notes, form_of(None, notes)):  # a policy of this machine's is loaded now
+        with ProgressScreen(notes, form_of(None, notes)):  # a policy of this machine's is loaded now
             await stack.enter_async_context(server)
         write(f"{server.name} at {server.url} (Ctrl-C to stop)")
         await asked.wait()
@@ -104,7 +104,7 @@ async def _serve(server: RunServer, grace_s: float, notes: Notes) -> None:
         await asyncio.gather(draining, at_once, return_exceptions=True)
 
 
-COMMAND = Command(
+COMMAND = CommandSpec(
     name="serve",
     about="""\
 Serve whole recursive runs as an OpenAI-compatible API: chat completions and responses, also streamed. A

@@ -7,15 +7,15 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ramify.cli.exits import Exit
-from ramify.cli.notes import Notes, write
-from ramify.cli.parser import Command, Option, UsageError
-from ramify.cli.progress import Screen, form_of
+from ramify.cli.exit_codes import ExitCode
+from ramify.cli.parser import CommandSpec, OptionSpec, UsageError
+from ramify.cli.progress_screen import ProgressScreen, form_of
 from ramify.cli.serving import on_stop
-from ramify.progress import doing
+from ramify.cli.stderr_notes import StderrNotes, write
+from ramify.progress import report_progress
 
 if TYPE_CHECKING:
-    from ramify.inference.local.client import LocalClient
+    from ramify.inference.local.local_client import LocalClient
     from ramify.serve.policy import PolicyServer
 
 _KEY = "RAMIFY_SERVE_KEY"
@@ -24,7 +24,7 @@ _KEY = "RAMIFY_SERVE_KEY"
 def serve_policy(
     words: list[str], host: str | None = None, port: int | None = None, api_key: str | None = None,
     name: str | None = None, slots: int | None = None, device: str | None = None, dtype: str | None = None,
-    thinking: bool | None = None, weight_transfer: bool | None = None, carrier: str | None = None,
+    thinking: bool | None = None, weight_transfer: bool | None = None, weight_sync: str | None = None,
     weights_root: str | None = None,
 ) -> int:  # fmt: skip
     from ramify.inference.base import TINY, need_train_extra
@@ -36,13 +36,13 @@ def serve_policy(
         raise UsageError(f"--weights-root {weights_root}: there is no such folder")
     folder = str(TINY) if words[0] == "tiny" else words[0].removeprefix("local:")
 
-    notes = Notes()
-    with Screen(notes, form_of(None, notes)):
-        with doing("starting"):
+    notes = StderrNotes()
+    with ProgressScreen(notes, form_of(None, notes)):
+        with report_progress("starting"):
             import torch
 
-            from ramify.inference.local.client import LocalClient
-            from ramify.policy.load import load
+            from ramify.inference.local.local_client import LocalClient
+            from ramify.models.load import load
             from ramify.serve.policy import PolicyServer
 
         chosen = None if dtype is None else getattr(torch, dtype, None)
@@ -53,10 +53,10 @@ def serve_policy(
     server = PolicyServer(
         client, name=name or words[0], host=host or "127.0.0.1", port=8000 if port is None else port,
         key=api_key or os.environ.get(_KEY) or None, weight_transfer=bool(weight_transfer),
-        carriers=[carrier] if carrier else [], weights_root=Path(weights_root) if weights_root else None,
+        weight_syncs=[weight_sync] if weight_sync else [], weights_root=Path(weights_root) if weights_root else None,
     )  # fmt: skip
     asyncio.run(_serve(server, client))
-    return Exit.ANSWERED
+    return ExitCode.ANSWERED
 
 
 async def _serve(server: PolicyServer, client: LocalClient) -> None:
@@ -68,7 +68,7 @@ async def _serve(server: PolicyServer, client: LocalClient) -> None:
     await client.close()
 
 
-COMMAND = Command(
+COMMAND = CommandSpec(
     name="serve-policy",
     about="Serve a policy as an OpenAI-compatible API, with token ids and log-probabilities.",
     run=serve_policy,
@@ -76,19 +76,21 @@ COMMAND = Command(
     min_words=1,
     max_words=1,
     options=(
-        Option("host", str, "address to listen on (default: 127.0.0.1; others need a key)", "HOST"),
-        Option("port", int, "port to listen on; 0 takes a free one (default: 8000)"),
-        Option("api_key", str, f"key that callers must send (default: ${_KEY})", "KEY"),
-        Option("name", str, "the model's name in requests (default: FOLDER)"),
-        Option("slots", int, "replies at once (default: 128 on a CPU, 256 on a GPU)"),
-        Option("device", str, "cpu, cuda, cuda:1 (default: a GPU where there is one)", "DEVICE"),
-        Option("dtype", str, "float32, bfloat16 or float16 (default: float32 on a CPU, else as stored)", "TYPE"),
-        Option(
+        OptionSpec("host", str, "address to listen on (default: 127.0.0.1; others need a key)", "HOST"),
+        OptionSpec("port", int, "port to listen on; 0 takes a free one (default: 8000)"),
+        OptionSpec("api_key", str, f"key that callers must send (default: ${_KEY})", "KEY"),
+        OptionSpec("name", str, "the model's name in requests (default: FOLDER)"),
+        OptionSpec("slots", int, "replies at once (default: 128 on a CPU, 256 on a GPU)"),
+        OptionSpec("device", str, "cpu, cuda, cuda:1 (default: a GPU where there is one)", "DEVICE"),
+        OptionSpec("dtype", str, "float32, bfloat16 or float16 (default: float32 on a CPU, else as stored)", "TYPE"),
+        OptionSpec(
             "weight_transfer", bool, "let whoever may ask also replace the weights, as a trainer does (default: no)"
         ),
-        Option("carrier", str, "a carrier of weights of your own that a trainer may use, as module:Class", "CLASS"),
-        Option("weights_root", str, "read files of weights below FOLDER alone (default: anywhere)", "FOLDER"),
-        Option("thinking", bool, "switch a hybrid model's thinking on or off (default: as its template has it)"),
+        OptionSpec(
+            "weight_sync", str, "a carrier of weights of your own that a trainer may use, as module:Class", "CLASS"
+        ),
+        OptionSpec("weights_root", str, "read files of weights below FOLDER alone (default: anywhere)", "FOLDER"),
+        OptionSpec("thinking", bool, "switch a hybrid model's thinking on or off (default: as its template has it)"),
     ),
     epilog="FOLDER is a checkpoint in Hugging Face's layout, a model in Hugging Face's cache, or tiny.",
 )

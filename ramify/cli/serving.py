@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ramify.cli.ask import KINDS, NO_MODEL, SETTINGS
-from ramify.cli.notes import Notes, write
 from ramify.cli.settings import fill, unknown_variables
+from ramify.cli.stderr_notes import StderrNotes, write
 from ramify.cli.stopping import on_signal
 
 _OF_ONE_QUESTION = ("cite", "cache", "json", "verbose", "progress")
@@ -16,10 +16,10 @@ LIMITS = tuple(option for option in SETTINGS if option.name not in _OF_ONE_QUEST
 """Options of ask: what a question may spend at most, by whom and where it is answered."""
 
 
-def begin(given: dict[str, Any], command: str) -> tuple[dict[str, Any] | None, Notes]:
+def begin(given: dict[str, Any], command: str) -> tuple[dict[str, Any] | None, StderrNotes]:
     """The settings, and where to say things. None where no model is set, which was said then."""
     settings = fill(given, KINDS)
-    notes = Notes(bool(settings.get("quiet")))
+    notes = StderrNotes(bool(settings.get("quiet")))
     notes.take_warnings()
     for line in unknown_variables(KINDS):
         notes.say(f"ramify: warning: {line}")

@@ -19,9 +19,9 @@ from typing import Any
 
 import msgspec
 
-from ramify.cli.exits import Exit
-from ramify.cli.parser import Command, Option
-from ramify.cli.text import clean, dollars, moment, one_line, seconds
+from ramify.cli.exit_codes import ExitCode
+from ramify.cli.parser import CommandSpec, OptionSpec
+from ramify.cli.terminal_text import clean, dollars, moment, one_line, seconds
 from ramify.errors import ConfigError, nearest
 from ramify.store.journal import writer
 from ramify.store.store import Store
@@ -38,22 +38,22 @@ def show(words: list[str], call: str | None, full: bool | None, json: bool | Non
     if events:
         for event in store.events(run):
             _write(msgspec.json.encode(event))
-        return Exit.ANSWERED
+        return ExitCode.ANSWERED
     trajectory = store.load(run)
     if json:
         _write(msgspec.json.encode(_call_of(trajectory, call) if call else trajectory))
-        return Exit.ANSWERED
+        return ExitCode.ANSWERED
     if call:
         lines = _conversation(trajectory, _call_of(trajectory, call))
     else:
         lines = _run_lines(trajectory, bool(full), writer(store.path(run)) is not None)
     for line in lines:
         print(clean(line))
-    return Exit.ANSWERED
+    return ExitCode.ANSWERED
 
 
 def _run_lines(trajectory: Trajectory, full: bool, is_alive: bool) -> Iterator[str]:
-    from ramify.cli.asking import summary
+    from ramify.cli.ask_runner import summary
 
     yield f"run {trajectory.id}  {moment(trajectory.started_at)}"
     yield summary(trajectory, None, "running" if is_alive else "cut off")
@@ -167,7 +167,7 @@ def _write(line: bytes) -> None:
     sys.stdout.buffer.write(line + b"\n")
 
 
-COMMAND = Command(
+COMMAND = CommandSpec(
     "show",
     "Show what happened in a run: turns, code, output, sub-calls, answer. RUN is an id, the beginning of one,\n"
     "a journal's path, or: last.",
@@ -176,9 +176,9 @@ COMMAND = Command(
     1,
     1,
     (
-        Option("call", str, "only this call (such as 0.3), with its whole prompts", "ID"),
-        Option("full", bool, "outputs and answers whole", has_no=False),
-        Option("json", bool, "the trajectory as one JSON object", has_no=False),
-        Option("events", bool, "the journal's events, one JSON object a line", has_no=False),
+        OptionSpec("call", str, "only this call (such as 0.3), with its whole prompts", "ID"),
+        OptionSpec("full", bool, "outputs and answers whole", has_no=False),
+        OptionSpec("json", bool, "the trajectory as one JSON object", has_no=False),
+        OptionSpec("events", bool, "the journal's events, one JSON object a line", has_no=False),
     ),
 )

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable
 from types import FrameType
 
-from ramify.cli.exits import Exit
+from ramify.cli.exit_codes import ExitCode
 
 PATIENCE_S = 3.0
 """How long the loop may take to act on a signal."""
@@ -47,7 +47,7 @@ class SignalWatch:
     def arrived(self, number: int, frame: FrameType | None) -> None:
         """The signal's handler. Raises KeyboardInterrupt or SystemExit if the loop is blocked."""
         if self._is_overdue:
-            raise SystemExit(Exit.TERMINATED) if number == signal.SIGTERM else KeyboardInterrupt
+            raise SystemExit(ExitCode.TERMINATED) if number == signal.SIGTERM else KeyboardInterrupt
         self._num_waiting += 1
         if number == signal.SIGTERM or self._num_waiting > 1:
             patience = threading.Timer(PATIENCE_S, self._insist, (self._num_acted,))

@@ -19,9 +19,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ramify.child import following
-from ramify.cli.exits import Exit
-from ramify.cli.notes import error_line
+from ramify.cli.exit_codes import ExitCode
 from ramify.cli.parser import UsageError
+from ramify.cli.stderr_notes import error_line
 from ramify.train.lock import holder
 from ramify.train.metrics import FILE, read
 
@@ -42,9 +42,9 @@ def supervise(
     with _Trainer() as trainer:
         while True:
             code = trainer.run([*command, *(("--resume", resume) if resume else ())])
-            if code == Exit.ANSWERED or trainer.was_stopped or code in (Exit.STOPPED, -signal.SIGINT):
-                return Exit.STOPPED if code == -signal.SIGINT else 128 - code if code < 0 else code
-            if code == Exit.USAGE and holder(folder) is not None:
+            if code == ExitCode.ANSWERED or trainer.was_stopped or code in (ExitCode.STOPPED, -signal.SIGINT):
+                return ExitCode.STOPPED if code == -signal.SIGINT else 128 - code if code < 0 else code
+            if code == ExitCode.USAGE and holder(folder) is not None:
                 return code  # another run has the folder: what is written there is not of this one
             step = _step(folder, since)
             if step is None and furthest < 0 and code > 0:
@@ -57,7 +57,7 @@ def supervise(
                     f"the trainer {how} at step {furthest}, for the {failed}th time without getting further; it is not started "
                     "again (--restarts)"
                 )
-                return Exit.ERROR
+                return ExitCode.ERROR
             checkpoint = _checkpoint(folder, since)
             resume = str(checkpoint) if checkpoint is not None else resume
             say(f"the trainer {how} after step {furthest}; it goes on from {resume or 'the beginning'}")

@@ -15,13 +15,13 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ramify.cli.notes import Notes
+from ramify.cli.stderr_notes import StderrNotes
 
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 
 
 @contextlib.contextmanager
-def exporting(notes: Notes, environ: Mapping[str, str] = os.environ) -> Iterator[None]:
+def exporting(notes: StderrNotes, environ: Mapping[str, str] = os.environ) -> Iterator[None]:
     """Send the spans of all runs in this block, if the environment says where to. Nothing here ends a command."""
     wanted = _wanted(environ)
     provider = _provider(wanted, environ, notes) if wanted else None
@@ -44,7 +44,7 @@ def _wanted(environ: Mapping[str, str]) -> str:
     return chosen or ("otlp" if any(environ.get(name) for name in _ENDPOINTS) else "")
 
 
-def _provider(wanted: str, environ: Mapping[str, str], notes: Notes) -> Any:
+def _provider(wanted: str, environ: Mapping[str, str], notes: StderrNotes) -> Any:
     try:
         from opentelemetry import trace
         from opentelemetry.sdk.resources import Resource
@@ -80,7 +80,7 @@ def _exporter(wanted: str) -> Any:
     return None
 
 
-def _say_once(notes: Notes) -> None:
+def _say_once(notes: StderrNotes) -> None:
     """A collector that is not there is a warning, once, and not a traceback for each batch."""
 
     class Once(logging.Handler):

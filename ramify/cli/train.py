@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ramify.cli.curves import Curves, line
-from ramify.cli.exits import Exit
-from ramify.cli.notes import Notes, error_line, write
-from ramify.cli.parser import Command, Option, UsageError
-from ramify.cli.progress import OPTION, Screen, form_of
+from ramify.cli.curves import TerminalCurves, line
+from ramify.cli.exit_codes import ExitCode
+from ramify.cli.parser import CommandSpec, OptionSpec, UsageError
+from ramify.cli.progress_screen import OPTION, ProgressScreen, form_of
+from ramify.cli.stderr_notes import StderrNotes, error_line, write
 from ramify.cli.telemetry import exporting
-from ramify.progress import doing
-from ramify.train.metrics import Measured, read
+from ramify.progress import report_progress
+from ramify.train.metrics import StepMetrics, read
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -47,7 +47,7 @@ def train(
     overrides = [word for word in words if "=" in word]
     if len(recipes) > 1 or (not recipes and resume is None):
         raise UsageError("give one recipe, or --resume DIR")
-    notes = Notes(bool(quiet))
+    notes = StderrNotes(bool(quiet))
     notes.take_warnings()
     if plain and progress not in (None, "lines"):
         raise UsageError(f"--plain is --progress lines: leave out one of --plain and --progress {progress}")
@@ -65,14 +65,14 @@ def train(
         ]
         return supervise(words, [*flags, *given], Path(into), resume, restarts, notes.say)
     form = form_of("lines" if plain else progress, notes)
-    with exporting(notes), Screen(notes, form) as screen:
-        with doing("starting"):
+    with exporting(notes), ProgressScreen(notes, form) as screen:
+        with report_progress("starting"):
+            from ramify.build.execute import train
             from ramify.build.recipe import recipe, stored  # everything heavy comes with it
-            from ramify.build.run import train
             from ramify.train.backends.launch import is_restarted
             from ramify.train.config import CHOICES
             from ramify.train.override import override
-            from ramify.train.placement.counted import by
+            from ramify.train.placement.resource_counts import by
 
             run = recipe(recipes[0]) if recipes else stored(str(resume))
             run = by(run, placement) if placement else run  # first: what it makes can be overridden
@@ -89,9 +89,9 @@ def train(
         except KeyboardInterrupt:
             screen.close()
             write(f"stopped; go on with: ramify train --resume {folder}")
-            return Exit.STOPPED
+            return ExitCode.STOPPED
     print(f"{folder}/policy holds the trained policy: ramify ask --model local:{folder}/policy …")
-    return Exit.ANSWERED
+    return ExitCode.ANSWERED
 
 
 def _end_soon(why: str) -> None:
@@ -99,7 +99,7 @@ def _end_soon(why: str) -> None:
 
     def end() -> None:
         error_line(why)
-        os._exit(Exit.ERROR)
+        os._exit(ExitCode.ERROR)
 
     timer = threading.Timer(_END_S, end)
     timer.daemon = True
@@ -114,7 +114,7 @@ def _folder(resume: str | None) -> str | None:
     return str(path.parents[1] if path.parent.name == "checkpoints" else path)
 
 
-def _listener(name: str, folder: Path, screen: Screen, is_resumed: bool) -> Callable[[Measured], None]:
+def _listener(name: str, folder: Path, screen: ProgressScreen, is_resumed: bool) -> Callable[[StepMetrics], None]:
     """Shows what is measured, in the screen's form."""
     match screen.form:
         case "live":
@@ -129,18 +129,18 @@ def _listener(name: str, folder: Path, screen: Screen, is_resumed: bool) -> Call
             return lambda measured: None
 
 
-def _drawing(name: str, folder: Path, screen: Screen, is_resumed: bool) -> Callable[[Measured], None]:
+def _drawing(name: str, folder: Path, screen: ProgressScreen, is_resumed: bool) -> Callable[[StepMetrics], None]:
     """Curves, which stay on the terminal when all is over."""
     from rich.text import Text
 
-    curves = Curves(name)
+    curves = TerminalCurves(name)
     for measured in read(folder) if is_resumed else ():
         curves.add(measured)
 
     def rows(width: int, height: int) -> list[Text]:
         return [Text(row) for row in curves.rows(width)[:height]]
 
-    def show(measured: Measured) -> None:
+    def show(measured: StepMetrics) -> None:
         with screen.lock:
             curves.add(measured)
         screen.keeps = True
@@ -149,13 +149,13 @@ def _drawing(name: str, folder: Path, screen: Screen, is_resumed: bool) -> Calla
     return show
 
 
-def _say(measured: Measured, notes: Notes) -> None:
+def _say(measured: StepMetrics, notes: StderrNotes) -> None:
     """Steps that are not sampled are many and alike."""
     if measured.stage not in ("warmup", "sft") or measured.step % EVERY == 0 or "validation/reward" in measured.values:
         notes.say(line(measured))
 
 
-COMMAND = Command(
+COMMAND = CommandSpec(
     name="train",
     about="Carry out a recipe: a Python file whose run() returns a ramify.train.config.Run.\n\n"
     "FIELD=VALUE overrides a field that exists, as in rl.optim.lr=1e-4 or rl.algorithm=grpo.",
@@ -163,27 +163,27 @@ COMMAND = Command(
     words="RECIPE [FIELD=VALUE…]",
     max_words=None,
     options=(
-        Option("out", str, "folder of the run: checkpoints, metrics, the policy [runs/NAME]", "DIR"),
-        Option(
+        OptionSpec("out", str, "folder of the run: checkpoints, metrics, the policy [runs/NAME]", "DIR"),
+        OptionSpec(
             "resume",
             str,
             "go on from a run's last checkpoint, or from the one named; the recipe may be left out",
             "DIR",
         ),
-        Option(
+        OptionSpec(
             "restarts",
             int,
             "when training dies, start it again from the last checkpoint; give up where it got no further N times",
         ),
-        Option(
+        OptionSpec(
             "placement",
             str,
             "who starts the run's processes: local, or ray, which starts a cluster or joins RAY_ADDRESS",
             "local|ray",
         ),
-        Option("track", list, f"also send what is measured to {TRACKERS}, or module:Class; repeat it", "NAME"),
-        Option("plain", bool, "lines instead of a live view, as where stderr is no terminal", has_no=False),
-        Option("quiet", bool, "nothing but errors", has_no=False),
+        OptionSpec("track", list, f"also send what is measured to {TRACKERS}, or module:Class; repeat it", "NAME"),
+        OptionSpec("plain", bool, "lines instead of a live view, as where stderr is no terminal", has_no=False),
+        OptionSpec("quiet", bool, "nothing but errors", has_no=False),
         OPTION,
     ),
 )

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from ramify.clients.base import Price, Request
-from ramify.clients.chat import is_strict, without_surrogates
+from ramify.clients.chat_json import is_strict, without_surrogates
 from ramify.clients.failures import from_status, redacted
 from ramify.clients.finish import finish_of
 from ramify.clients.providers import no_key, split_name, split_url

@@ -45,7 +45,7 @@ class Tool(msgspec.Struct, frozen=True):
     """JSON schema of the arguments."""
 
 
-class Known(msgspec.Struct, frozen=True):
+class KnownPrefix(msgspec.Struct, frozen=True):
     """The exact ids of a request's beginning, as the model was given and sampled them. A client that has them extends
     them by the messages after, and never makes ids of that text again: a tokenizer may cut it up in another way than
     the model wrote it."""
@@ -66,7 +66,7 @@ class Request(msgspec.Struct, frozen=True):
     affinity: str = ""
     """Requests with the same value share a prefix; a server with several engines may keep them together. The engine
     gives the call's id, unique within its run."""
-    known: Known | None = None
+    known: KnownPrefix | None = None
     """Where the replies so far came with ids; no part of what makes two requests the same."""
 
     def max_input_tokens(self) -> int:
@@ -132,7 +132,7 @@ class Client(Protocol):
     async def close(self) -> None: ...
 
 
-class Account(Protocol):
+class RequestBudget(Protocol):
     """Who pays for one request. The engine's ledger implements it; ``reserve`` comes before every attempt."""
 
     async def reserve(self) -> None:

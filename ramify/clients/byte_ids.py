@@ -19,7 +19,7 @@ END = 260
 NUM_IDS = 261
 
 
-class ByteIds:
+class ByteTokenIds:
     """``version`` is the policy's; whoever trains it counts it up."""
 
     def __init__(self, version: int = 0, logprob: float = -0.5, *, keeps_ids: bool = True) -> None:

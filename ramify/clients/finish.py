@@ -2,7 +2,7 @@
 
 Servers pass on the words of their backends, such as ``MAX_TOKENS`` or ``SAFETY``.
 
-Not here: what a cut or filtered reply means for a run (``engine/plain.py``, ``engine/loop.py``).
+Not here: what a cut or filtered reply means for a run (``engine/plain.py``, ``engine/rlm_loop.py``).
 """
 
 from __future__ import annotations

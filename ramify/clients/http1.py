@@ -42,7 +42,7 @@ _TRAILER = re.compile(rf"({_HEADER.pattern}|)\r\n".encode())
 _DIGITS = re.compile("[0-9]+")
 
 
-class Answer(msgspec.Struct, frozen=True):
+class HttpResponse(msgspec.Struct, frozen=True):
     """What a server sent back."""
 
     status: int
@@ -51,7 +51,7 @@ class Answer(msgspec.Struct, frozen=True):
     body: bytes
 
 
-class Origin(msgspec.Struct, frozen=True):
+class HttpOrigin(msgspec.Struct, frozen=True):
     """Where requests go and what they begin with."""
 
     host: str
@@ -65,7 +65,7 @@ class Origin(msgspec.Struct, frozen=True):
         return f"Origin({self.url!r})"
 
 
-class Http1:
+class Http1Client:
     """Connections kept open to any number of origins. Belongs to one event loop."""
 
     def __init__(self, keepalive_s: float, connect_s: float, max_body_bytes: int) -> None:
@@ -75,7 +75,7 @@ class Http1:
         self._idle: dict[tuple[str, int], deque[_Connection]] = {}
         self._open: set[_Connection] = set()
 
-    async def post(self, where: str, origin: Origin, body: bytes) -> Answer:
+    async def post(self, where: str, origin: HttpOrigin, body: bytes) -> HttpResponse:
         """The answer whatever its status; ``where`` names the model in errors."""
         connection = self._take(origin) or await self._connect(where, origin)
         try:
@@ -94,7 +94,7 @@ class Http1:
         self._idle.clear()
         await asyncio.sleep(0)  # lets the transports notice
 
-    def _take(self, origin: Origin) -> _Connection | None:
+    def _take(self, origin: HttpOrigin) -> _Connection | None:
         """The idle connection that was used last; those that waited too long are closed."""
         idle = self._idle.get((origin.host, origin.port))
         too_old = asyncio.get_running_loop().time() - self._keepalive_s
@@ -105,14 +105,14 @@ class Http1:
             connection.abort()
         return None
 
-    def _put(self, origin: Origin, connection: _Connection) -> None:
+    def _put(self, origin: HttpOrigin, connection: _Connection) -> None:
         if not connection.usable:
             return connection.abort()
         connection.idle_since = asyncio.get_running_loop().time()
         self._idle.setdefault((origin.host, origin.port), deque()).append(connection)
         return None
 
-    async def _connect(self, where: str, origin: Origin) -> _Connection:
+    async def _connect(self, where: str, origin: HttpOrigin) -> _Connection:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self._connect_s):
@@ -135,7 +135,7 @@ class _Connection(asyncio.Protocol):
         self._max_body_bytes = max_body_bytes
         self._all = all
         self._transport: asyncio.Transport | None = None
-        self._waiting: asyncio.Future[Answer] | None = None
+        self._waiting: asyncio.Future[HttpResponse] | None = None
         self._keep = True
         self._reset()
 
@@ -144,7 +144,7 @@ class _Connection(asyncio.Protocol):
         """Whether another request may be sent."""
         return self._keep and self._waiting is None and self._transport is not None and not self._transport.is_closing()
 
-    async def ask(self, head: bytes, body: bytes) -> Answer:
+    async def ask(self, head: bytes, body: bytes) -> HttpResponse:
         if self._transport is None:
             raise Unreachable("the server closed the connection before the request was sent")
         self._reset()
@@ -374,7 +374,7 @@ class _Connection(asyncio.Protocol):
 
     def _finish(self, body: bytes) -> None:
         if self._waiting is not None and not self._waiting.done():
-            self._waiting.set_result(Answer(self._status, self._headers, body))
+            self._waiting.set_result(HttpResponse(self._status, self._headers, body))
 
     def _fail(self, error: ModelError) -> None:
         self._keep = False

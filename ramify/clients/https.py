@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from ramify.clients.http1 import Answer
+from ramify.clients.http1 import HttpResponse
 from ramify.errors import BadReply, ConfigError, ModelError, ReplyLost, Unreachable
 
 _LARGE_BYTES = 1 << 20
@@ -22,7 +22,7 @@ _REPLACING = ("SSL_CERT_FILE", "SSL_CERT_DIR")
 _ADDING = ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "NODE_EXTRA_CA_CERTS")
 
 
-class Https:
+class HttpsClient:
     """A session of the library, opened at the first request. Belongs to one event loop."""
 
     def __init__(self, keepalive_s: float, connect_s: float, max_body_bytes: int) -> None:
@@ -31,13 +31,13 @@ class Https:
         self._max_body_bytes = max_body_bytes
         self._session: aiohttp.ClientSession | None = None
 
-    async def post(self, where: str, url: str, headers: dict[str, str], proxy: str | None, body: bytes) -> Answer:
+    async def post(self, where: str, url: str, headers: dict[str, str], proxy: str | None, body: bytes) -> HttpResponse:
         """The answer whatever its status; ``where`` names the model in errors."""
         session = self._session or self._open()
         data = body if len(body) <= _LARGE_BYTES else io.BytesIO(body)  # sent in pieces, so as not to hold the loop
         try:
             async with session.post(url, data=data, headers=headers, proxy=proxy, allow_redirects=False) as response:
-                return Answer(response.status, response.headers, await self._bounded(where, response))
+                return HttpResponse(response.status, response.headers, await self._bounded(where, response))
         except aiohttp.ClientError as error:
             raise _failure(where, url, proxy, error) from error
         except (ConnectionError, ssl.SSLError, TimeoutError) as error:

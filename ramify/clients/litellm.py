@@ -1,6 +1,6 @@
 """Whatever else LiteLLM speaks (``pip install 'ramify[litellm]'``): ``litellm:provider/model``, such as ``litellm:bedrock/…``.
 
-LiteLLM returns OpenAI's shape, which ``chat.py`` reads. Keys come from the variables that LiteLLM documents for each
+LiteLLM returns OpenAI's shape, which ``chat_json.py`` reads. Keys come from the variables that LiteLLM documents for each
 provider. Prices and windows that our table does not know are taken from LiteLLM's packaged one; it is told not to fetch
 a newer one over the network when it is imported. LiteLLM does not try again: the pool does.
 """
@@ -14,17 +14,17 @@ from typing import Any
 
 import msgspec
 
-from ramify.clients import chat
+from ramify.clients import chat_json
 from ramify.clients.base import Price, Request
 from ramify.clients.failures import from_status, redacted
-from ramify.clients.providers import Endpoint, Provider, split_name, split_url
+from ramify.clients.providers import Endpoint, ProviderSpec, split_name, split_url
 from ramify.clients.usage import dollars
 from ramify.errors import BadReply, ConfigError, ModelError, Refused, ReplyLost, Unreachable
 from ramify.types.message import Reply
 
 _TIER = re.compile(r"input_cost_per_token_above_(\d+)k_tokens$")
 _WINDOW = 128_000
-_PROVIDER = Provider(title="LiteLLM", url="", url_variable="", key_variables=("",))
+_PROVIDER = ProviderSpec(title="LiteLLM", url="", url_variable="", key_variables=("",))
 
 
 class LiteLLMClient:
@@ -54,7 +54,7 @@ class LiteLLMClient:
         self.window = window or known_window or _WINDOW
 
     async def complete(self, request: Request) -> Reply:
-        fields = chat.body_fields(request, self._endpoint, "max_tokens")
+        fields = chat_json.body_fields(request, self._endpoint, "max_tokens")
         started = time.perf_counter()
         try:
             sent = await self._litellm.acompletion(
@@ -90,12 +90,12 @@ class LiteLLMClient:
 
     def _reply(self, sent: Any, seconds: float) -> Reply:
         try:
-            completion = msgspec.convert(sent.model_dump(), chat.Completion)
+            completion = msgspec.convert(sent.model_dump(), chat_json.ChatCompletion)
             if not completion.choices:
                 raise BadReply(f"{self.name}: LiteLLM returned a reply without choices")
             if isinstance(completion.usage, dict) and not completion.usage.get("total_tokens"):
                 completion.usage = None  # what LiteLLM makes of a reply that did not say
-            reply = chat.read(completion, completion.choices[0], self._endpoint.model, seconds)
+            reply = chat_json.read(completion, completion.choices[0], self._endpoint.model, seconds)
         except (ValueError, AttributeError) as error:
             raise BadReply(f"{self.name}: LiteLLM returned something that is not a chat completion ({error})") from None
         hidden = getattr(sent, "_hidden_params", None) or {}

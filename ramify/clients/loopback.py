@@ -18,7 +18,7 @@ _MOST_HEAD_BYTES = 1 << 16
 _REASONS = {status.value: status.phrase for status in HTTPStatus}
 
 
-class Exchange:
+class LoopbackExchange:
     """One request, and the connection that waits for its answer. Answer it once, now or later."""
 
     __slots__ = ("_connection", "body", "headers", "method", "path")
@@ -53,12 +53,12 @@ class Exchange:
         self._connection.close(head + beginning if beginning else b"")
 
 
-class Loopback:
+class LoopbackServer:
     """Listens, and gives each request to ``handle``."""
 
     def __init__(
         self,
-        handle: Callable[[Exchange], None],
+        handle: Callable[[LoopbackExchange], None],
         host: str = "127.0.0.1",
         port: int = 0,
         tls: ssl.SSLContext | None = None,
@@ -93,7 +93,7 @@ class Loopback:
 
 
 class _Connection(asyncio.Protocol):
-    def __init__(self, handle: Callable[[Exchange], None], all: set[_Connection]) -> None:
+    def __init__(self, handle: Callable[[LoopbackExchange], None], all: set[_Connection]) -> None:
         self._handle = handle
         self._all = all
         self._transport: asyncio.Transport | None = None
@@ -151,7 +151,7 @@ class _Connection(asyncio.Protocol):
         assert self._head is not None
         body = bytes(self._received[self._starts : self._ends])
         del self._received[: self._ends]
-        exchange = Exchange(self, *self._head, body)
+        exchange = LoopbackExchange(self, *self._head, body)
         self._head, self._busy = None, True
         self._handle(exchange)
         return True

@@ -1,6 +1,6 @@
 """A client for any server that speaks OpenAI's chat completions: send once, and say what a bad answer means.
 
-``chat.py`` translates, ``wire.py`` has the sockets, ``providers.py`` the addresses and peculiarities. Waiting, trying
+``chat_json.py`` translates, ``http_pool.py`` has the sockets, ``providers.py`` the addresses and peculiarities. Waiting, trying
 again and prices are the pool's.
 """
 
@@ -10,12 +10,12 @@ import time
 
 import msgspec
 
-from ramify.clients import chat
+from ramify.clients import chat_json
 from ramify.clients.base import Price, Request
 from ramify.clients.failures import from_status, redacted
-from ramify.clients.http1 import Answer
+from ramify.clients.http1 import HttpResponse
+from ramify.clients.http_pool import HttpConnectionPool, route_to
 from ramify.clients.providers import Endpoint
-from ramify.clients.wire import Wire, route_to
 from ramify.errors import BadReply, ModelError, Refused
 from ramify.types.message import Reply
 
@@ -23,7 +23,9 @@ from ramify.types.message import Reply
 class OpenAIClient:
     """A ``Client`` for one model behind one endpoint."""
 
-    def __init__(self, name: str, endpoint: Endpoint, wire: Wire, *, window: int, price: Price | None = None) -> None:
+    def __init__(
+        self, name: str, endpoint: Endpoint, wire: HttpConnectionPool, *, window: int, price: Price | None = None
+    ) -> None:
         self.name = name
         self.window = window
         self.price = price
@@ -33,7 +35,7 @@ class OpenAIClient:
         self._route = route_to(endpoint.url, endpoint.headers)
 
     async def complete(self, request: Request) -> Reply:
-        body = chat.encode(chat.body_fields(request, self._endpoint, self._limit_field))
+        body = chat_json.encode(chat_json.body_fields(request, self._endpoint, self._limit_field))
         started = time.perf_counter()
         answer = await self._wire.post(self.name, self._route, body)
         seconds = time.perf_counter() - started
@@ -44,7 +46,7 @@ class OpenAIClient:
     async def close(self) -> None:
         """Nothing of its own: the wire belongs to the pool."""
 
-    def _refusal(self, answer: Answer) -> ModelError:
+    def _refusal(self, answer: HttpResponse) -> ModelError:
         if 300 <= answer.status < 400:
             return self._bad(f"moved to {answer.headers.get('location', '?')}; use that as the base URL", paid=False)
         error = from_status(
@@ -56,18 +58,18 @@ class OpenAIClient:
             error.transient = True
         return error
 
-    def _reply(self, answer: Answer, seconds: float) -> Reply:
+    def _reply(self, answer: HttpResponse, seconds: float) -> Reply:
         completion = self._completion(answer)
         if not completion.choices:
             raise self._no_choices(answer, completion)
         try:
-            return chat.read(completion, completion.choices[0], self._endpoint.model, seconds)
+            return chat_json.read(completion, completion.choices[0], self._endpoint.model, seconds)
         except ValueError as error:
             raise self._bad(str(error)) from None
 
-    def _completion(self, answer: Answer) -> chat.Completion:
+    def _completion(self, answer: HttpResponse) -> chat_json.ChatCompletion:
         try:
-            return chat.decode(answer.body)
+            return chat_json.decode(answer.body)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             kind = answer.headers.get("content-type", "no content type")
             if "html" in kind.lower() or answer.body.lstrip()[:1] == b"<":
@@ -76,12 +78,12 @@ class OpenAIClient:
             start = redacted(answer.body[:80].decode("utf-8", "replace"), (self._endpoint.secret,))
             raise self._bad(f"answered {kind} that is not a chat completion ({error}): {start!r}") from None
 
-    def _no_choices(self, answer: Answer, completion: chat.Completion) -> ModelError:
+    def _no_choices(self, answer: HttpResponse, completion: chat_json.ChatCompletion) -> ModelError:
         if completion.error is None:
             return self._bad("sent a reply without choices; is it a chat completions endpoint?")
         code = completion.error.get("code") if isinstance(completion.error, dict) else None
         status = code if isinstance(code, int) and 400 <= code < 600 else 500
-        return self._refusal(Answer(status, answer.headers, answer.body))
+        return self._refusal(HttpResponse(status, answer.headers, answer.body))
 
     def _where(self) -> str:
         """Model and address; a name of the form ``provider:model@URL`` has both."""

@@ -21,12 +21,12 @@ from typing import TypeVar
 
 import msgspec
 
-from ramify.clients.base import Account, Client, Request
+from ramify.clients.base import Client, Request, RequestBudget
+from ramify.clients.http_pool import HttpConnectionPool
 from ramify.clients.limiter import Limiter
 from ramify.clients.prices import PriceTable, is_local
 from ramify.clients.providers import IN_PROCESS, PROVIDERS, resolve, split_name
 from ramify.clients.usage import believed, dollars
-from ramify.clients.wire import Wire
 from ramify.errors import ConfigError, ModelError, RateLimited, ReplyLost, Unreachable
 from ramify.types.message import Reply
 
@@ -41,7 +41,7 @@ _WINDOW, _LOCAL_WINDOW = 128_000, 32_768
 """Tokens assumed where the window is not known."""
 
 
-class Pool:
+class ClientPool:
     """Connects models by name and asks them. Belongs to one event loop."""
 
     def __init__(
@@ -73,7 +73,7 @@ class Pool:
         self._base_urls = dict(base_urls or {})
         self._random = rng or random.Random()
         self._sleep = sleep
-        self._wire = Wire()
+        self._wire = HttpConnectionPool()
         self._clients: dict[str, Client] = {}
         self._own: list[Client] = []
         self._gate = Limiter(max_in_flight)
@@ -96,7 +96,7 @@ class Pool:
         self,
         client: Client,
         request: Request,
-        account: Account,
+        account: RequestBudget,
         on_retry: Callable[[str], None] | None = None,
         patience_s: float = 0.0,
     ) -> Reply:
@@ -152,7 +152,9 @@ class Pool:
             return math.inf
         return 2 * self.max_attempts if isinstance(error, ReplyLost) else self.max_attempts
 
-    async def _attempt(self, client: Client, request: Request, account: Account, gate: Limiter, failed: int) -> Reply:
+    async def _attempt(
+        self, client: Client, request: Request, account: RequestBudget, gate: Limiter, failed: int
+    ) -> Reply:
         await account.reserve()
         try:
             entered = await self._enter(gate)

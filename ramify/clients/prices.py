@@ -25,7 +25,7 @@ from ramify.errors import ConfigError
 _DATE = re.compile(r"[-@]20\d\d-?\d\d-?\d\d$")
 
 
-class Entry(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+class PriceEntry(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """What is known of one model."""
 
     input: float | None = None
@@ -51,7 +51,7 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fiel
 class PriceTable:
     """Prices and windows by ``provider:model``."""
 
-    def __init__(self, entries: Mapping[str, Entry]) -> None:
+    def __init__(self, entries: Mapping[str, PriceEntry]) -> None:
         self._entries = dict(entries)
         for entry in entries.values():
             for name in entry.also:
@@ -75,7 +75,7 @@ class PriceTable:
         entry = self._find(name)
         return entry.window if entry is not None else None
 
-    def _find(self, name: str) -> Entry | None:
+    def _find(self, name: str) -> PriceEntry | None:
         bare = name.partition("@http")[0]
         return self._entries.get(name) or self._entries.get(bare) or self._entries.get(_DATE.sub("", bare))
 
@@ -87,9 +87,9 @@ def is_local(name: str) -> bool:
     return prefix in IN_PROCESS or (provider is not None and provider.local)
 
 
-def _read(path: Path) -> dict[str, Entry]:
+def _read(path: Path) -> dict[str, PriceEntry]:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Entry])
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, PriceEntry])
     except OSError as error:
         raise ConfigError(f"price table {path}: {error.strerror}; RAMIFY_PRICES names a file of prices") from None
     except msgspec.MsgspecError as error:

@@ -21,7 +21,7 @@ _LIKE_AN_ADDRESS = re.compile(r"\w+:/.*|[^/]*:\d{2,5}(/.*)?|localhost.*|\d+(\.\d
 _AZURE_API_VERSION = "2024-10-21"
 
 
-class Provider(msgspec.Struct, frozen=True, kw_only=True):
+class ProviderSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One OpenAI-compatible service or server."""
 
     title: str
@@ -49,8 +49,8 @@ class Provider(msgspec.Struct, frozen=True, kw_only=True):
     """For the documentation."""
 
 
-PROVIDERS: dict[str, Provider] = {
-    "openai": Provider(
+PROVIDERS: dict[str, ProviderSpec] = {
+    "openai": ProviderSpec(
         title="OpenAI, or any compatible server with `@URL`",
         url="https://api.openai.com/v1",
         url_variable="OPENAI_BASE_URL",
@@ -59,7 +59,7 @@ PROVIDERS: dict[str, Provider] = {
         cache_key=True,
         note="another base URL gets `max_tokens` and needs no key",
     ),
-    "azure": Provider(
+    "azure": ProviderSpec(
         title="Azure OpenAI",
         url="",
         url_variable="AZURE_OPENAI_ENDPOINT",
@@ -68,7 +68,7 @@ PROVIDERS: dict[str, Provider] = {
         limit_field="max_completion_tokens",
         note="the model is the deployment; `OPENAI_API_VERSION` applies unless the endpoint ends in `/v1`",
     ),
-    "openrouter": Provider(
+    "openrouter": ProviderSpec(
         title="OpenRouter",
         url="https://openrouter.ai/api/v1",
         url_variable="OPENROUTER_BASE_URL",
@@ -76,7 +76,7 @@ PROVIDERS: dict[str, Provider] = {
         reasoning_field="reasoning",
         note="`openrouter:maker/model`; the cost that it reports is used where no price is known",
     ),
-    "portkey": Provider(
+    "portkey": ProviderSpec(
         title="Portkey",
         url="https://api.portkey.ai/v1",
         url_variable="PORTKEY_BASE_URL",
@@ -89,50 +89,50 @@ PROVIDERS: dict[str, Provider] = {
         },
         note="`portkey:@provider/model`, or set `PORTKEY_PROVIDER`, `PORTKEY_VIRTUAL_KEY` or `PORTKEY_CONFIG`",
     ),
-    "vercel": Provider(
+    "vercel": ProviderSpec(
         title="Vercel AI Gateway",
         url="https://ai-gateway.vercel.sh/v1",
         url_variable="AI_GATEWAY_BASE_URL",
         key_variables=("AI_GATEWAY_API_KEY", "VERCEL_OIDC_TOKEN"),
         note="`vercel:maker/model`",
     ),
-    "gemini": Provider(
+    "gemini": ProviderSpec(
         title="Gemini's compatible endpoint",
         url="https://generativelanguage.googleapis.com/v1beta/openai",
         url_variable="GEMINI_BASE_URL",
         key_variables=("GEMINI_API_KEY", "GOOGLE_API_KEY"),
     ),
-    "deepseek": Provider(
+    "deepseek": ProviderSpec(
         title="DeepSeek",
         url="https://api.deepseek.com/v1",
         url_variable="DEEPSEEK_BASE_URL",
         key_variables=("DEEPSEEK_API_KEY",),
     ),
-    "groq": Provider(
+    "groq": ProviderSpec(
         title="Groq",
         url="https://api.groq.com/openai/v1",
         url_variable="GROQ_BASE_URL",
         key_variables=("GROQ_API_KEY",),
     ),
-    "mistral": Provider(
+    "mistral": ProviderSpec(
         title="Mistral",
         url="https://api.mistral.ai/v1",
         url_variable="MISTRAL_BASE_URL",
         key_variables=("MISTRAL_API_KEY",),
     ),
-    "together": Provider(
+    "together": ProviderSpec(
         title="Together",
         url="https://api.together.xyz/v1",
         url_variable="TOGETHER_BASE_URL",
         key_variables=("TOGETHER_API_KEY",),
     ),
-    "xai": Provider(
+    "xai": ProviderSpec(
         title="xAI",
         url="https://api.x.ai/v1",
         url_variable="XAI_BASE_URL",
         key_variables=("XAI_API_KEY",),
     ),
-    "vllm": Provider(
+    "vllm": ProviderSpec(
         title="vLLM",
         url="http://127.0.0.1:8000/v1",
         url_variable="VLLM_BASE_URL",
@@ -141,14 +141,14 @@ PROVIDERS: dict[str, Provider] = {
         returns_ids=True,
         note="returns token ids and log-probabilities",
     ),
-    "sglang": Provider(
+    "sglang": ProviderSpec(
         title="SGLang",
         url="http://127.0.0.1:30000/v1",
         url_variable="SGLANG_BASE_URL",
         key_variables=("SGLANG_API_KEY",),
         local=True,
     ),
-    "ollama": Provider(
+    "ollama": ProviderSpec(
         title="Ollama",
         url="http://127.0.0.1:11434/v1",
         url_variable="OLLAMA_BASE_URL",
@@ -156,7 +156,7 @@ PROVIDERS: dict[str, Provider] = {
         local=True,
         note="set its context length (`OLLAMA_CONTEXT_LENGTH`): it cuts longer prompts without a word",
     ),
-    "lmstudio": Provider(
+    "lmstudio": ProviderSpec(
         title="LM Studio",
         url="http://127.0.0.1:1234/v1",
         url_variable="LMSTUDIO_BASE_URL",
@@ -174,7 +174,7 @@ OTHERS = ("anthropic", "litellm", "scripted", *IN_PROCESS)
 class Endpoint(msgspec.Struct, frozen=True):
     """A provider resolved against the environment: ready to be sent to."""
 
-    provider: Provider
+    provider: ProviderSpec
     model: str
     url: str
     """Of chat completions, whole."""
@@ -266,7 +266,7 @@ def resolve(
     )
 
 
-def _key(name: str, provider: Provider, key: str | None, environ: Mapping[str, str], *, needed: bool) -> str:
+def _key(name: str, provider: ProviderSpec, key: str | None, environ: Mapping[str, str], *, needed: bool) -> str:
     found = key or next((environ[variable] for variable in provider.key_variables if environ.get(variable)), "")
     if not found and needed:
         raise no_key(name, provider.key_variables[0])
@@ -277,7 +277,7 @@ def _key(name: str, provider: Provider, key: str | None, environ: Mapping[str, s
     return found.strip()
 
 
-def _headers(provider: Provider, secret: str, environ: Mapping[str, str]) -> dict[str, str]:
+def _headers(provider: ProviderSpec, secret: str, environ: Mapping[str, str]) -> dict[str, str]:
     headers = {header: environ[name].strip() for header, name in provider.header_variables.items() if environ.get(name)}
     for header, value in headers.items():
         if not (value.isascii() and value.isprintable()):

@@ -30,7 +30,7 @@ Kind = Literal[
 ]  # fmt: skip
 
 
-class Failure(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+class ScriptedFailure(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """Something other than a good reply. ``fail`` says what; see the functions below."""
 
     fail: Kind
@@ -41,69 +41,69 @@ class Failure(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fi
     """The HTTP status, where the kind leaves it open."""
 
 
-def rate_limited(retry_after_s: float | None = None) -> Failure:
+def rate_limited(retry_after_s: float | None = None) -> ScriptedFailure:
     """429, with the time to wait where given."""
-    return Failure("rate_limited", retry_after_s=retry_after_s, status=429)
+    return ScriptedFailure("rate_limited", retry_after_s=retry_after_s, status=429)
 
 
-def server_error(status: int = 500, text: str = "the engine fell over") -> Failure:
+def server_error(status: int = 500, text: str = "the engine fell over") -> ScriptedFailure:
     """A 5xx."""
-    return Failure("server_error", text, status=status)
+    return ScriptedFailure("server_error", text, status=status)
 
 
-def refused(status: int = 400, text: str = "the request was refused") -> Failure:
+def refused(status: int = 400, text: str = "the request was refused") -> ScriptedFailure:
     """A 4xx: not worth trying again."""
-    return Failure("refused", text, status=status)
+    return ScriptedFailure("refused", text, status=status)
 
 
-def unreachable() -> Failure:
+def unreachable() -> ScriptedFailure:
     """Nobody listens; over HTTP, where somebody must, the connection is closed like ``dropped``."""
-    return Failure("unreachable")
+    return ScriptedFailure("unreachable")
 
 
-def dropped(text: str = "lost") -> Failure:
+def dropped(text: str = "lost") -> ScriptedFailure:
     """The model worked and was paid; the connection closed before the reply began."""
-    return Failure("dropped", text)
+    return ScriptedFailure("dropped", text)
 
 
-def cut(text: str = "cut in the middle") -> Failure:
+def cut(text: str = "cut in the middle") -> ScriptedFailure:
     """As ``dropped``, but in the middle of the reply's body."""
-    return Failure("cut", text)
+    return ScriptedFailure("cut", text)
 
 
-def stalled(text: str = "too late") -> Failure:
+def stalled(text: str = "too late") -> ScriptedFailure:
     """The model worked; the reply never comes and the connection stays open."""
-    return Failure("stalled", text)
+    return ScriptedFailure("stalled", text)
 
 
-def malformed(text: str = "not json") -> Failure:
+def malformed(text: str = "not json") -> ScriptedFailure:
     """200 with a body that is not JSON. Paid."""
-    return Failure("malformed", text)
+    return ScriptedFailure("malformed", text)
 
 
-def html(status: int = 200) -> Failure:
+def html(status: int = 200) -> ScriptedFailure:
     """A web page instead of the API, as a wrong base URL gives."""
-    return Failure("html", "<!doctype html><title>Welcome</title>", status=status)
+    return ScriptedFailure("html", "<!doctype html><title>Welcome</title>", status=status)
 
 
-def no_choices(text: str = "nothing") -> Failure:
+def no_choices(text: str = "nothing") -> ScriptedFailure:
     """200 and JSON, but no choices. Paid."""
-    return Failure("no_choices", text)
+    return ScriptedFailure("no_choices", text)
 
 
-def no_usage(text: str) -> Failure:
+def no_usage(text: str) -> ScriptedFailure:
     """A good reply that does not say what it cost."""
-    return Failure("no_usage", text)
+    return ScriptedFailure("no_usage", text)
 
 
 PAID: frozenset[str] = frozenset({"dropped", "cut", "stalled", "malformed", "no_choices", "no_usage"})
 """Kinds of failure for which the model did its work."""
 
-Step = str | Message | Reply | Failure
+Step = str | Message | Reply | ScriptedFailure
 """What a script gives for one request."""
 
 
-class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ScriptRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Requests whose last message matches get this reply."""
 
     match: str
@@ -113,7 +113,7 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 Teller = Callable[[tuple[Message, ...]], Step | Awaitable[Step]]
-Lines = Sequence[Step | Rule] | Teller
+Lines = Sequence[Step | ScriptRule] | Teller
 
 
 class Script:
@@ -129,9 +129,9 @@ class Script:
         return cls(_lines(path), name=str(path))
 
 
-def served(step: Step, messages: tuple[Message, ...], max_tokens: int) -> tuple[Reply | Failure, Usage]:
+def served(step: Step, messages: tuple[Message, ...], max_tokens: int) -> tuple[Reply | ScriptedFailure, Usage]:
     """``step`` as a whole reply, or the failure it is; and what the model used for it (nothing where it was not asked)."""
-    if isinstance(step, Failure):
+    if isinstance(step, ScriptedFailure):
         paid = step.fail in PAID
         return step, _reply(step.text, messages, max_tokens).usage if paid else Usage()
     reply = _reply(step, messages, max_tokens)
@@ -170,9 +170,9 @@ def _reply(step: str | Message | Reply, messages: tuple[Message, ...], max_token
     return msgspec.structs.replace(reply, message=message, finish=finish, usage=usage)
 
 
-def _told(lines: tuple[Step | Rule, ...], name: str) -> Teller:
-    if any(isinstance(line, Rule) for line in lines):
-        return _by_rule([line if isinstance(line, Rule) else Rule("", line) for line in lines], name)
+def _told(lines: tuple[Step | ScriptRule, ...], name: str) -> Teller:
+    if any(isinstance(line, ScriptRule) for line in lines):
+        return _by_rule([line if isinstance(line, ScriptRule) else ScriptRule("", line) for line in lines], name)
     return _in_order(lines, name)  # type: ignore[arg-type]
 
 
@@ -190,7 +190,7 @@ def _in_order(lines: tuple[Step, ...], name: str) -> Teller:
     return tell
 
 
-def _by_rule(rules: list[Rule], name: str) -> Teller:
+def _by_rule(rules: list[ScriptRule], name: str) -> Teller:
     patterns = [re.compile(rule.match, re.DOTALL) for rule in rules]
     replies = [rule.reply if isinstance(rule.reply, tuple) else (rule.reply,) for rule in rules]
     used = [0] * len(rules)
@@ -206,7 +206,7 @@ def _by_rule(rules: list[Rule], name: str) -> Teller:
     return tell
 
 
-def _lines(path: str | Path) -> tuple[Step | Rule, ...]:
+def _lines(path: str | Path) -> tuple[Step | ScriptRule, ...]:
     try:
         lines = msgspec.json.decode(Path(path).read_bytes(), type=list[Any])
         return tuple(_line(line) for line in lines)
@@ -216,18 +216,18 @@ def _lines(path: str | Path) -> tuple[Step | Rule, ...]:
         raise ConfigError(f"script {path}: {error}; give a JSON list of replies or rules") from None
 
 
-def _line(line: Any) -> Step | Rule:
+def _line(line: Any) -> Step | ScriptRule:
     if isinstance(line, dict) and "match" in line:
         reply = line.get("reply")
         steps = tuple(_step(each) for each in reply) if isinstance(reply, list) else _step(reply)
         re.compile(line["match"])
-        return Rule(line["match"], steps)
+        return ScriptRule(line["match"], steps)
     return _step(line)
 
 
 def _step(line: Any) -> Step:
     if isinstance(line, dict) and "fail" in line:
-        return msgspec.convert(line, Failure)
+        return msgspec.convert(line, ScriptedFailure)
     if isinstance(line, dict):
         return msgspec.convert({"role": "assistant", **line}, Message)
     return msgspec.convert(line, str)

@@ -18,12 +18,12 @@ from pathlib import Path
 import msgspec
 
 from ramify.clients.base import Price, Request
-from ramify.clients.byte_ids import ByteIds
+from ramify.clients.byte_ids import ByteTokenIds
 from ramify.clients.script import (
-    Failure,
     Lines,
-    Rule,
     Script,
+    ScriptedFailure,
+    ScriptRule,
     Step,
     cut,
     dropped,
@@ -42,8 +42,22 @@ from ramify.errors import BadReply, ModelError, RateLimited, Refused, ReplyLost,
 from ramify.types.message import Message, Reply, Usage
 
 __all__ = [
-    "ByteIds", "Failure", "Rule", "ScriptedClient", "Step", "cut", "dropped", "html", "malformed", "no_choices", "no_usage",
-    "rate_limited", "refused", "server_error", "stalled", "unreachable",
+    "ByteTokenIds",
+    "ScriptRule",
+    "ScriptedClient",
+    "ScriptedFailure",
+    "Step",
+    "cut",
+    "dropped",
+    "html",
+    "malformed",
+    "no_choices",
+    "no_usage",
+    "rate_limited",
+    "refused",
+    "server_error",
+    "stalled",
+    "unreachable",
 ]  # fmt: skip
 
 
@@ -57,7 +71,7 @@ class ScriptedClient:
         window: int = 128_000,
         price: Price | None = None,
         latency_s: float = 0.0,
-        ids: ByteIds | None = None,
+        ids: ByteTokenIds | None = None,
     ) -> None:
         """``ids`` gives each reply token ids, where the script gave it none."""
         self.name = name
@@ -110,7 +124,7 @@ class ScriptedClient:
             error.too_long = True
             raise error
 
-    async def _replied(self, step: Reply | Failure) -> Reply:
+    async def _replied(self, step: Reply | ScriptedFailure) -> Reply:
         if isinstance(step, Reply):
             return step
         if step.fail == "no_usage":
@@ -120,7 +134,7 @@ class ScriptedClient:
         raise _error(self.name, step)
 
 
-def _error(name: str, step: Failure) -> ModelError:
+def _error(name: str, step: ScriptedFailure) -> ModelError:
     match step.fail:
         case "rate_limited":
             return RateLimited(f"{name}: 429, rate limited", step.retry_after_s)

@@ -22,8 +22,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from ramify.clients.loopback import Exchange, Loopback
-from ramify.clients.script import Failure, Lines, Script, Step, count_message, served
+from ramify.clients.loopback import LoopbackExchange, LoopbackServer
+from ramify.clients.script import Lines, Script, ScriptedFailure, Step, count_message, served
 from ramify.errors import ConfigError, Refused
 from ramify.types.message import Message, Reply, ToolCall, Usage
 
@@ -39,22 +39,22 @@ class _ToolCall(msgspec.Struct, omit_defaults=True):
     type: str = ""
 
 
-class _Said(msgspec.Struct):
+class _MessageBody(msgspec.Struct):
     role: Literal["system", "user", "assistant", "tool", "developer"]
     content: str | list[dict[str, Any]] | None = None
     tool_calls: list[_ToolCall] | None = None
     tool_call_id: str | None = None
 
 
-class _Asked(msgspec.Struct):
-    messages: list[_Said]
+class _RequestBody(msgspec.Struct):
+    messages: list[_MessageBody]
     model: str = ""
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     stream: bool = False
 
 
-class Received(msgspec.Struct, frozen=True):
+class ReceivedRequest(msgspec.Struct, frozen=True):
     """One request as it came in."""
 
     path: str
@@ -67,7 +67,7 @@ class Received(msgspec.Struct, frozen=True):
         return msgspec.json.decode(self.body, type=dict[str, Any])
 
 
-_decode = msgspec.json.Decoder(_Asked).decode
+_decode = msgspec.json.Decoder(_RequestBody).decode
 _encode = msgspec.json.Encoder().encode
 
 
@@ -86,7 +86,7 @@ class ScriptedServer:
     ) -> None:
         """``port`` 0 takes a free one. Without ``keep``, ``requests`` stays empty."""
         self.served = Usage()
-        self.requests: list[Received] = []
+        self.requests: list[ReceivedRequest] = []
         self.answered = 0
         """Requests for a reply so far."""
         self.most_in_flight = 0
@@ -94,7 +94,7 @@ class ScriptedServer:
         self._script = script if isinstance(script, Script) else Script(script, "the scripted server")
         self._latency_s, self._window, self._keep = latency_s, window, keep
         self._tasks: set[asyncio.Task[None]] = set()
-        self._http = Loopback(self._handle, host, port)
+        self._http = LoopbackServer(self._handle, host, port)
 
     @property
     def url(self) -> str:
@@ -111,7 +111,7 @@ class ScriptedServer:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._http.close()
 
-    def _handle(self, exchange: Exchange) -> None:
+    def _handle(self, exchange: LoopbackExchange) -> None:
         path = exchange.path.partition("?")[0]
         if exchange.method == "POST" and path.endswith("/chat/completions"):
             self.answered += 1
@@ -128,9 +128,9 @@ class ScriptedServer:
             text = f"no {exchange.method} {path} here: POST {self.url}/chat/completions"
             exchange.send(404, _error(text))
 
-    def _complete(self, exchange: Exchange) -> None:
+    def _complete(self, exchange: LoopbackExchange) -> None:
         if self._keep:
-            self.requests.append(Received(exchange.path, exchange.headers, exchange.body))
+            self.requests.append(ReceivedRequest(exchange.path, exchange.headers, exchange.body))
         due = asyncio.get_running_loop().time() + self._latency_s
         try:
             asked = _decode(exchange.body)
@@ -153,11 +153,18 @@ class ScriptedServer:
             self._told(exchange, asked, messages, step, due)
 
     async def _later(
-        self, exchange: Exchange, asked: _Asked, messages: tuple[Message, ...], step: Awaitable[Step], due: float
+        self,
+        exchange: LoopbackExchange,
+        asked: _RequestBody,
+        messages: tuple[Message, ...],
+        step: Awaitable[Step],
+        due: float,
     ) -> None:
         self._told(exchange, asked, messages, await step, due)
 
-    def _told(self, exchange: Exchange, asked: _Asked, messages: tuple[Message, ...], step: Step, due: float) -> None:
+    def _told(
+        self, exchange: LoopbackExchange, asked: _RequestBody, messages: tuple[Message, ...], step: Step, due: float
+    ) -> None:
         outcome, usage = served(step, messages, asked.max_completion_tokens or asked.max_tokens or self._window)
         self.served += usage
         if self._latency_s:
@@ -165,20 +172,20 @@ class ScriptedServer:
         else:
             self._finish(exchange, asked, outcome)
 
-    def _finish(self, exchange: Exchange, asked: _Asked, outcome: Reply | Failure) -> None:
-        if isinstance(outcome, Failure) and outcome.fail == "stalled":
+    def _finish(self, exchange: LoopbackExchange, asked: _RequestBody, outcome: Reply | ScriptedFailure) -> None:
+        if isinstance(outcome, ScriptedFailure) and outcome.fail == "stalled":
             return
         self._in_flight -= 1
-        if isinstance(outcome, Failure):
+        if isinstance(outcome, ScriptedFailure):
             self._fail(exchange, asked, outcome)
         else:
             self._send(exchange, asked, completion(outcome, asked.model))
 
-    def _refuse(self, exchange: Exchange, text: str, code: str = "") -> None:
+    def _refuse(self, exchange: LoopbackExchange, text: str, code: str = "") -> None:
         self._in_flight -= 1
         exchange.send(400, _error(text, code))
 
-    def _send(self, exchange: Exchange, asked: _Asked, sent: dict[str, Any]) -> None:
+    def _send(self, exchange: LoopbackExchange, asked: _RequestBody, sent: dict[str, Any]) -> None:
         if not asked.stream:
             return exchange.send(200, _encode(sent))
         for choice in sent["choices"]:
@@ -187,7 +194,7 @@ class ScriptedServer:
         events = b"data: " + _encode(sent) + b"\n\ndata: [DONE]\n\n"
         return exchange.send(200, events, content_type="text/event-stream")
 
-    def _fail(self, exchange: Exchange, asked: _Asked, step: Failure) -> None:
+    def _fail(self, exchange: LoopbackExchange, asked: _RequestBody, step: ScriptedFailure) -> None:
         match step.fail:
             case "rate_limited":
                 wait = {} if step.retry_after_s is None else {"retry-after-ms": f"{step.retry_after_s * 1000:g}"}
@@ -244,7 +251,7 @@ def completion(reply: Reply, model: str) -> dict[str, Any]:
     return sent
 
 
-def _message(said: _Said) -> Message:
+def _message(said: _MessageBody) -> Message:
     parts = said.content if isinstance(said.content, list) else None
     content = "".join(str(part.get("text") or "") for part in parts) if parts is not None else said.content
     return Message(

@@ -8,11 +8,11 @@ plan.py      all of it for a recipe
 
 and of a run that was measured: how it would do on other devices.
 
-trees.py      what a rollout asks for: tokens, seconds of code, what waits for what
+rollout_shapes.py      what a rollout asks for: tokens, seconds of code, what waits for what
 rate.py       how fast an engine is, by how many sequences it decodes at once; calibrate.py asks the engine itself
-measured.py   all that a run's folder says
+simulation_inputs.py   all that a run's folder says
 cores.py      processors that engine, loop and sessions share, where the engine is in the trainer's process
-kept.py       what an engine's slots still hold of earlier requests
-engine.py, play.py, simulate.py    an engine, a rollout and a whole run in simulated time
-choose.py     which settings are tried, and the best of them
+simulated_cache.py       what an engine's slots still hold of earlier requests
+simulated_engine.py, simulated_rollout.py, simulate.py    an engine, a rollout and a whole run in simulated time
+search_settings.py     which settings are tried, and the best of them
 """

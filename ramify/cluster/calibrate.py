@@ -14,7 +14,7 @@ import time
 from statistics import median
 
 from ramify.clients.base import Client, Request, Sampling
-from ramify.cluster.rate import Rate, from_steps
+from ramify.cluster.rate import EngineRate, from_steps
 from ramify.errors import ConfigError
 from ramify.types.message import Message, Reply
 
@@ -23,7 +23,7 @@ _SHORT, _LONG = 8, 64
 """Words of a prompt."""
 
 
-async def calibrate(client: Client, *, slots: int, tokens: int = 64, seed: int = 0) -> Rate:
+async def calibrate(client: Client, *, slots: int, tokens: int = 64, seed: int = 0) -> EngineRate:
     """The rate of the engine behind ``client`` with up to ``slots`` sequences, by replies of up to ``tokens`` tokens.
     Raises ConfigError where its replies are too short to go by."""
     draw = random.Random(seed)

@@ -5,7 +5,7 @@
                    engine┘
 
 With n that want a core, and C cores, each gets min(1, C / n) of one. Everybody's pace changes whenever somebody begins or
-ends. Leaves out what each has to do, which is given in seconds of a core (``measured.py``), and caches, memory and turbo.
+ends. Leaves out what each has to do, which is given in seconds of a core (``simulation_inputs.py``), and caches, memory and turbo.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from itertools import count
 
 from simpy import Environment, Event
 
-from ramify.cluster.engine import Engine
+from ramify.cluster.simulated_engine import SimulatedEngine
 
 
-class Cores:
+class SimulatedCores:
     """``num`` cores, and what wants them."""
 
-    def __init__(self, env: Environment, num: float, engine: Engine | None) -> None:
+    def __init__(self, env: Environment, num: float, engine: SimulatedEngine | None) -> None:
         """``engine``: the one in the trainer's process; None where engines have devices of their own."""
         self._env, self._num, self._engine = env, num, engine
         self._at, self._alarm, self._ids = env.now, 0, count()

@@ -1,6 +1,6 @@
 """What a process computes on, by name: memory and the two speeds that bound training and decoding.
 
-Figures of makers' data sheets, dense bf16 without sparsity; what a program gets of them is a share (``Shares``), which is
+Figures of makers' data sheets, dense bf16 without sparsity; what a program gets of them is a share (``DeviceEfficiency``), which is
 stated beside each estimate. A core of a CPU is what this package measured (``backends/single.py``).
 """
 
@@ -11,7 +11,7 @@ import msgspec
 from ramify.errors import ConfigError, nearest
 
 
-class Device(msgspec.Struct, frozen=True):
+class DeviceSpec(msgspec.Struct, frozen=True):
     """One GPU, or one core of a CPU."""
 
     name: str
@@ -27,7 +27,7 @@ class Device(msgspec.Struct, frozen=True):
         return not self.memory_gb
 
 
-class Shares(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class DeviceEfficiency(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What of a device's speed is got."""
 
     train: float = 0.35
@@ -47,20 +47,20 @@ class Shares(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 DEVICES = {
     each.name: each
     for each in (
-        Device("cpu", 0, 0.05, 10),
-        Device("l4", 24, 121, 300),
-        Device("rtx4090", 24, 165, 1008),
-        Device("l40s", 48, 362, 864),
-        Device("a100", 80, 312, 2039),
-        Device("h100", 80, 989, 3350),
-        Device("h200", 141, 989, 4800),
-        Device("b200", 180, 2250, 7700),
-        Device("mi300x", 192, 1307, 5300),
+        DeviceSpec("cpu", 0, 0.05, 10),
+        DeviceSpec("l4", 24, 121, 300),
+        DeviceSpec("rtx4090", 24, 165, 1008),
+        DeviceSpec("l40s", 48, 362, 864),
+        DeviceSpec("a100", 80, 312, 2039),
+        DeviceSpec("h100", 80, 989, 3350),
+        DeviceSpec("h200", 141, 989, 4800),
+        DeviceSpec("b200", 180, 2250, 7700),
+        DeviceSpec("mi300x", 192, 1307, 5300),
     )
 }
 
 
-def device_of(name: str) -> Device:
+def device_of(name: str) -> DeviceSpec:
     """Raises ConfigError for a name that is not known."""
     if name not in DEVICES:
         raise ConfigError(f"there is no device '{name}': {nearest(name, DEVICES)}")

@@ -18,8 +18,8 @@ from itertools import pairwise
 
 import msgspec
 
-from ramify.cluster.devices import Device
-from ramify.cluster.shape import Shape
+from ramify.cluster.devices import DeviceSpec
+from ramify.cluster.shape import ModelShape
 from ramify.train.algorithms.base import needs_of
 from ramify.train.config import Run
 
@@ -27,7 +27,7 @@ FP32 = 4
 _ADAMW, _MUON = 2 * FP32, FP32
 """Bytes of state for each parameter that is trained."""
 _SLOTS = {True: 128, False: 256}
-"""By default, on a CPU and on a GPU (``inference/local/client.py``)."""
+"""By default, on a CPU and on a GPU (``inference/local/local_client.py``)."""
 _CPU_CACHE_BYTES = 2 << 30
 _SHARE_OF_VLLM = 0.9
 """Of a GPU that vLLM and SGLang take by default: what weights leave is for keys and values."""
@@ -39,7 +39,7 @@ _LEARNING = ("gradients", "gathered", _ACTIVATIONS, _LOGITS)
 """Parts that are there while the trainer learns, and not while it waits for rollouts."""
 
 
-class Memory(msgspec.Struct, frozen=True):
+class MemoryEstimate(msgspec.Struct, frozen=True):
     """Of one process."""
 
     parts: dict[str, int]
@@ -61,7 +61,7 @@ class Memory(msgspec.Struct, frozen=True):
         return not self.room or self.total <= self.room
 
 
-def of_rank(run: Run, shape: Shape, device: Device, ranks: int, rank: int = 0) -> Memory:
+def of_rank(run: Run, shape: ModelShape, device: DeviceSpec, ranks: int, rank: int = 0) -> MemoryEstimate:
     """A rank of the trainer, or the trainer where it is one process."""
     shards = max(1, ranks // run.compute.shard.replicas)
     parts = {
@@ -76,10 +76,10 @@ def of_rank(run: Run, shape: Shape, device: Device, ranks: int, rank: int = 0) -
     parts[_LOGITS] = 2 * FP32 * (run.compute.max_logits or _logits(device))
     if rank == 0:
         parts |= _of_run(run, shape, device)
-    return Memory(parts, int(device.memory_gb * 1e9))
+    return MemoryEstimate(parts, int(device.memory_gb * 1e9))
 
 
-def of_engine(run: Run, shape: Shape, device: Device) -> Memory:
+def of_engine(run: Run, shape: ModelShape, device: DeviceSpec) -> MemoryEstimate:
     """An engine that is a process of its own."""
     itemsize = itemsize_of(run, device)
     weights = shape.parameters * itemsize
@@ -88,32 +88,32 @@ def of_engine(run: Run, shape: Shape, device: Device) -> Memory:
         kept = max(0, int(_share_of_gpu(spec.args) * device.memory_gb * 1e9) - weights)
     else:
         kept = cache_bytes(shape, device, itemsize, _slots_of(run, device), None)
-    return Memory({"weights": weights, "keys and values": kept}, int(device.memory_gb * 1e9))
+    return MemoryEstimate({"weights": weights, "keys and values": kept}, int(device.memory_gb * 1e9))
 
 
-def of_sessions(run: Run, runners: int, room_gb: float) -> Memory:
+def of_sessions(run: Run, rollout_workers: int, room_gb: float) -> MemoryEstimate:
     """The sessions of the rollouts that one runner, or the run where there is none, has at once; those of children come on top,
     and what code makes of its context, which nobody knows before. Main memory."""
-    at_once = _at_once(run, runners)
-    return Memory({f"{at_once} sessions, empty": at_once * _SESSION_BYTES}, int(room_gb * 1e9))
+    at_once = _at_once(run, rollout_workers)
+    return MemoryEstimate({f"{at_once} sessions, empty": at_once * _SESSION_BYTES}, int(room_gb * 1e9))
 
 
-def limits_of_sessions(run: Run, runners: int) -> Iterator[tuple[str, int]]:
+def limits_of_sessions(run: Run, rollout_workers: int) -> Iterator[tuple[str, int]]:
     """(what, bytes; 0 where it is of the machine) that ends sessions which take more."""
     one = run.sandbox.memory_bytes
     yield "one session (sandbox.memory_bytes)", one
     if run.sandbox.provider != "jail":
-        yield "all together, each at its limit", _at_once(run, runners) * one
+        yield "all together, each at its limit", _at_once(run, rollout_workers) * one
     else:
         yield "all together (sandbox.all_memory_bytes)", run.sandbox.all_memory_bytes
 
 
-def _at_once(run: Run, runners: int) -> int:
+def _at_once(run: Run, rollout_workers: int) -> int:
     assert run.rl is not None
-    return -(-run.rl.rollout.concurrency // runners)
+    return -(-run.rl.rollout.concurrency // rollout_workers)
 
 
-def itemsize_of(run: Run, device: Device) -> int:
+def itemsize_of(run: Run, device: DeviceSpec) -> int:
     """Bytes of a number of the policy as engines have it: fp32 on a CPU, and where the model is made from nothing."""
     dtype = run.policy.dtype
     if dtype == "auto":
@@ -121,7 +121,7 @@ def itemsize_of(run: Run, device: Device) -> int:
     return 2 if dtype == "bfloat16" else FP32
 
 
-def cache_bytes(shape: Shape, device: Device, itemsize: int, slots: int, limit: int | None) -> int:
+def cache_bytes(shape: ModelShape, device: DeviceSpec, itemsize: int, slots: int, limit: int | None) -> int:
     """Keys and values when as many sequences as there are slots fill the window, or the limit."""
     limit = limit or (_CPU_CACHE_BYTES if device.is_cpu else int(device.memory_gb * 1e9) // 3)
     token = shape.cache_bytes_per_token(itemsize)
@@ -129,7 +129,7 @@ def cache_bytes(shape: Shape, device: Device, itemsize: int, slots: int, limit: 
     return max(1, min(slots, limit // (token * longest))) * longest * token
 
 
-def max_tokens(run: Run, shape: Shape, device: Device) -> int:
+def max_tokens(run: Run, shape: ModelShape, device: DeviceSpec) -> int:
     """Tokens of a batch, at most."""
     from ramify.train.backends.single import LEAST_TOKENS, activation_room
 
@@ -137,7 +137,7 @@ def max_tokens(run: Run, shape: Shape, device: Device) -> int:
     return run.compute.max_tokens or max(LEAST_TOKENS, room // _per_token(run, shape))
 
 
-def slots(run: Run, device: Device) -> int:
+def slots(run: Run, device: DeviceSpec) -> int:
     """Sequences that an engine decodes at once."""
     return _slots_of(run, device) if run.inference is not None else run.policy.slots or _SLOTS[device.is_cpu]
 
@@ -146,7 +146,7 @@ def _share(num_bytes: int, shards: int) -> int:
     return -(-num_bytes // shards)
 
 
-def _optimizer(run: Run, shape: Shape) -> int:
+def _optimizer(run: Run, shape: ModelShape) -> int:
     kinds = [stage.optim.kind for stage in (run.warmup, run.sft, run.rl) if stage is not None]
     by_muon = 0 if shape.adapters else shape.inside
     each = [
@@ -155,7 +155,7 @@ def _optimizer(run: Run, shape: Shape) -> int:
     return max(each)
 
 
-def _gathered(run: Run, shape: Shape, device: Device) -> int:
+def _gathered(run: Run, shape: ModelShape, device: DeviceSpec) -> int:
     """Whole weights while they are computed with, and whole gradients until they are added up."""
     precision = run.compute.precision
     itemsize = {"fp32": FP32, "bf16": 2, "auto": itemsize_of(run, device)}[precision]
@@ -165,7 +165,7 @@ def _gathered(run: Run, shape: Shape, device: Device) -> int:
     return (two_layers + shape.outside) * itemsize + (shape.largest_layer + shape.outside) * itemsize
 
 
-def _second(run: Run, shape: Shape, shards: int) -> Mapping[str, int]:
+def _second(run: Run, shape: ModelShape, shards: int) -> Mapping[str, int]:
     """Models beside the one that is trained."""
     if run.rl is None:
         return {}
@@ -180,7 +180,7 @@ def _second(run: Run, shape: Shape, shards: int) -> Mapping[str, int]:
     return found
 
 
-def _of_run(run: Run, shape: Shape, device: Device) -> Mapping[str, int]:
+def _of_run(run: Run, shape: ModelShape, device: DeviceSpec) -> Mapping[str, int]:
     """What rank 0's process holds because it is the run."""
     itemsize = itemsize_of(run, device)
     found = {}
@@ -193,7 +193,7 @@ def _of_run(run: Run, shape: Shape, device: Device) -> Mapping[str, int]:
     return found
 
 
-def _slots_of(run: Run, device: Device) -> int:
+def _slots_of(run: Run, device: DeviceSpec) -> int:
     """As ``--slots`` of ``inference.args`` says."""
     args = run.inference.args if run.inference is not None else ()
     for name, value in pairwise(args):
@@ -210,13 +210,13 @@ def _share_of_gpu(args: Sequence[str]) -> float:
     return _SHARE_OF_VLLM
 
 
-def _per_token(run: Run, shape: Shape) -> int:
+def _per_token(run: Run, shape: ModelShape) -> int:
     from ramify.train.backends.single import activation_bytes
 
     return activation_bytes(shape.width, shape.mlp, shape.layers, run.compute.recompute)
 
 
-def _logits(device: Device) -> int:
+def _logits(device: DeviceSpec) -> int:
     from ramify.train.backends.single import logits_at_once
 
     return logits_at_once(not device.is_cpu)

@@ -11,49 +11,49 @@ from pathlib import Path
 import msgspec
 
 from ramify.cluster import memory, steps
-from ramify.cluster.devices import Device, Shares, device_of
-from ramify.cluster.memory import Memory
-from ramify.cluster.shape import Shape, config_of, shape_of
-from ramify.cluster.steps import Seconds, Tokens
+from ramify.cluster.devices import DeviceEfficiency, DeviceSpec, device_of
+from ramify.cluster.memory import MemoryEstimate
+from ramify.cluster.shape import ModelShape, config_of, shape_of
+from ramify.cluster.steps import StepSeconds, StepTokens
 from ramify.errors import ConfigError
 from ramify.train.config import Run
 from ramify.train.metrics import FILE
-from ramify.train.placement.counted import counted
-from ramify.train.placement.seats import Seat, seats
+from ramify.train.placement.placement_slots import PlacementSlot, placement_slots
+from ramify.train.placement.placement_spec import NodePool, PlacementSpec
+from ramify.train.placement.resource_counts import counted
 from ramify.train.placement.sharing import shared, sleeping
-from ramify.train.placement.spec import PlacementSpec, Pool
 
 _MACHINES = "three quarters of the machine's"
 _ROLES = {"rank 0": "trainer", "engine": "inference"}
 
 
-class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class PlanOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What a plan supposes of the machines."""
 
     device: str = ""
     """Of trainer ranks and engines: a name of ``DEVICES``; empty: h100 where roles ask for GPUs, else cpu."""
     nodes: int = 0
     """Of the only pool, in place of what the recipe says; 0: as it says."""
-    shares: Shares = Shares()
-    tokens: Tokens | None = None
+    shares: DeviceEfficiency = DeviceEfficiency()
+    tokens: StepTokens | None = None
     """Of a step; None: measured, or assumed."""
     measured: Path | None = None
     """A run's folder, whose speeds and tokens are taken."""
 
 
-class Part(msgspec.Struct, frozen=True):
+class RoleProcesses(msgspec.Struct, frozen=True):
     """The processes of one role."""
 
     role: str
     count: int
     device: str
-    memory: Memory
+    memory: MemoryEstimate
     """Of each, the first of them where they differ."""
     limits: dict[str, int] = {}
     """What may not take more -> bytes; 0: three quarters of what the machine has. What is expected is in ``memory``."""
 
 
-class Together(msgspec.Struct, frozen=True):
+class ColocatedProcesses(msgspec.Struct, frozen=True):
     """Processes of trainer and engines on one device."""
 
     roles: tuple[str, ...]
@@ -69,43 +69,43 @@ class Together(msgspec.Struct, frozen=True):
         return max(self.bytes.items(), key=lambda each: each[1])
 
 
-class Plan(msgspec.Struct, frozen=True):
+class ClusterPlan(msgspec.Struct, frozen=True):
     """Who goes where, what each holds, and how long a step takes."""
 
     name: str
-    shape: Shape
-    pools: dict[str, Pool]
-    seats: list[Seat]
-    parts: list[Part]
-    together: list[Together]
-    tokens: Tokens
-    seconds: Seconds | None
+    shape: ModelShape
+    pools: dict[str, NodePool]
+    placement_slots: list[PlacementSlot]
+    parts: list[RoleProcesses]
+    together: list[ColocatedProcesses]
+    tokens: StepTokens
+    seconds: StepSeconds | None
     """None without reinforcement learning."""
     too_large: list[str]
     """What does not fit its device, in sentences."""
 
 
-def plan(run: Run, options: Options | None = None) -> Plan:
+def plan(run: Run, options: PlanOptions | None = None) -> ClusterPlan:
     """Raises ConfigError for roles that do not fit their pools, with the sums, and for what the run lacks."""
-    options = options or Options()
+    options = options or PlanOptions()
     spec = _on_nodes(run.placement or PlacementSpec(), options.nodes)
     num = counted(run, spec)
-    found = seats(spec, num)
+    found = placement_slots(spec, num)
     shape = shape_of(config_of(run), run.policy.lora)
     devices = _device(spec, options, "trainer"), _device(spec, options, "inference" if num["inference"] else "trainer")
     parts = list(_parts(run, shape, num, devices))
     together = list(_together(msgspec.structs.replace(run, placement=spec), parts, num, devices))
     from_run = _from_run(options.measured)
-    tokens = options.tokens or (from_run.tokens if from_run else Tokens.assumed(run, shape.window))
+    tokens = options.tokens or (from_run.tokens if from_run else StepTokens.assumed(run, shape.window))
     engines = max(1, num["inference"] or len(run.inference.urls if run.inference is not None else ()))
     took = steps.seconds(
         run, shape, num["trainer"], engines, devices, tokens, shares=options.shares, from_run=from_run
     ) if run.rl is not None else None  # fmt: skip
     too_large = list(_too_large(parts, together))
-    return Plan(run.name, shape, spec.pools, found, parts, together, tokens, took, too_large)
+    return ClusterPlan(run.name, shape, spec.pools, found, parts, together, tokens, took, too_large)
 
 
-def lines(plan: Plan) -> Iterator[str]:
+def lines(plan: ClusterPlan) -> Iterator[str]:
     """For people."""
     shape = plan.shape
     yield (
@@ -133,39 +133,43 @@ def lines(plan: Plan) -> Iterator[str]:
     yield from (f"too large: {each}" for each in plan.too_large)
 
 
-def _where(plan: Plan) -> Iterator[str]:
-    places: dict[tuple[str, int], list[tuple[int, Seat]]] = {}
-    for index, seat in enumerate(plan.seats):
-        places.setdefault((seat.pool, seat.node), []).append((index, seat))
+def _where(plan: ClusterPlan) -> Iterator[str]:
+    places: dict[tuple[str, int], list[tuple[int, PlacementSlot]]] = {}
+    for index, placement_slot in enumerate(plan.placement_slots):
+        places.setdefault((placement_slot.pool, placement_slot.node), []).append((index, placement_slot))
     for (name, node), found in sorted(places.items()):
         pool = plan.pools.get(name)
         has = f" ({pool.gpus:g} GPUs, {pool.cpus:g} CPUs)" if pool else " (wherever there is room)"
         yield f"pool {name} node {node}{has}" if name else f"any node{has}"
-        for index, seat in found:
-            who = ", ".join(f"{role} {number}" for role, number in seat.members)
-            yield f"  seat {index}: {seat.needs.gpus:g} GPUs, {seat.needs.cpus:g} CPUs: {who}"
+        for index, placement_slot in found:
+            who = ", ".join(f"{role} {number}" for role, number in placement_slot.members)
+            yield f"  seat {index}: {placement_slot.needs.gpus:g} GPUs, {placement_slot.needs.cpus:g} CPUs: {who}"
 
 
-def _parts(run: Run, shape: Shape, num: dict[str, int], devices: tuple[Device, Device]) -> Iterator[Part]:
+def _parts(
+    run: Run, shape: ModelShape, num: dict[str, int], devices: tuple[DeviceSpec, DeviceSpec]
+) -> Iterator[RoleProcesses]:
     trainer, engine = devices
     ranks = num["trainer"]
-    yield Part("rank 0" if ranks > 1 else "trainer", 1, trainer.name, memory.of_rank(run, shape, trainer, ranks))
+    yield RoleProcesses(
+        "rank 0" if ranks > 1 else "trainer", 1, trainer.name, memory.of_rank(run, shape, trainer, ranks)
+    )
     if ranks > 1:
-        yield Part("other ranks", ranks - 1, trainer.name, memory.of_rank(run, shape, trainer, ranks, 1))
+        yield RoleProcesses("other ranks", ranks - 1, trainer.name, memory.of_rank(run, shape, trainer, ranks, 1))
     if num["inference"]:
         gpus = run.placement.inference.gpus if run.placement is not None else 0.0
         over = msgspec.structs.replace(engine, memory_gb=engine.memory_gb * max(1.0, gpus))  # it lies over its GPUs
-        yield Part("engine", num["inference"], engine.name, memory.of_engine(run, shape, over))
+        yield RoleProcesses("engine", num["inference"], engine.name, memory.of_engine(run, shape, over))
     if run.rl is not None:
         room = run.placement.rollouts.memory_gb if run.placement is not None else 0.0
-        runners = max(1, num["rollouts"])
-        limits = dict(memory.limits_of_sessions(run, runners))
-        yield Part("sessions", runners, "cpu", memory.of_sessions(run, runners, room), limits)
+        rollout_workers = max(1, num["rollouts"])
+        limits = dict(memory.limits_of_sessions(run, rollout_workers))
+        yield RoleProcesses("sessions", rollout_workers, "cpu", memory.of_sessions(run, rollout_workers, room), limits)
 
 
 def _together(
-    run: Run, parts: list[Part], num: dict[str, int], devices: tuple[Device, Device]
-) -> Iterator[Together]:  # fmt: skip
+    run: Run, parts: list[RoleProcesses], num: dict[str, int], devices: tuple[DeviceSpec, DeviceSpec]
+) -> Iterator[ColocatedProcesses]:  # fmt: skip
     """What trainer and engines that share a device hold: where engines sleep, never both at once. Raises ConfigError where
     engines would have to sleep and to answer at the same time."""
     kind = "cpu" if devices[0].is_cpu else "cuda"
@@ -173,7 +177,7 @@ def _together(
     colocated = any({"trainer", "inference"} <= set(group) for group in (run.placement or PlacementSpec()).colocate)
     if engines is None or not num["inference"] or not (colocated or shared(run, kind)):
         return
-    by_role: dict[str, Part] = {}
+    by_role: dict[str, RoleProcesses] = {}
     for part in parts:
         by_role.setdefault(_ROLES.get(part.role, part.role), part)
     spec = run.placement or PlacementSpec()
@@ -187,10 +191,10 @@ def _together(
     elif engines.level == 1 and kind == "cpu":  # main memory is where they would go
         held["the trainer learns"] += engine.parts["weights"]
     room = min(int(trainer.room / over), int(engine.room / under))
-    yield Together(("trainer", "inference"), bool(engines.level), held, room)
+    yield ColocatedProcesses(("trainer", "inference"), bool(engines.level), held, room)
 
 
-def _too_large(parts: list[Part], together: list[Together]) -> Iterator[str]:
+def _too_large(parts: list[RoleProcesses], together: list[ColocatedProcesses]) -> Iterator[str]:
     for part in parts:
         if not part.memory.fits:
             yield f"{part.role} holds {_size(part.memory.total)} and a {part.device} has {_size(part.memory.room)}"
@@ -217,13 +221,13 @@ def _on_nodes(spec: PlacementSpec, nodes: int) -> PlacementSpec:
     return msgspec.structs.replace(spec, pools=pools)
 
 
-def _device(spec: PlacementSpec, options: Options, role: str) -> Device:
+def _device(spec: PlacementSpec, options: PlanOptions, role: str) -> DeviceSpec:
     return device_of(
         (options.device or "h100") if spec.role(role).gpus else "cpu" if spec.pools else options.device or "cpu"
     )
 
 
-def _from_run(folder: Path | None) -> steps.Measured | None:
+def _from_run(folder: Path | None) -> steps.MeasuredSpeeds | None:
     if folder is None:
         return None
     from ramify.build.recipe import stored

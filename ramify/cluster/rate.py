@@ -33,7 +33,7 @@ _ROUNDS = 20
 """Of finding the least sum of differences."""
 
 
-class Rate(msgspec.Struct, frozen=True):
+class EngineRate(msgspec.Struct, frozen=True):
     """Of one engine."""
 
     points: tuple[tuple[float, float], ...]
@@ -55,7 +55,7 @@ class Rate(msgspec.Struct, frozen=True):
         return sequences / self.step_s(sequences)
 
 
-class Asked(NamedTuple):
+class MeasuredRequest(NamedTuple):
     """One request as it was measured, at one engine or at several that share the load evenly."""
 
     begun_s: float
@@ -65,14 +65,16 @@ class Asked(NamedTuple):
     sampled: int
 
 
-def fit(asked: Sequence[Asked], engines: int = 1, slots: int | None = None, *, hidden: float = 1.0) -> Rate:
+def fit(
+    asked: Sequence[MeasuredRequest], engines: int = 1, slots: int | None = None, *, hidden: float = 1.0
+) -> EngineRate:
     """The rate of one of ``engines`` that explains ``asked`` best. ``hidden``: for each request that is known, so many ran.
     Raises ConfigError where there is nothing to go by."""
     asked_first = [each for each in asked if each.sampled and each.ended_s > each.begun_s]
     served = admitted(asked_first, None if slots is None else slots * engines / hidden)
     if len(served) < 4:
         raise ConfigError(
-            f"{len(served)} of {len(asked)} requests say how fast an engine is: keep more rollouts (cadence.save_rollouts_every=1), or "
+            f"{len(served)} of {len(asked)} requests say how fast an engine is: keep more rollouts (schedule.save_rollouts_every=1), or "
             "measure the engine itself with --calibrate MODEL"
         )
     share = hidden / engines
@@ -87,10 +89,10 @@ def fit(asked: Sequence[Asked], engines: int = 1, slots: int | None = None, *, h
             model_s = request.sampled * (base_s + each_s * beside) + prompt_s * max(float(request.new), meanwhile)
             beyond.append(request.ended_s - request.begun_s - model_s)
     step_s = max(base_s + each_s, 1e-9)
-    return Rate(((1.0, step_s), (most, step_s + each_s * (most - 1))), prompt_s, max(0.0, median(beyond)))
+    return EngineRate(((1.0, step_s), (most, step_s + each_s * (most - 1))), prompt_s, max(0.0, median(beyond)))
 
 
-def _windows(served: Sequence[Asked], share: float) -> tuple[Floats, ...]:
+def _windows(served: Sequence[MeasuredRequest], share: float) -> tuple[Floats, ...]:
     """For each of many stretches of time: busy seconds, steps of an engine, tokens that one sampled, prompt tokens that one
     read. A request's tokens are spread evenly over its time."""
     at, running, pace = _events(served)
@@ -109,7 +111,7 @@ def _windows(served: Sequence[Asked], share: float) -> tuple[Floats, ...]:
     return took, num, tokens, np.diff(until)
 
 
-def _events(served: Sequence[Asked]) -> tuple[Floats, Floats, Floats]:
+def _events(served: Sequence[MeasuredRequest]) -> tuple[Floats, Floats, Floats]:
     """(times at which a request began or ended; how many run after each; the tokens a second that they get together)."""
     begins = np.array([each.begun_s for each in served])
     ends = np.maximum(np.array([each.ended_s for each in served]), begins + 1e-9)
@@ -121,7 +123,7 @@ def _events(served: Sequence[Asked]) -> tuple[Floats, Floats, Floats]:
     return times[order], np.round(running), np.maximum(np.cumsum(np.concatenate([-pace, pace])[order])[:-1], 0.0)
 
 
-def admitted(asked: Sequence[Asked], room: float | None) -> list[Asked]:
+def admitted(asked: Sequence[MeasuredRequest], room: float | None) -> list[MeasuredRequest]:
     """``asked`` from when each had a slot, where there are ``room`` of them: who came first had the first that was free."""
     if room is None:
         return list(asked)
@@ -144,7 +146,7 @@ def admitted(asked: Sequence[Asked], room: float | None) -> list[Asked]:
     return [each._replace(begun_s=begin) for each, begin in zip(asked, begins, strict=True)]
 
 
-def _beside(served: Sequence[Asked], share: float) -> tuple[list[float], list[float]]:
+def _beside(served: Sequence[MeasuredRequest], share: float) -> tuple[list[float], list[float]]:
     """For each request: how many ran in its engine on average while it did, itself included; and the prompt tokens that were
     read there meanwhile."""
     at, running, _ = _events(served)
@@ -189,10 +191,10 @@ def non_negative(given: Sequence[Sequence[float]] | Floats, took: Sequence[float
     return best
 
 
-def from_steps(measured: Iterable[tuple[int, float]], prompt_token_s: float, request_s: float = 0.0) -> Rate:
+def from_steps(measured: Iterable[tuple[int, float]], prompt_token_s: float, request_s: float = 0.0) -> EngineRate:
     """Of (sequences at once, seconds of a step) that were measured one by one; a step with more sequences is not
     faster."""
     points: list[tuple[float, float]] = []
     for sequences, step_s in sorted(measured):
         points.append((float(sequences), max(step_s, points[-1][1] if points else 0.0)))
-    return Rate(tuple(points), prompt_token_s, request_s)
+    return EngineRate(tuple(points), prompt_token_s, request_s)

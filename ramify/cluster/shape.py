@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ramify.train.config import LoraSpec, Run
 
 
-class Shape(msgspec.Struct, frozen=True):
+class ModelShape(msgspec.Struct, frozen=True):
     """Sizes of one model."""
 
     parameters: int
@@ -52,9 +52,9 @@ class Shape(msgspec.Struct, frozen=True):
         return 2 * self.layers * self.kv_heads * self.head_size * itemsize
 
 
-def shape_of(config: Any, lora: LoraSpec | None = None) -> Shape:
+def shape_of(config: Any, lora: LoraSpec | None = None) -> ModelShape:
     """Of a Hugging Face configuration."""
-    from ramify.policy.load import window_of
+    from ramify.models.load import window_of
     from ramify.train.backends.optimizers import is_inside
     from ramify.train.backends.sharding import on_meta
     from ramify.train.backends.single import layers_of
@@ -66,7 +66,7 @@ def shape_of(config: Any, lora: LoraSpec | None = None) -> Shape:
     inside = sum(p.numel() for name, p in named.items() if is_inside(name, p))
     text = config.get_text_config()
     heads = text.num_attention_heads
-    return Shape(
+    return ModelShape(
         parameters=parameters,
         inside=inside,
         products=inside + text.vocab_size * text.hidden_size,
@@ -89,8 +89,8 @@ def config_of(run: Run) -> Any:
     vocabulary is that asked for, which is the most it can have."""
     from transformers import AutoConfig
 
-    from ramify.policy.load import load_tokenizer, read_config
-    from ramify.policy.tokenizer import word_tokenizer
+    from ramify.models.load import load_tokenizer, read_config
+    from ramify.models.tokenizer import word_tokenizer
 
     spec = run.policy
     if spec.path:

@@ -1,6 +1,6 @@
 """A run in simulated time: groups begin as their staleness allows, engines and a trainer work, weights are published.
 
-    queue (admission.py) ──▶ rollouts (play.py) on engines (engine.py) ──▶ a step's groups
+    queue (simulated_queue.py) ──▶ rollouts (simulated_rollout.py) on engines (simulated_engine.py) ──▶ a step's groups
           ▲                                                                   ▼
           └────────── version + 1 ◀── publish ◀── learn ◀── prepare ◀─────────┘
 
@@ -20,16 +20,16 @@ from typing import Any
 import msgspec
 from simpy import Environment, Event
 
-from ramify.cluster.admission import Open, Queue
-from ramify.cluster.engine import Engine
-from ramify.cluster.kept import Kept
-from ramify.cluster.measured import Measured
-from ramify.cluster.play import Stage
-from ramify.cluster.trees import Rollout
+from ramify.cluster.rollout_shapes import RolloutShape
+from ramify.cluster.simulated_cache import SimulatedCache
+from ramify.cluster.simulated_engine import SimulatedEngine
+from ramify.cluster.simulated_queue import SimulatedGroup, SimulatedQueue
+from ramify.cluster.simulated_rollout import SimulatedStage
+from ramify.cluster.simulation_inputs import SimulationInputs
 from ramify.errors import ConfigError
 
 
-class Setting(msgspec.Struct, frozen=True, kw_only=True):
+class SimulationSetting(msgspec.Struct, frozen=True, kw_only=True):
     """What is simulated."""
 
     engines: int = 1
@@ -41,10 +41,10 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     """Engines and trainer are on the same devices: engines stand still while it learns."""
     staleness: int = 0
     """As ``rl.sample.max_staleness``; so are the next four of ``rl.sample``."""
-    late: int = 4
+    grace_steps: int = 4
     items: int
     max_items: int = 0
-    straggle: float = 0.0
+    straggler_factor: float = 0.0
     group: int
     """Rollouts of each item."""
     concurrency: int
@@ -65,28 +65,30 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
         return self.staleness
 
     @property
-    def oldest(self) -> int:
+    def max_token_staleness(self) -> int:
         """Versions that the weights have gone on, at most, when a token is learnt from."""
-        return self.staleness + self.late if self.staleness else 0
+        return self.staleness + self.grace_steps if self.staleness else 0
 
     def __post_init__(self) -> None:
         for name in ("engines", "slots", "ranks", "items", "group", "concurrency", "on_wire"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
-        for name in ("staleness", "late", "cache_tokens", "evaluate"):
+        for name in ("staleness", "grace_steps", "cache_tokens", "evaluate"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 0")
         if 0 < self.max_items < self.items:
             raise ConfigError(f"max_items={self.max_items} must be 0 or at least items={self.items}")
-        if not (self.straggle == 0 or 1 <= self.straggle < float("inf")):
-            raise ConfigError(f"straggle={self.straggle:g} is times the median: at least 1, or 0 for never")
+        if not (self.straggler_factor == 0 or 1 <= self.straggler_factor < float("inf")):
+            raise ConfigError(
+                f"straggler_factor={self.straggler_factor:g} is times the median: at least 1, or 0 for never"
+            )
 
 
-class Predicted(msgspec.Struct, frozen=True, kw_only=True):
+class SimulationResult(msgspec.Struct, frozen=True, kw_only=True):
     """What a setting comes to. The first and the last ``staleness + 1`` steps, in which fewer groups are open, are left
     out."""
 
-    setting: Setting
+    setting: SimulationSetting
     steps: int
     """That were counted."""
     step_s: float
@@ -120,7 +122,7 @@ class Predicted(msgspec.Struct, frozen=True, kw_only=True):
         return 3600 / (self.step_mean_s + self.evaluating_s)
 
 
-class _Seen(msgspec.Struct):
+class _StepCounts(msgspec.Struct):
     """Counts at the end of one step."""
 
     at_s: float
@@ -137,8 +139,8 @@ class _Seen(msgspec.Struct):
 
 
 def simulate(
-    measured: Measured, setting: Setting, *, steps: int = 20, seed: int = 0, in_order: bool = False
-) -> Predicted:
+    measured: SimulationInputs, setting: SimulationSetting, *, steps: int = 20, seed: int = 0, in_order: bool = False
+) -> SimulationResult:
     """What ``setting`` comes to over ``steps`` steps. ``in_order``: groups come as they were measured, one after the other,
     in place of being drawn."""
     if steps < 1:
@@ -147,13 +149,15 @@ def simulate(
 
 
 class _Simulation:
-    def __init__(self, measured: Measured, setting: Setting, seed: int, in_order: bool) -> None:
+    def __init__(self, measured: SimulationInputs, setting: SimulationSetting, seed: int, in_order: bool) -> None:
         self._measured, self._setting, self._seed, self._in_order = measured, setting, seed, in_order
         self._env = Environment()
         rate = measured.rate
-        kept = [Kept(setting.slots, measured.longest) if setting.keeps else None for _ in range(setting.engines)]
-        self._engines = [Engine(self._env, rate, setting.slots, each, setting.cache_tokens) for each in kept]
-        self._stage = Stage(
+        kept = [
+            SimulatedCache(setting.slots, measured.longest) if setting.keeps else None for _ in range(setting.engines)
+        ]
+        self._engines = [SimulatedEngine(self._env, rate, setting.slots, each, setting.cache_tokens) for each in kept]
+        self._stage = SimulatedStage(
             self._env,
             self._engines,
             rate,
@@ -163,22 +167,22 @@ class _Simulation:
             embedded=setting.embedded,
         )
         self._trainer_busy_s = self._evaluating_s = self._learnt_s = 0.0
-        self._seen: list[_Seen] = []
+        self._seen: list[_StepCounts] = []
 
-    def run(self, steps: int) -> Predicted:
+    def run(self, steps: int) -> SimulationResult:
         around = self._setting.staleness + 1
         num_steps = around + steps + around - 1
-        queue = Queue(self._env, self._stage, self._setting, self._drawn, self._setting.group, num_steps)
+        queue = SimulatedQueue(self._env, self._stage, self._setting, self._drawn, self._setting.group, num_steps)
         self._env.run(until=self._env.process(self._train(queue, num_steps)))
         return self._predicted(around, steps)
 
-    def _drawn(self, number: int) -> tuple[Sequence[Rollout], bool]:
+    def _drawn(self, number: int) -> tuple[Sequence[RolloutShape], bool]:
         draw = random.Random(f"{self._seed}/group/{number}")
         of = number % len(self._measured.groups) if self._in_order else None
         rollouts = self._measured.group(draw, self._setting.group, of)
-        return rollouts, draw.random() < self._measured.silent
+        return rollouts, draw.random() < self._measured.zero_variance
 
-    def _train(self, queue: Queue, num_steps: int) -> Generator[Event, Any, None]:
+    def _train(self, queue: SimulatedQueue, num_steps: int) -> Generator[Event, Any, None]:
         for step in range(num_steps):
             taken = yield from queue.take(step)
             draw = random.Random(f"{self._seed}/step/{step}")
@@ -217,14 +221,14 @@ class _Simulation:
 
     # --- what is seen --------------------------------------------------------------------------------------------
 
-    def _note(self, step: int, num_learnt: int, taken: Sequence[Open], stragglers: int) -> None:
+    def _note(self, step: int, num_learnt: int, taken: Sequence[SimulatedGroup], stragglers: int) -> None:
         for engine in self._engines:
             engine.settle()
         spans = [
             span for group in taken for attempt in group.attempts if not attempt.is_given_up for span in attempt.spans
         ]
         self._seen.append(
-            _Seen(
+            _StepCounts(
                 self._env.now, self._evaluating_s, sum(each.busy_s for each in self._engines),
                 sum(each.sequence_s for each in self._engines),
                 self._trainer_busy_s, sum(each.sampled for each in self._engines), stragglers, self._computed(),
@@ -240,7 +244,7 @@ class _Simulation:
         cores.settle()
         return cores.used_s - self._learnt_s
 
-    def _predicted(self, first: int, num: int) -> Predicted:
+    def _predicted(self, first: int, num: int) -> SimulationResult:
         before, seen = self._seen[first - 1], self._seen[first : first + num]
         last, engines = seen[-1], self._setting.engines
         took = last.at_s - before.at_s
@@ -250,7 +254,7 @@ class _Simulation:
         ]
         behind = [each for step in seen for each in step.behind]
         tokens = sum(each for _, each in behind)
-        return Predicted(
+        return SimulationResult(
             setting=self._setting, steps=num, step_s=median(step_s), step_90_s=quantile(step_s, 0.9),
             step_mean_s=fmean(step_s), engine_busy=(last.engine_busy_s - before.engine_busy_s) / took / engines,
             at_once=(last.sequence_s - before.sequence_s) / took / engines,

@@ -9,7 +9,7 @@
 
 A token costs 2 FLOP per weight that it is multiplied by and 4 per pair of tokens and element of the heads, forward; twice that
 again backward, and once more forward where layers are recomputed. Sampling reads all weights and what is cached for every
-token of all slots. What a step samples is measured (``Tokens.of_run``) or assumed, and said to be (``Tokens.assumed``).
+token of all slots. What a step samples is measured (``StepTokens.of_run``) or assumed, and said to be (``StepTokens.assumed``).
 Leaves out waiting: for the slowest rollout of a step, for tools and for other models. ``ramify cluster simulate`` has that.
 """
 
@@ -20,9 +20,9 @@ from statistics import fmean
 
 import msgspec
 
-from ramify.cluster.devices import Device, Shares
+from ramify.cluster.devices import DeviceEfficiency, DeviceSpec
 from ramify.cluster.memory import itemsize_of, slots
-from ramify.cluster.shape import Shape
+from ramify.cluster.shape import ModelShape
 from ramify.errors import ConfigError
 from ramify.train.algorithms.base import needs_of
 from ramify.train.config import Run
@@ -32,7 +32,7 @@ LINK_GB_PER_S = 10.0
 """Between trainer and engines."""
 
 
-class Tokens(msgspec.Struct, frozen=True):
+class StepTokens(msgspec.Struct, frozen=True):
     """What one step has of them, all rollouts together."""
 
     sampled: float
@@ -51,7 +51,7 @@ class Tokens(msgspec.Struct, frozen=True):
         return self.learnt / max(self.rollouts, 1)
 
     @classmethod
-    def assumed(cls, run: Run, window: int) -> Tokens:
+    def assumed(cls, run: Run, window: int) -> StepTokens:
         """Half of the turns that a rollout may take, each of half the longest reply and given as much; within the window."""
         rl = run.rl
         if rl is None:
@@ -63,10 +63,10 @@ class Tokens(msgspec.Struct, frozen=True):
         return cls(rollouts * turns * reply, rollouts * turns * reply, rollouts, why)
 
 
-class Measured(msgspec.Struct, frozen=True):
+class MeasuredSpeeds(msgspec.Struct, frozen=True):
     """Speeds of a run that was."""
 
-    tokens: Tokens
+    tokens: StepTokens
     learnt_per_s: float
     """Tokens that one rank learns from."""
     sampled_per_s: float
@@ -74,7 +74,7 @@ class Measured(msgspec.Struct, frozen=True):
     why: str
 
 
-class Seconds(msgspec.Struct, frozen=True):
+class StepSeconds(msgspec.Struct, frozen=True):
     """Of one step."""
 
     sampling: float
@@ -85,7 +85,7 @@ class Seconds(msgspec.Struct, frozen=True):
     """Part -> where its number is from."""
 
 
-def measured(folder: Path, ranks: int, engines: int) -> Measured:
+def measured(folder: Path, ranks: int, engines: int) -> MeasuredSpeeds:
     """Of the reinforcement learning of a run that had so many of both, without its first step. Raises ConfigError."""
     rows = [
         row.values for row in read(folder) if row.stage == "rl" and "work_s" in row.values and "learn_s" in row.values
@@ -103,16 +103,16 @@ def measured(folder: Path, ranks: int, engines: int) -> Measured:
             f"in no step that counts of {folder} was anything learnt (its first does not): give a longer run"
         )
     why = f"measured over {len(rows)} {'step' if len(rows) == 1 else 'steps'} of {folder}"
-    tokens = Tokens(sampled, max(0.0, learnt - sampled), mean("sampled_tokens") / max(mean("length_mean"), 1), why)
-    return Measured(
+    tokens = StepTokens(sampled, max(0.0, learnt - sampled), mean("sampled_tokens") / max(mean("length_mean"), 1), why)
+    return MeasuredSpeeds(
         tokens, learnt / max(mean("learn_s"), 1e-9) / ranks, sampled / max(mean("work_s"), 1e-9) / engines, why
     )
 
 
 def seconds(
-    run: Run, shape: Shape, ranks: int, engines: int, devices: tuple[Device, Device], tokens: Tokens, *,
-    shares: Shares, link_gb_per_s: float = LINK_GB_PER_S, from_run: Measured | None = None,
-) -> Seconds:  # fmt: skip
+    run: Run, shape: ModelShape, ranks: int, engines: int, devices: tuple[DeviceSpec, DeviceSpec], tokens: StepTokens, *,
+    shares: DeviceEfficiency, link_gb_per_s: float = LINK_GB_PER_S, from_run: MeasuredSpeeds | None = None,
+) -> StepSeconds:  # fmt: skip
     """Of a step of reinforcement learning; ``devices``: of the trainer and of the engines."""
     trainer, engine = devices
     if from_run is not None:
@@ -129,10 +129,12 @@ def seconds(
     is_apart = run.rl is not None and run.rl.sample.max_staleness > 0
     step = (max(sampling, learning) if is_apart else sampling + learning) + sync
     why["step"] = "sampling beside learning" if is_apart else "sampling, then learning"
-    return Seconds(sampling, learning, sync, step, why)
+    return StepSeconds(sampling, learning, sync, step, why)
 
 
-def _learning(run: Run, shape: Shape, ranks: int, device: Device, tokens: Tokens, shares: Shares) -> tuple[float, str]:
+def _learning(
+    run: Run, shape: ModelShape, ranks: int, device: DeviceSpec, tokens: StepTokens, shares: DeviceEfficiency
+) -> tuple[float, str]:
     forward = _forward(shape, tokens.mean_length) * tokens.learnt
     passes = 3.0 + run.compute.recompute + _more_passes(run)
     speed = ranks * device.tflops * 1e12 * shares.train
@@ -151,7 +153,7 @@ def _more_passes(run: Run) -> int:
 
 
 def _sampling(
-    run: Run, shape: Shape, engines: int, device: Device, tokens: Tokens, shares: Shares
+    run: Run, shape: ModelShape, engines: int, device: DeviceSpec, tokens: StepTokens, shares: DeviceEfficiency
 ) -> tuple[float, str]:
     """Reading prompts is bound by products, sampling by whichever of bandwidth and products is slower."""
     products = device.tflops * 1e12 * shares.prefill
@@ -170,6 +172,6 @@ def _sampling(
     )
 
 
-def _forward(shape: Shape, length: float) -> float:
+def _forward(shape: ModelShape, length: float) -> float:
     """FLOP of one token's forward pass where ``length`` tokens stand before and after it: half of them are before."""
     return 2 * shape.products + 4 * shape.layers * shape.heads * shape.head_size * length / 2

@@ -42,7 +42,7 @@ _CUT = "your message was cut at its limit of tokens, and the last {}, which was 
 _FINAL = re.compile(r"^[ \t>*]*(?P<name>FINAL_VAR|FINAL)\s*\(", re.MULTILINE)
 
 
-class Final(msgspec.Struct, frozen=True):
+class FinalAnswer(msgspec.Struct, frozen=True):
     """A final answer given as text."""
 
     text: str
@@ -59,18 +59,18 @@ class Final(msgspec.Struct, frozen=True):
             return self.text
 
 
-class Action(msgspec.Struct, frozen=True):
+class ParsedAction(msgspec.Struct, frozen=True):
     """What one reply asks for, in the order it is done: run the codes, then answer."""
 
     codes: tuple[str, ...] = ()
     tool_call_ids: tuple[str, ...] = ()
     """Native tool calls of the reply, which each need an answer."""
-    final: Final | None = None
+    final: FinalAnswer | None = None
     ignored: tuple[str, ...] = ()
     """What was not understood, for the model to read."""
 
 
-def read_action(message: Message, is_cut: bool = False) -> Action:
+def read_action(message: Message, is_cut: bool = False) -> ParsedAction:
     """The action that ``message`` asks for. Of one that ``is_cut`` at its limit, no fence and no ``FINAL(`` counts that
     was not closed: it may be half of what was meant."""
     codes, prose, ignored = _fenced(without_thinking(message.content), is_cut)
@@ -81,7 +81,9 @@ def read_action(message: Message, is_cut: bool = False) -> Action:
         codes += [code] if code is not None else []
         final = answer or final
         ignored += [problem] if problem else []
-    return Action(tuple(codes), tuple(call.id for call in message.tool_calls), final, tuple(dict.fromkeys(ignored)))
+    return ParsedAction(
+        tuple(codes), tuple(call.id for call in message.tool_calls), final, tuple(dict.fromkeys(ignored))
+    )
 
 
 def said(text: str) -> str:
@@ -165,7 +167,7 @@ def _ends_inside_string(code: str) -> bool:
     return False
 
 
-def _final_text(prose: str, is_cut: bool) -> tuple[Final | None, bool]:
+def _final_text(prose: str, is_cut: bool) -> tuple[FinalAnswer | None, bool]:
     """(The last ``FINAL(…)`` or ``FINAL_VAR(…)`` that begins a line, whether one was left out that
     ``is_cut`` halved)."""
     found = None
@@ -178,7 +180,7 @@ def _final_text(prose: str, is_cut: bool) -> tuple[Final | None, bool]:
         if not inside:
             continue
         variable = match["name"] == "FINAL_VAR"
-        found = Final(inside.strip("\"'` ") if variable else inside, variable)
+        found = FinalAnswer(inside.strip("\"'` ") if variable else inside, variable)
     return found, False
 
 
@@ -196,7 +198,7 @@ def _balanced(text: str, start: int) -> tuple[str, int, bool]:
     return text[start:], len(text), False
 
 
-def _native(call: ToolCall) -> tuple[str | None, Final | None, str | None]:
+def _native(call: ToolCall) -> tuple[str | None, FinalAnswer | None, str | None]:
     """(code, final, problem) of one native tool call."""
     try:
         arguments = json.loads(call.arguments or "{}")
@@ -208,7 +210,7 @@ def _native(call: ToolCall) -> tuple[str | None, Final | None, str | None]:
         answer = arguments.get("answer", arguments.get("value"))
         if answer is None:
             return None, None, f"tool call '{FINAL_TOOL}' has no 'answer'"
-        return None, Final(answer if isinstance(answer, str) else repr(answer)), None
+        return None, FinalAnswer(answer if isinstance(answer, str) else repr(answer)), None
     code = arguments.get("code", arguments.get("input"))
     if call.name in _LANGUAGES and isinstance(code, str):
         return code, None, None

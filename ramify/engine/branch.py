@@ -5,7 +5,7 @@
     rlm.completion(text, "…", search=4)                            for this question
 
 Each continuation goes on with a fork of the session and ends as a call of its own in the trajectory (``0:1``, ``0:2``, …)
-that shares everything before the turn. A ``Search`` of one's own may branch at any turn, also within branches. A
+that shares everything before the turn. A ``BranchSearch`` of one's own may branch at any turn, also within branches. A
 conversation goes on from the continuation that was chosen.
 """
 
@@ -23,7 +23,7 @@ from ramify.errors import ConfigError
 
 
 @runtime_checkable
-class Search(Protocol):
+class BranchSearch(Protocol):
     """When to branch, and what to answer."""
 
     def width(self, call: LiveCall) -> int:
@@ -89,16 +89,16 @@ class Branches(msgspec.Struct, frozen=True):
         return self.choose_by(answers)
 
 
-def search_of(given: Search | int | None) -> Search | None:
+def search_of(given: BranchSearch | int | None) -> BranchSearch | None:
     """What ``search=`` means; 1 is a question without branches. Raises ConfigError for what is no search."""
     if isinstance(given, int):
         return Branches(given) if given != 1 else None
-    if given is not None and not isinstance(given, Search):
+    if given is not None and not isinstance(given, BranchSearch):
         raise ConfigError(f"search is {given!r}: give a number of continuations, Branches(…), or width() and choose()")
     return given
 
 
-def recorded_search(config: Mapping[str, Any], known: Search | None) -> Search | None:
+def recorded_search(config: Mapping[str, Any], known: BranchSearch | None) -> BranchSearch | None:
     """The search of a recorded run. Raises ConfigError for one that only its author has, unless it is ``known``."""
     recorded = config.get("search")
     if recorded is None:
@@ -110,7 +110,7 @@ def recorded_search(config: Mapping[str, Any], known: Search | None) -> Search |
     return known
 
 
-def config_of(search: Search | None) -> dict[str, Any]:
+def config_of(search: BranchSearch | None) -> dict[str, Any]:
     """What the journal says of ``search``."""
     if search is None:
         return {}

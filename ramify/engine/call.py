@@ -7,13 +7,13 @@ from typing import Any
 
 import msgspec
 
-from ramify.clients.base import Client, Known, Request
+from ramify.clients.base import Client, KnownPrefix, Request
 from ramify.sandbox.context import SharedContext
 from ramify.types.message import Message, Reply, encodable
 from ramify.types.trajectory import CallKind, ContextRef, Parent, Stop
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class CallOutcome(msgspec.Struct, frozen=True):
     """How a call ended."""
 
     stop: Stop
@@ -90,11 +90,11 @@ class LiveCall:
         """Tokens of the conversation so far as the server counted them; 0 where it did not."""
         return self._counted[1] if self._counted else 0
 
-    def known_ids(self, reused: int) -> Known | None:
+    def known_ids(self, reused: int) -> KnownPrefix | None:
         """The ids of as many of the first ``reused`` messages as end with a reply."""
         for num_messages, num_ids in reversed(self._replies):
             if num_messages <= reused:
-                return Known(num_messages, self._ids[:num_ids])
+                return KnownPrefix(num_messages, self._ids[:num_ids])
         return None
 
     def without_path(self, reply: Reply) -> tuple[Reply, int]:

@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from ramify.engine.typed import AnswerType, Mismatch, answer_type
+from ramify.engine.typed import AnswerType, TypeMismatch, answer_type
 
 T = TypeVar("T")
 
@@ -56,11 +56,11 @@ def cited_type(kind: Any, context: Any) -> AnswerType:
     def convert(value: Any) -> Any:
         cited: Cited[Any] = outer.convert(value)
         if not cited.citations:
-            raise Mismatch("there are no citations; give at least one")
+            raise TypeMismatch("there are no citations; give at least one")
         for index, citation in enumerate(cited.citations):
             problem = unsupported(citation, context)
             if problem:
-                raise Mismatch(f"citation {index}: {problem}")
+                raise TypeMismatch(f"citation {index}: {problem}")
         return msgspec.structs.replace(cited, answer=inner.convert(cited.answer)) if inner else cited
 
     return AnswerType(schema, convert)

@@ -15,13 +15,13 @@ from typing import Any
 
 import msgspec
 
-from ramify.engine import sync
-from ramify.engine.branch import Search, config_of, search_of
+from ramify.engine import event_loop_thread
+from ramify.engine.branch import BranchSearch, config_of, search_of
 from ramify.engine.question import question
-from ramify.engine.recorder import Listener, Recorder, checked_listener
-from ramify.engine.resources import Shared
-from ramify.engine.running import Result, Running, Thread, checked
-from ramify.engine.setup import Setup
+from ramify.engine.recorder import EventRecorder, Listener, checked_listener
+from ramify.engine.resources import SharedResources
+from ramify.engine.run_handle import ConversationState, Result, RunHandle, checked
+from ramify.engine.setup import RlmSetup
 from ramify.engine.spans import tracing
 from ramify.errors import ConfigError
 from ramify.store.store import Store
@@ -32,11 +32,16 @@ class Conversation:
     """Open it with ``with`` (and ``ask``) or with ``async with`` (and ``aask``)."""
 
     def __init__(
-        self, setup: Setup, shared: Shared, prompt: Any, store: Store | None, search: Search | None = None
+        self,
+        setup: RlmSetup,
+        shared: SharedResources,
+        prompt: Any,
+        store: Store | None,
+        search: BranchSearch | None = None,
     ) -> None:
         self._setup, self._shared, self._prompt, self._store = setup, shared, prompt, store
         self._search = search
-        self._thread: Thread | None = None
+        self._thread: ConversationState | None = None
         self._id = ""
         self._close_journal: Callable[[], None] | None = None
         self._turn = asyncio.Lock()
@@ -48,14 +53,16 @@ class Conversation:
         return self._opened().recorder.trajectory
 
     def ask(
-        self, query: str, *, answer_type: Any = None, cite: bool = False, search: Search | int | None = None,
+        self, query: str, *, answer_type: Any = None, cite: bool = False, search: BranchSearch | int | None = None,
         on_event: Listener | None = None,
     ) -> Result:  # fmt: skip
         """Ask the next question. Raises as ``RLM.completion`` does."""
-        return sync.run(self.aask(query, answer_type=answer_type, cite=cite, search=search, on_event=on_event))
+        return event_loop_thread.run(
+            self.aask(query, answer_type=answer_type, cite=cite, search=search, on_event=on_event)
+        )
 
     async def aask(
-        self, query: str, *, answer_type: Any = None, cite: bool = False, search: Search | int | None = None,
+        self, query: str, *, answer_type: Any = None, cite: bool = False, search: BranchSearch | int | None = None,
         on_event: Listener | None = None,
     ) -> Result:  # fmt: skip
         """``ask`` on the caller's event loop. Questions asked at once are answered one after the other."""
@@ -64,7 +71,7 @@ class Conversation:
             return await self._answer(query, answer_type, cite, chosen, on_event)
 
     async def _answer(
-        self, query: str, answer_type: Any, cite: bool, search: Search | None, on_event: Listener | None
+        self, query: str, answer_type: Any, cite: bool, search: BranchSearch | None, on_event: Listener | None
     ) -> Result:
         thread = self._opened()
         asked = question(self._prompt, query, answer_type, cite)
@@ -72,7 +79,7 @@ class Conversation:
             thread.recorder.listen(listener)
         try:
             setup = msgspec.structs.replace(self._setup, config={**self._setup.config, **config_of(search)})
-            running = Running(
+            running = RunHandle(
                 setup, asked, self._shared.use(), id=self._id, recorder=thread.recorder, thread=thread, search=search
             )
             return checked(await running.result())
@@ -85,7 +92,7 @@ class Conversation:
         journal = self._store.create(self._store.new_id("conversation")) if self._store else None
         self._id = journal.id if journal else secrets.token_hex(8)
         self._close_journal = journal.close if journal else None
-        self._thread = Thread(Recorder(journal, tracing()))
+        self._thread = ConversationState(EventRecorder(journal, tracing()))
         return self
 
     async def __aexit__(
@@ -100,12 +107,12 @@ class Conversation:
             await self._shared.unpin()
 
     def __enter__(self) -> Conversation:
-        return sync.run(self.__aenter__())
+        return event_loop_thread.run(self.__aenter__())
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        sync.run(self.__aexit__(kind, error, at))
+        event_loop_thread.run(self.__aexit__(kind, error, at))
 
-    def _opened(self) -> Thread:
+    def _opened(self) -> ConversationState:
         if self._thread is None:
             raise ConfigError("the conversation is not open: use `with rlm.conversation(context) as c: c.ask(…)`")
         return self._thread

@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ramify.clients.base import Client
-from ramify.engine.call import LiveCall, Outcome
+from ramify.engine.call import CallOutcome, LiveCall
+from ramify.engine.cell_history import RecordedHostCall, fingerprint
 from ramify.engine.observe import plain_prompt
-from ramify.engine.past import Answered, fingerprint
 from ramify.engine.plain import ask_plain
-from ramify.engine.run import Run
+from ramify.engine.run_state import RunState
 from ramify.engine.typed import AnswerType, answer_type
 from ramify.errors import ConfigError, HostCallError, LimitReached, ModelError, ReplayDiverged, ReplyCut, SandboxError
 from ramify.sandbox.context import SharedContext
@@ -31,7 +31,7 @@ from ramify.types.event import ToolAnswered
 from ramify.types.trajectory import Parent, Stop
 
 if TYPE_CHECKING:
-    from ramify.engine.loop import ChildLoop
+    from ramify.engine.rlm_loop import ChildLoop
 
 MAX_QUESTION_CHARS = 20_000
 """A longer prompt to a child without a context becomes that child's context."""
@@ -39,16 +39,16 @@ MAX_PROMPTS = 10_000
 """Prompts of one batch."""
 
 
-class Host:
+class CellHost:
     """Answers the calls of one cell."""
 
-    def __init__(self, run: Run, call: LiveCall, turn: int, cell: int, child_loop: ChildLoop) -> None:
+    def __init__(self, run: RunState, call: LiveCall, turn: int, cell: int, child_loop: ChildLoop) -> None:
         self._run, self._call = run, call
         self._where = Parent(call.id, turn, cell)
         self._child_loop = child_loop
         self._num_tool_calls = 0
-        self.answered: list[Answered] = []
-        """What was given to the session, in order; see ``past.py``."""
+        self.answered: list[RecordedHostCall] = []
+        """What was given to the session, in order; see ``cell_history.py``."""
         self.fatal: ReplayDiverged | None = None
         """An error that the model's code may catch but that ends the run."""
 
@@ -58,9 +58,9 @@ class Host:
         try:
             value = await self._answer(name, args, kwargs)
         except HostCallError as error:
-            self.answered.append(Answered(asked, error=error))
+            self.answered.append(RecordedHostCall(asked, error=error))
             raise
-        self.answered.append(Answered(asked, value))
+        self.answered.append(RecordedHostCall(asked, value))
         return value
 
     async def _answer(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -92,9 +92,9 @@ class Host:
         calls = [self._sub_call("lm", client, prompt) for prompt in prompts]
         return await self._all([self._plain(call, call.question, kind) for call in calls])
 
-    async def _plain(self, call: LiveCall, prompt: str, kind: AnswerType | None) -> Outcome:
+    async def _plain(self, call: LiveCall, prompt: str, kind: AnswerType | None) -> CallOutcome:
         self._run.begin(call)
-        outcome = Outcome(Stop.CANCELLED, error="cut off")
+        outcome = CallOutcome(Stop.CANCELLED, error="cut off")
         try:
             outcome = await ask_plain(self._run, call, prompt, kind)
         finally:
@@ -132,19 +132,19 @@ class Host:
             return f"{prompt[:500]} […] (this task is long: all of it is in `context`)", SharedContext(prompt)
         return prompt, self._call.context
 
-    async def _child(self, call: LiveCall, room: asyncio.Semaphore) -> Outcome:
+    async def _child(self, call: LiveCall, room: asyncio.Semaphore) -> CallOutcome:
         if call.kind == "lm":
             return await self._too_deep(call)
         async with room:
             return await self._child_loop(self._run, call)
 
-    async def _too_deep(self, call: LiveCall) -> Outcome:
+    async def _too_deep(self, call: LiveCall) -> CallOutcome:
         """At the depth limit a child is one plain call that is given question and context."""
         prompt = plain_prompt(call.question, None if call.context is None else call.context.value)
         max_chars = 3 * (call.client.window - self._run.sampling.max_tokens)
         if len(prompt) > max_chars:
             self._run.begin(call)
-            outcome = Outcome(
+            outcome = CallOutcome(
                 Stop.ERROR,
                 error=f"the depth limit of {self._run.limits.max_depth} is reached, so this rlm_query is one plain call, "
                 f"and {len(prompt):,} characters do not fit it (about {max_chars:,} do); cut the context into parts",
@@ -212,7 +212,7 @@ class Host:
             raise HostCallError("SubcallError", f"there is no model '{model[:200]}' in this run; there are: {known}")
         return client
 
-    async def _all(self, work: list[Awaitable[Outcome]]) -> list[Any]:
+    async def _all(self, work: list[Awaitable[CallOutcome]]) -> list[Any]:
         """The answers in order; SubcallError with what did arrive if one failed."""
         outcomes = await asyncio.gather(*(_caught(one) for one in work))
         failures = {index: outcome.error for index, outcome in enumerate(outcomes) if outcome.error is not None}
@@ -236,12 +236,12 @@ class Host:
         return results
 
 
-async def _caught(work: Awaitable[Outcome]) -> Outcome:
+async def _caught(work: Awaitable[CallOutcome]) -> CallOutcome:
     """Failure is data here, so that the rest of a batch goes on."""
     try:
         return await work
     except (LimitReached, ModelError, SandboxError, ReplayDiverged) as error:
-        return Outcome(Stop.ERROR, error=str(error), failure=error)
+        return CallOutcome(Stop.ERROR, error=str(error), failure=error)
 
 
 def _check_texts(prompts: Any) -> None:

@@ -75,27 +75,27 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return min(self.max_reply_tokens, 4096)
 
 
-class Amount(NamedTuple):
+class ResourceAmount(NamedTuple):
     """What is counted of one or more requests."""
 
     calls: int = 0
     tokens: int = 0
     cost: float = 0.0
 
-    def plus(self, other: Amount) -> Amount:
-        return Amount(self.calls + other.calls, self.tokens + other.tokens, self.cost + other.cost)
+    def plus(self, other: ResourceAmount) -> ResourceAmount:
+        return ResourceAmount(self.calls + other.calls, self.tokens + other.tokens, self.cost + other.cost)
 
-    def minus(self, other: Amount) -> Amount:
-        return Amount(self.calls - other.calls, self.tokens - other.tokens, self.cost - other.cost)
+    def minus(self, other: ResourceAmount) -> ResourceAmount:
+        return ResourceAmount(self.calls - other.calls, self.tokens - other.tokens, self.cost - other.cost)
 
 
-def bound(max_input_tokens: int, max_output_tokens: int, price: Price | None) -> Amount:
+def bound(max_input_tokens: int, max_output_tokens: int, price: Price | None) -> ResourceAmount:
     """The most that one request can cost, whether or not the provider's cache takes part."""
     usage = Usage(max_input_tokens, max_output_tokens)
     as_cached = Usage(max_input_tokens, max_output_tokens, cached_tokens=max_input_tokens)
     as_stored = Usage(max_input_tokens, max_output_tokens, cache_write_tokens=max_input_tokens)
     dearest = max(price.of(kind) for kind in (usage, as_cached, as_stored)) if price else 0.0
-    return Amount(1, usage.total_tokens, dearest)
+    return ResourceAmount(1, usage.total_tokens, dearest)
 
 
 class Ledger:
@@ -103,15 +103,15 @@ class Ledger:
 
     def __init__(self, limits: Limits, *, priced: bool) -> None:
         max_cost = limits.max_cost if limits.max_cost is not None else (DEFAULT_MAX_COST if priced else math.inf)
-        self.limit = Amount(limits.max_calls, limits.max_tokens, max_cost)
-        self.spent = Amount()
-        self.outstanding = Amount()
-        self.held = Amount()
+        self.limit = ResourceAmount(limits.max_calls, limits.max_tokens, max_cost)
+        self.spent = ResourceAmount()
+        self.outstanding = ResourceAmount()
+        self.held = ResourceAmount()
         self.usage = Usage()
         self.cost: float | None = 0.0 if priced else None
-        self._waiting: deque[tuple[Amount, asyncio.Future[None]]] = deque()
+        self._waiting: deque[tuple[ResourceAmount, asyncio.Future[None]]] = deque()
 
-    def _over(self, total: Amount) -> Stop | None:
+    def _over(self, total: ResourceAmount) -> Stop | None:
         """The first limit that ``total`` would pass."""
         limit = self.limit
         if total.calls > limit.calls:
@@ -121,21 +121,21 @@ class Ledger:
         # Sums of floats may miss a limit by a rounding error; a billionth of it is not a breach.
         return Stop.MAX_COST if total.cost > limit.cost * (1 + 1e-9) else None
 
-    def would_pass(self, amount: Amount) -> Stop | None:
+    def would_pass(self, amount: ResourceAmount) -> Stop | None:
         """The limit that ``amount`` cannot fit under, even if everything outstanding turns out to cost nothing."""
         return self._over(self._committed().plus(amount))
 
-    def _committed(self) -> Amount:
+    def _committed(self) -> ResourceAmount:
         return self.spent.plus(self.held)
 
-    def hold(self, amount: Amount) -> Stop | None:
+    def hold(self, amount: ResourceAmount) -> Stop | None:
         """Hold ``amount`` back for the last word, in place of what was held. Returns the limit it does not fit under."""
         over = self._over(self.spent.plus(self.outstanding).plus(amount))
         if over is None:
             self.held = amount
         return over
 
-    async def reserve(self, amount: Amount) -> None:
+    async def reserve(self, amount: ResourceAmount) -> None:
         """Set ``amount`` aside; first come, first served. Raises LimitReached."""
         wanted = self.outstanding.plus(amount)
         if not self._waiting and self._over(self._committed().plus(wanted)) is None:
@@ -154,20 +154,20 @@ class Ledger:
                 self.free(amount)
             raise
 
-    def settle(self, reserved: Amount, usage: Usage, cost: float | None) -> None:
+    def settle(self, reserved: ResourceAmount, usage: Usage, cost: float | None) -> None:
         """A reservation turned into spending."""
         self.outstanding = self.outstanding.minus(reserved)
         self.charge(usage, cost)
 
     def charge(self, usage: Usage, cost: float | None) -> None:
         """Spending that was not reserved here: the replies that a resumed run had already been given."""
-        self.spent = self.spent.plus(Amount(usage.calls, usage.total_tokens, cost or 0.0))
+        self.spent = self.spent.plus(ResourceAmount(usage.calls, usage.total_tokens, cost or 0.0))
         self.usage += usage
         if cost is not None:
             self.cost = (self.cost or 0.0) + cost
         self._admit()
 
-    def free(self, reserved: Amount) -> None:
+    def free(self, reserved: ResourceAmount) -> None:
         """A reservation that cost nothing."""
         self.outstanding = self.outstanding.minus(reserved)
         self._admit()
@@ -197,7 +197,7 @@ class Ledger:
         }[stop]
         return LimitReached(f"the run's limit of {what} is reached", stop)
 
-    def standing(self) -> list[tuple[str, float, float]]:
+    def state(self) -> list[tuple[str, float, float]]:
         """(name, spent, limit) for each finite limit: for budget bars and for telling the model."""
         rows = [("calls", self.spent.calls, self.limit.calls), ("tokens", self.spent.tokens, self.limit.tokens)]
         costs = [("dollars", self.spent.cost, self.limit.cost)] if math.isfinite(self.limit.cost) else []

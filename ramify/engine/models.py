@@ -11,7 +11,7 @@ ModelSpec = str | Client
 """A name ``provider:model``, or a client of one's own."""
 
 
-class Models:
+class RunModels:
     """The models of one run.
 
     ``model`` answers as RLM: one for all depths, or a list by depth whose last entry holds for all deeper ones.

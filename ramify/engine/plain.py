@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from ramify.engine.call import LiveCall, Outcome
-from ramify.engine.run import Run, cut_reply
-from ramify.engine.typed import AnswerType, Mismatch
+from ramify.engine.call import CallOutcome, LiveCall
+from ramify.engine.run_state import RunState, cut_reply
+from ramify.engine.typed import AnswerType, TypeMismatch
 from ramify.errors import LimitReached, ModelError, ReplayDiverged
 from ramify.types.message import Message
 from ramify.types.trajectory import Stop
@@ -18,8 +18,8 @@ _LONG_CHARS = 5_000
 
 
 async def ask_plain(
-    run: Run, call: LiveCall, prompt: str, kind: AnswerType | None, *, system: str | None = None
-) -> Outcome:
+    run: RunState, call: LiveCall, prompt: str, kind: AnswerType | None, *, system: str | None = None
+) -> CallOutcome:
     """Ask once, and again with the error shown while the reply does not fit ``kind``. Never raises for a failed model.
 
     A reply that was cut at its limit ends with ``MAX_TOKENS``: its text is a partial answer, never a
@@ -32,31 +32,31 @@ async def ask_plain(
         try:
             reply = await run.ask(call, new, schema=schema)
         except LimitReached as reached:
-            return Outcome(Stop(reached.stop), error=str(reached), failure=reached)
+            return CallOutcome(Stop(reached.stop), error=str(reached), failure=reached)
         except (ModelError, ReplayDiverged) as failure:
-            return Outcome(Stop.ERROR, error=str(failure), failure=failure)
+            return CallOutcome(Stop.ERROR, error=str(failure), failure=failure)
         text, is_cut = reply.message.content, reply.finish == "length"
         if kind is None:
-            return _cut(run, call, text, text or None) if is_cut else Outcome(Stop.FINAL, text)
+            return _cut(run, call, text, text or None) if is_cut else CallOutcome(Stop.FINAL, text)
         try:
             value = await _value(kind, text)
             # A number or a text that fits may be the beginning of a longer one.
-            return _cut(run, call, text, None) if is_cut else Outcome(Stop.FINAL, value)
-        except Mismatch as mismatch:
+            return _cut(run, call, text, None) if is_cut else CallOutcome(Stop.FINAL, value)
+        except TypeMismatch as mismatch:
             error = str(mismatch)
             new = [
                 Message("user", f"That does not fit the schema: {error}. Reply with the corrected JSON value alone.")
             ]
     if is_cut:
         return _cut(run, call, text, None)
-    return Outcome(
+    return CallOutcome(
         Stop.ERROR, error=f"after {1 + MAX_REPAIRS} replies the value still does not fit its schema: {error}"
     )
 
 
-def _cut(run: Run, call: LiveCall, text: str, answer: str | None) -> Outcome:
+def _cut(run: RunState, call: LiveCall, text: str, answer: str | None) -> CallOutcome:
     error = cut_reply(call, run.sampling.max_tokens, text)
-    return Outcome(Stop.MAX_TOKENS, answer, str(error), error)
+    return CallOutcome(Stop.MAX_TOKENS, answer, str(error), error)
 
 
 async def _value(kind: AnswerType, text: str) -> Any:

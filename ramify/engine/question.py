@@ -27,7 +27,7 @@ _BARE = "The task and its data are in `context`. Read it and do what it asks."
 
 
 @runtime_checkable
-class Sources(Protocol):
+class SourceContext(Protocol):
     """What ``ramify.load`` returns."""
 
     @property
@@ -66,7 +66,7 @@ class Question(msgspec.Struct, frozen=True):
 def question(prompt: Any, query: str | None, kind: Any, cite: bool) -> Question:
     """The question that ``completion(prompt, query)`` asks. Raises ConfigError for an empty one."""
     about, tools, on_session = "", {}, None
-    if isinstance(prompt, Sources):
+    if isinstance(prompt, SourceContext):
         on_session = getattr(prompt, "on_session", None)  # of a task's beginning
         about, tools, prompt = prompt.manifest(), dict(prompt.tools), prompt.context
     if hasattr(prompt, "read"):

@@ -13,13 +13,13 @@ from collections.abc import AsyncIterator, Callable
 from typing import Protocol
 
 from ramify.errors import ConfigError
-from ramify.types.event import AnyEvent, Fold, Noted, RunEnded
+from ramify.types.event import AnyEvent, NoteAdded, RunEnded, TrajectoryFold
 from ramify.types.trajectory import Trajectory
 
 Listener = Callable[[AnyEvent], None]
 
 
-class Journal(Protocol):
+class EventWriter(Protocol):
     """What the recorder needs of ``store.Journal``."""
 
     def append(self, event: AnyEvent) -> None: ...
@@ -34,12 +34,12 @@ def checked_listener(listener: Listener | None) -> tuple[Listener, ...]:
     return (listener,) if listener else ()
 
 
-class Recorder:
+class EventRecorder:
     """Events in, in order; one per run, or per conversation."""
 
     def __init__(
         self,
-        journal: Journal | None = None,
+        journal: EventWriter | None = None,
         listeners: tuple[Listener, ...] = (),
         *,
         held: Callable[[AnyEvent], bool] | None = None,
@@ -51,7 +51,7 @@ class Recorder:
         self._held = held
         self._notes: list[AnyEvent] = []
         """Notes of a resumed run that are not written yet."""
-        self._fold = Fold()
+        self._fold = TrajectoryFold()
         self._began = time.perf_counter() - since_s
 
     @property
@@ -73,14 +73,14 @@ class Recorder:
                 self._listeners.remove(listener)
                 warnings.warn(f"an event listener failed and is not called again: {error!r}", stacklevel=2)
 
-    def _write(self, journal: Journal, event: AnyEvent) -> None:
+    def _write(self, journal: EventWriter, event: AnyEvent) -> None:
         """A resumed run that does nothing new leaves its journal as it was: a note alone waits for
         the next event."""
         if self._held is not None:
             if self._held(event):
                 return
             self._notes.append(event)
-            if isinstance(event, Noted):
+            if isinstance(event, NoteAdded):
                 return
             notes, self._notes = self._notes, []
             for each in notes:

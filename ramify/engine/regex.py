@@ -29,23 +29,23 @@ Places = set[int]
 """Offsets in a text, from 0 to its length."""
 
 
-class Unsupported(ValueError):
+class UnsupportedRegex(ValueError):
     """An expression that is none, or that cannot be matched in this way; ``str()`` says why."""
 
 
-class Pattern:
+class RegexPattern:
     """One expression."""
 
     def __init__(self, text: str) -> None:
         """Raises Unsupported."""
         if len(text) > MAX_CHARS:
-            raise Unsupported(f"it has {len(text):,} characters, and at most {MAX_CHARS:,} are taken")
+            raise UnsupportedRegex(f"it has {len(text):,} characters, and at most {MAX_CHARS:,} are taken")
         try:
             parsed = _PARSER.parse(text)
         except (re.error, OverflowError, RecursionError) as error:
-            raise Unsupported(str(error)) from None
+            raise UnsupportedRegex(str(error)) from None
         if parsed.state.flags & ~re.UNICODE:
-            raise Unsupported("it has flags: write them out, as [Aa] for (?i:a)")
+            raise UnsupportedRegex("it has flags: write them out, as [Aa] for (?i:a)")
         _check(parsed)
         self._parts = list(parsed)
 
@@ -149,4 +149,4 @@ def _check(parts: Iterable[Any]) -> None:
             case "AT" if value.name in _EDGES:
                 pass
             case name if name not in _SINGLE:
-                raise Unsupported(f"it has a part ({name.lower()}) that cannot be matched in bounded time")
+                raise UnsupportedRegex(f"it has a part ({name.lower()}) that cannot be matched in bounded time")

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from ramify.clients.pool import Pool
+from ramify.clients.pool import ClientPool
 from ramify.errors import WeakSandboxWarning
 from ramify.sandbox.base import Sandbox, SandboxSpec, launch, open_sandbox, said_aloud
 
@@ -19,11 +19,11 @@ _opened: set[str] = set()
 """Providers of which this process has had a sandbox."""
 
 
-class Resources:
+class LoopResources:
     """One pool and one sandbox."""
 
     def __init__(self, max_in_flight: int, spec: SandboxSpec) -> None:
-        self.pool = Pool(max_in_flight=max_in_flight)
+        self.pool = ClientPool(max_in_flight=max_in_flight)
         self._spec = spec
         self._sandbox: Sandbox | None = None
 
@@ -51,17 +51,17 @@ class Resources:
         await self.pool.close()
 
 
-class Shared:
+class SharedResources:
     """Counts who uses the resources of each loop."""
 
     def __init__(self, max_in_flight: int, spec: SandboxSpec) -> None:
         self._max_in_flight, self._spec = max_in_flight, spec
-        self._open: dict[asyncio.AbstractEventLoop, tuple[Resources, int]] = {}
+        self._open: dict[asyncio.AbstractEventLoop, tuple[LoopResources, int]] = {}
 
-    def pin(self) -> Resources:
+    def pin(self) -> LoopResources:
         """One user more on the running loop."""
         loop = asyncio.get_running_loop()
-        resources, count = self._open.get(loop) or (Resources(self._max_in_flight, self._spec), 0)
+        resources, count = self._open.get(loop) or (LoopResources(self._max_in_flight, self._spec), 0)
         self._open[loop] = (resources, count + 1)
         return resources
 
@@ -74,7 +74,7 @@ class Shared:
             await resources.close()
 
     @asynccontextmanager
-    async def use(self) -> AsyncIterator[Resources]:
+    async def use(self) -> AsyncIterator[LoopResources]:
         resources = self.pin()
         try:
             yield resources

@@ -6,7 +6,7 @@ r"""ReTool's protocol (2504.11536): a model thinks, runs Python where it needs i
     think … \boxed{2}                                        the answer, where nothing after it is to be run
 
 Whatever cannot be read is answered with what the forms are, and the conversation goes on. Errors, time-outs and silence are
-observations like any other. Decides what a reply asks for and how it is answered; the loop is ``loop.py``, the text that
+observations like any other. Decides what a reply asks for and how it is answered; the loop is ``rlm_loop.py``, the text that
 says all this to a model is in the scaffolds of this name.
 """
 
@@ -17,7 +17,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 
 from ramify.clients.base import Tool
-from ramify.engine.action import Action, Final, read_action, without_thinking
+from ramify.engine.action import FinalAnswer, ParsedAction, read_action, without_thinking
 from ramify.tasks.scoring.boxed import last_boxed
 from ramify.types.message import Message, ToolCall
 from ramify.types.trajectory import Cell
@@ -41,7 +41,7 @@ _XML = re.compile(
 )
 
 
-def read(message: Message, is_cut: bool = False) -> Action:
+def read(message: Message, is_cut: bool = False) -> ParsedAction:
     """What a reply asks for: an answer, or one piece of code or several. An answer counts where no code follows it. Of
     one that ``is_cut`` at its limit, code that was not closed is not run."""
     text = without_thinking(message.content)
@@ -51,9 +51,9 @@ def read(message: Message, is_cut: bool = False) -> Action:
         found, problems, end = _from_text(text, is_cut)
         box = last_boxed(text[end:], None)
         if box:
-            return Action(final=Final(box, as_is=True))
+            return ParsedAction(final=FinalAnswer(box, as_is=True))
         codes = found
-    return Action(tuple(codes), ids, None, tuple(problems))
+    return ParsedAction(tuple(codes), ids, None, tuple(problems))
 
 
 def _from_calls(calls: Iterable[ToolCall]) -> tuple[list[str], list[str]]:
@@ -126,7 +126,7 @@ def report(cell: Cell) -> str:
     return "\n".join(parts) or SILENT
 
 
-def observation(action: Action, reports: Sequence[str], notes: Iterable[str]) -> list[Message]:
+def observation(action: ParsedAction, reports: Sequence[str], notes: Iterable[str]) -> list[Message]:
     """The messages after a turn: what its cells did, or what was wrong with it."""
     told = list(dict.fromkeys(notes))
     if not action.codes:

@@ -11,7 +11,7 @@
     with rlm.conversation(huge_text) as c:      # one live session, several questions
         c.ask("How many errors?"); c.ask("And warnings?")
 
-What it leaves out: the loop (``loop.py``), what a tree shares (``run.py``), prompts (``scaffold.py``).
+What it leaves out: the loop (``rlm_loop.py``), what a tree shares (``run_state.py``), prompts (``scaffold.py``).
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ from typing import Any
 import msgspec
 
 from ramify.clients.base import Client, Sampling
-from ramify.clients.pool import Pool
-from ramify.engine import sync
-from ramify.engine.branch import Search, config_of, recorded_search, search_of
+from ramify.clients.pool import ClientPool
+from ramify.engine import event_loop_thread
+from ramify.engine.branch import BranchSearch, config_of, recorded_search, search_of
 from ramify.engine.citations import Citation, Cited
 from ramify.engine.conversation import Conversation
 from ramify.engine.limits import Limits
-from ramify.engine.models import Models, ModelSpec, listed
+from ramify.engine.models import ModelSpec, RunModels, listed
 from ramify.engine.question import Question, question
-from ramify.engine.recorder import Listener, Recorder, checked_listener
-from ramify.engine.resources import Resources, Shared
-from ramify.engine.running import Result, Running, as_text, checked
+from ramify.engine.recorder import EventRecorder, Listener, checked_listener
+from ramify.engine.resources import LoopResources, SharedResources
+from ramify.engine.run_handle import Result, RunHandle, as_text, checked
 from ramify.engine.scaffold import Scaffold, scaffold_of
-from ramify.engine.setup import Setup
+from ramify.engine.setup import RlmSetup
 from ramify.engine.spans import tracing
-from ramify.engine.tools import Tools, ToolSet
+from ramify.engine.tool_set import Tools, ToolSet
 from ramify.errors import ConfigError, ReplayDiverged
 from ramify.sandbox.base import SandboxSpec, module_of
 from ramify.sandbox.context import SharedContext
-from ramify.store.cache import CallCache
+from ramify.store.call_cache import CallCache
 from ramify.store.journal import Journal
-from ramify.store.replay import Recording
+from ramify.store.recorded_replies import RecordedReplies
 from ramify.store.store import Store
 from ramify.types.event import AnyEvent, RunStarted
 from ramify.types.trajectory import Stop
 
-__all__ = ["RLM", "Result", "Running"]
+__all__ = ["RLM", "Result", "RunHandle"]
 
 
 class RLM:
@@ -85,7 +85,7 @@ class RLM:
         store: Store | None = None,
         sampling: Sampling | None = None,
         branches: int = 1,
-        search: Search | None = None,
+        search: BranchSearch | None = None,
     ) -> None:
         limits = limits or Limits()
         spec = SandboxSpec(provider=sandbox) if isinstance(sandbox, str) else sandbox or SandboxSpec()
@@ -100,10 +100,10 @@ class RLM:
         tool_set = ToolSet(tools)
         chosen = scaffold_of(scaffold, model)
         self.store = store
-        self._shared = Shared(limits.max_concurrency, spec)
+        self._shared = SharedResources(limits.max_concurrency, spec)
         self._is_pinned_in_thread = False
         self._model, self._sub_model = model, sub_model
-        self._setup = Setup(
+        self._setup = RlmSetup(
             self._connect, limits, chosen, spec, sampling or Sampling(), tool_set,
             tool_set if child_tools is None else ToolSet(child_tools), store.blobs if store else None,
             _config(model, sub_model, limits, chosen, spec, sampling, tool_set),
@@ -125,7 +125,7 @@ class RLM:
             return list(self._connect(resources).all)
 
     @contextlib.asynccontextmanager
-    async def pool(self) -> AsyncIterator[Pool]:
+    async def pool(self) -> AsyncIterator[ClientPool]:
         """The connections and gates that its runs ask models through, for others whose requests should share them: judges
         of what the runs did, say."""
         async with self._shared.use() as resources:
@@ -136,14 +136,14 @@ class RLM:
 
     def completion(
         self, prompt: Any, query: str | None = None, *, answer_type: Any = None, cite: bool = False,
-        cache: bool = False, search: Search | int | None = None, on_event: Listener | None = None,
+        cache: bool = False, search: BranchSearch | int | None = None, on_event: Listener | None = None,
     ) -> Result:  # fmt: skip
         """Answer ``query`` over ``prompt`` (text, a dict or list of texts, any plain value, or what ``load`` returned).
 
         Without ``query``, ``prompt`` is the question. ``answer_type`` is a type or a JSON schema that the answer must
         meet; ``cite`` asks for citations and checks them; ``cache`` uses replies to the same requests kept in the store.
         ``search`` runs several continuations of a turn and chooses among their answers: a number (of first turns, by
-        vote), ``Branches`` or a ``Search``; by default as the RLM was made, 1 for none.
+        vote), ``Branches`` or a ``BranchSearch``; by default as the RLM was made, 1 for none.
         Raises ConfigError for wrong input, and the model's or sandbox's error where that left no answer. A limit is no
         error: see ``Result.stop``."""
         return self._in_thread(
@@ -154,7 +154,7 @@ class RLM:
 
     async def acompletion(
         self, prompt: Any, query: str | None = None, *, answer_type: Any = None, cite: bool = False,
-        cache: bool = False, search: Search | int | None = None, on_event: Listener | None = None,
+        cache: bool = False, search: BranchSearch | int | None = None, on_event: Listener | None = None,
     ) -> Result:  # fmt: skip
         """``completion`` on the caller's event loop. Cancelling it cancels the tree."""
         running = self.start(
@@ -164,7 +164,7 @@ class RLM:
 
     async def stream(
         self, prompt: Any, query: str | None = None, *, answer_type: Any = None, cite: bool = False,
-        cache: bool = False, search: Search | int | None = None,
+        cache: bool = False, search: BranchSearch | int | None = None,
     ) -> AsyncIterator[AnyEvent]:  # fmt: skip
         """The events of a run as they happen, ``RunEnded`` the last; leaving the loop early cancels the run."""
         running = self.start(prompt, query, answer_type=answer_type, cite=cite, cache=cache, search=search)
@@ -177,10 +177,10 @@ class RLM:
 
     def start(
         self, prompt: Any, query: str | None = None, *, answer_type: Any = None, cite: bool = False,
-        cache: bool = False, search: Search | int | None = None, on_event: Listener | None = None,
+        cache: bool = False, search: BranchSearch | int | None = None, on_event: Listener | None = None,
         metadata: Mapping[str, Any] | None = None, sampling: Sampling | None = None, limits: Limits | None = None,
         direct: bool = True,
-    ) -> Running:  # fmt: skip
+    ) -> RunHandle:  # fmt: skip
         """A run that goes on while the caller does other things; needs a running event loop. Its ``result`` is data: it
         raises nothing for what a model did. ``metadata`` is kept with the run's configuration; ``sampling`` is this run's
         own, so that attempts at one question may each have their seed; so are ``limits``, but for ``max_concurrency``,
@@ -189,7 +189,7 @@ class RLM:
         chosen = self._search if search is None else search_of(search)
         listeners = (*checked_listener(on_event), *tracing())
         journal = self.store.create(self.store.new_id(asked.text)) if self.store else None
-        recorder = Recorder(journal, listeners)
+        recorder = EventRecorder(journal, listeners)
         config = {**self._setup.config, **config_of(chosen), **(metadata or {})}
         if not direct:
             config["direct"] = False  # a replay and a resumed run must decide as this one did
@@ -200,7 +200,7 @@ class RLM:
         if limits is not None:
             config["limits"] = msgspec.to_builtins(limits)
             setup = msgspec.structs.replace(setup, limits=limits)
-        return Running(
+        return RunHandle(
             setup, asked, self._shared.use(),
             id=journal.id if journal else _new_id(), recorder=recorder, cache=self._cache(cache), search=chosen,
             close=functools.partial(_put_away, self.store, journal),
@@ -223,7 +223,7 @@ class RLM:
     # --- going on, and again -----------------------------------------------------------------------------------
 
     async def aresume(
-        self, run: str, *, answer_type: Any = None, search: Search | int | None = None,
+        self, run: str, *, answer_type: Any = None, search: BranchSearch | int | None = None,
         on_event: Listener | None = None,
     ) -> Result:  # fmt: skip
         """Go on with a stored run that was cut off or failed: no reply that was recorded is paid for again; what was in
@@ -231,23 +231,23 @@ class RLM:
 
         Raises ReplayDiverged for a program that asks something else than the recorded one; the journal stays as it is."""
         store = self._need_store("resume")
-        recording = Recording(store.events(run))
+        recording = RecordedReplies(store.events(run))
         if recording.ended is not None:
             return self._from_record(run)
         return checked(await self.restart(run, answer_type=answer_type, search=search, on_event=on_event).result())
 
     def restart(
-        self, run: str, *, answer_type: Any = None, search: Search | int | None = None,
+        self, run: str, *, answer_type: Any = None, search: BranchSearch | int | None = None,
         on_event: Listener | None = None,
-    ) -> Running:  # fmt: skip
+    ) -> RunHandle:  # fmt: skip
         """As ``start``, for a stored run that was cut off or failed. Raises ConfigError for one that has ended."""
         store = self._need_store("resume")
-        recording = Recording(store.events(run))
+        recording = RecordedReplies(store.events(run))
         if recording.ended is not None:
             raise ConfigError(f"run {recording.started.id} has ended ({recording.ended.stop}): ask anew")
         listeners = (*checked_listener(on_event), *tracing())
         journal = store.reopen(run)
-        recorder = Recorder(journal, listeners, held=recording.holds, since_s=recording.last_s)
+        recorder = EventRecorder(journal, listeners, held=recording.holds, since_s=recording.last_s)
         try:
             self._check_models(recording.started)
             return self._again(recording, answer_type, search, recorder, journal.close)
@@ -256,38 +256,43 @@ class RLM:
             raise
 
     async def areplay(
-        self, run: str, *, answer_type: Any = None, search: Search | int | None = None,
+        self, run: str, *, answer_type: Any = None, search: BranchSearch | int | None = None,
         on_event: Listener | None = None,
     ) -> Result:  # fmt: skip
         """Run a stored run's cells again against its recorded replies, without asking any model. Raises ReplayDiverged
         where the run asks something else than it did."""
-        recording = Recording(self._need_store("replay").events(run), strict=True)
-        recorder = Recorder(None, checked_listener(on_event))
+        recording = RecordedReplies(self._need_store("replay").events(run), strict=True)
+        recorder = EventRecorder(None, checked_listener(on_event))
         result = await self._again(recording, answer_type, search, recorder, _nothing).result()
         return checked(result)
 
     def resume(
-        self, run: str, *, answer_type: Any = None, search: Search | int | None = None,
+        self, run: str, *, answer_type: Any = None, search: BranchSearch | int | None = None,
         on_event: Listener | None = None,
     ) -> Result:  # fmt: skip
         """``aresume``, waited for."""
         return self._in_thread(self.aresume(run, answer_type=answer_type, search=search, on_event=on_event))
 
     def replay(
-        self, run: str, *, answer_type: Any = None, search: Search | int | None = None,
+        self, run: str, *, answer_type: Any = None, search: BranchSearch | int | None = None,
         on_event: Listener | None = None,
     ) -> Result:  # fmt: skip
         """``areplay``, waited for."""
         return self._in_thread(self.areplay(run, answer_type=answer_type, search=search, on_event=on_event))
 
     def _again(
-        self, recording: Recording, answer_type: Any, search: Search | int | None, recorder: Recorder, close: Any
-    ) -> Running:
+        self,
+        recording: RecordedReplies,
+        answer_type: Any,
+        search: BranchSearch | int | None,
+        recorder: EventRecorder,
+        close: Any,
+    ) -> RunHandle:
         started = recording.started
         if len(recording.questions) > 1:
             raise ConfigError(f"run {started.id} is a conversation of {len(recording.questions)} questions: ask anew")
         asked = self._question_of(started, answer_type)
-        return Running(
+        return RunHandle(
             self._setup, asked, self._shared.use(), id=started.id, recorder=recorder, recording=recording,
             search=recorded_search(started.config, self._search) if search is None else search_of(search), close=close,
         )  # fmt: skip
@@ -332,13 +337,13 @@ class RLM:
 
     # --- resources ---------------------------------------------------------------------------------------------
 
-    def _connect(self, resources: Resources) -> Models:
+    def _connect(self, resources: LoopResources) -> RunModels:
         pool = resources.pool
 
         def connect(spec: ModelSpec) -> Client:
             return pool.client(spec) if isinstance(spec, str) else pool.adopt(spec)
 
-        return Models(self._model, self._sub_model, connect)
+        return RunModels(self._model, self._sub_model, connect)
 
     def _cache(self, wanted: bool) -> CallCache | None:
         return CallCache(self._need_store("cache=True")) if wanted else None
@@ -346,12 +351,12 @@ class RLM:
     def _in_thread(self, work: Coroutine[Any, Any, Result]) -> Result:
         if not self._is_pinned_in_thread:
             try:
-                sync.run(self._pin())
+                event_loop_thread.run(self._pin())
             except BaseException:
                 work.close()
                 raise
             self._is_pinned_in_thread = True
-        return sync.run(work)
+        return event_loop_thread.run(work)
 
     async def _pin(self) -> None:
         self._shared.pin()
@@ -360,7 +365,7 @@ class RLM:
         """End what the synchronous face keeps open between completions. Idempotent."""
         if self._is_pinned_in_thread:
             self._is_pinned_in_thread = False
-            sync.run(self._shared.unpin())
+            event_loop_thread.run(self._shared.unpin())
 
     def __enter__(self) -> RLM:
         return self
@@ -381,7 +386,7 @@ class RLM:
         if getattr(self, "_is_pinned_in_thread", False):
             with contextlib.suppress(Exception):
                 self._is_pinned_in_thread = False
-                sync.leave(self._shared.unpin())
+                event_loop_thread.leave(self._shared.unpin())
                 warnings.warn(
                     "an RLM was not closed: use `with RLM(…) as rlm`, or rlm.close()", ResourceWarning, stacklevel=2
                 )

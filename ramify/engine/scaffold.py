@@ -14,7 +14,7 @@ import msgspec
 
 from ramify.clients.base import Tool
 from ramify.engine import observe, retool
-from ramify.engine.action import Action, read_action
+from ramify.engine.action import ParsedAction, read_action
 from ramify.errors import ConfigError, nearest
 from ramify.inference.base import made_for
 from ramify.types.message import Message
@@ -148,11 +148,11 @@ class Scaffold(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             return ()
         return (retool.TOOL,) if self.protocol == "retool" else usual
 
-    def read(self, message: Message, is_cut: bool = False) -> Action:
+    def read(self, message: Message, is_cut: bool = False) -> ParsedAction:
         """What a reply asks for; ``is_cut`` if it ended at its limit, so that its last code or answer may be half of one.
         With ``raw_code`` nothing says where code ends, so that a cut reply is run as it is."""
         if self.raw_code:
-            return Action(codes=(message.content,))
+            return ParsedAction(codes=(message.content,))
         return retool.read(message, is_cut) if self.protocol == "retool" else read_action(message, is_cut)
 
     def report(self, cell: Cell) -> str:

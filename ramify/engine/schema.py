@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
 
-from ramify.engine.regex import Pattern, Unsupported
+from ramify.engine.regex import RegexPattern, UnsupportedRegex
 from ramify.errors import ConfigError
 
 MAX_STEPS = 50_000
@@ -30,7 +30,7 @@ _CHARS_PER_STEP = 200
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 
 
-class TooLong(Exception):
+class SchemaCheckTooLong(Exception):
     """A check that takes more steps than it may."""
 
 
@@ -42,7 +42,7 @@ class _Budget:
     def spend(self, steps: int) -> None:
         self._left -= steps
         if self._left < 0:
-            raise TooLong
+            raise SchemaCheckTooLong
 
     def size(self, value: Any) -> int:
         """``nodes`` of a part of the schema or of the value, which both outlive this."""
@@ -54,7 +54,7 @@ class _Budget:
 _budget: ContextVar[_Budget] = ContextVar("budget")
 
 
-class Schema:
+class JsonSchema:
     """One schema, ready to check."""
 
     def __init__(self, schema: dict[str, Any], *, trusted: bool = True) -> None:
@@ -129,13 +129,13 @@ def _check_stranger(schema: Any, size: int) -> None:
         for pattern in patterns:
             try:
                 _pattern(pattern)
-            except Unsupported as error:
+            except UnsupportedRegex as error:
                 raise ConfigError(f"the pattern {pattern!r:.100} of the JSON schema is not taken: {error}") from None
     if "patternProperties" in named and "unevaluatedProperties" in named:
         raise ConfigError("a JSON schema may not have both patternProperties and unevaluatedProperties here")
 
 
-_pattern = functools.lru_cache(maxsize=256)(Pattern)
+_pattern = functools.lru_cache(maxsize=256)(RegexPattern)
 
 # --- the counting validator ------------------------------------------------------------------------------------------------
 

@@ -26,12 +26,12 @@ import msgspec
 from ramify.engine.recorder import Listener
 from ramify.types.event import (
     AnyEvent,
-    Attempted,
+    AttemptFailed,
     CallEnded,
     CallStarted,
     CellRan,
-    Replied,
-    Requested,
+    ReplyReceived,
+    RequestStarted,
     RunEnded,
     RunStarted,
     ToolAnswered,
@@ -62,7 +62,7 @@ def tracing() -> tuple[Listener, ...]:
     provider = api.get_tracer_provider()
     if isinstance(provider, (api.ProxyTracerProvider, api.NoOpTracerProvider)):
         return ()
-    return (Spans(provider.get_tracer("ramify")),)
+    return (SpanListener(provider.get_tracer("ramify")),)
 
 
 @contextlib.contextmanager
@@ -80,7 +80,7 @@ def continued(headers: Mapping[str, str]) -> Iterator[None]:
         context.detach(token)
 
 
-class Spans:
+class SpanListener:
     """Listens to one run, or to the runs of a conversation, one after the other."""
 
     def __init__(self, tracer: Tracer, content: bool | None = None) -> None:
@@ -106,11 +106,11 @@ class Spans:
                 self._begin(event)
             case CallStarted():
                 self._begin_call(event)
-            case Requested():
+            case RequestStarted():
                 self._ask(event)
-            case Attempted() if event.call in self._requests:
+            case AttemptFailed() if event.call in self._requests:
                 self._requests[event.call].add_event("ramify.attempt_failed", timestamp=self._ns(event.at_s))
-            case Replied():
+            case ReplyReceived():
                 self._answer(event)
             case ToolAnswered():
                 self._tool(event)
@@ -178,7 +178,7 @@ class Spans:
 
     # --- requests, cells, tools --------------------------------------------------------------------------------
 
-    def _ask(self, event: Requested) -> None:
+    def _ask(self, event: RequestStarted) -> None:
         if event.call in self._requests or event.call not in self._calls:
             return
         call = self._calls[event.call]
@@ -195,7 +195,7 @@ class Spans:
             span.set_attribute("gen_ai.input.messages", _messages(event.prompt))
         self._requests[call.id] = span
 
-    def _answer(self, event: Replied) -> None:
+    def _answer(self, event: ReplyReceived) -> None:
         self._latest[event.call] = event.at_s
         span, reply = self._requests.pop(event.call, None), event.reply
         if span is None:

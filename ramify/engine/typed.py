@@ -17,13 +17,13 @@ from typing import Any
 
 import msgspec
 
-from ramify.engine.schema import Schema, TooLong
+from ramify.engine.schema import JsonSchema, SchemaCheckTooLong
 from ramify.errors import ConfigError
 
 _FENCED = re.compile(r"```(?:json)?[^\S\n]*\n(.*?)```", re.DOTALL)
 
 
-class Mismatch(Exception):
+class TypeMismatch(Exception):
     """A value does not fit its type; ``str()`` says where and why, for the model to read."""
 
 
@@ -39,7 +39,7 @@ class AnswerType(msgspec.Struct, frozen=True):
         """The typed value that a reply's text holds: all of it, a JSON fence in it, or the text itself for a string."""
         try:
             value = parse_json(text)
-        except Mismatch:
+        except TypeMismatch:
             if self.schema.get("type") != "string":
                 raise
             value = text.strip()
@@ -54,7 +54,7 @@ class AnswerType(msgspec.Struct, frozen=True):
             try:
                 values.append(reading(text))
                 self.convert(values[-1])
-            except (Mismatch, ValueError, SyntaxError, MemoryError, RecursionError, TypeError):
+            except (TypeMismatch, ValueError, SyntaxError, MemoryError, RecursionError, TypeError):
                 continue
             return values[-1]
         return values[0]
@@ -105,23 +105,23 @@ def parse_json(text: str) -> Any:
             return json.loads(candidate)
         except (ValueError, RecursionError) as failure:  # a thousand brackets, too
             error = failure
-    raise Mismatch(f"the reply is not JSON ({error})")
+    raise TypeMismatch(f"the reply is not JSON ({error})")
 
 
 def _of_schema(schema: dict[str, Any], trusted: bool) -> AnswerType:
-    checked = Schema(schema, trusted=trusted)
+    checked = JsonSchema(schema, trusted=trusted)
 
     def convert(value: Any) -> Any:
         plain = _plain(value)
         try:
             failure = checked.failure(plain)
-        except TooLong:
-            raise Mismatch(
+        except SchemaCheckTooLong:
+            raise TypeMismatch(
                 "the value takes too many steps to be checked by this schema: a smaller value, or a schema with fewer $ref and "
                 "anyOf within each other, would do"
             ) from None
         if failure is not None:
-            raise Mismatch(failure)
+            raise TypeMismatch(failure)
         return _writable(plain)
 
     return AnswerType(schema, convert)
@@ -132,7 +132,7 @@ def _msgspec(kind: Any) -> Callable[[Any], Any]:
         try:
             return msgspec.convert(_writable(_plain(value)), kind)
         except msgspec.ValidationError as error:
-            raise Mismatch(str(error)) from None
+            raise TypeMismatch(str(error)) from None
         except (TypeError, ValueError, ArithmeticError, RecursionError) as error:
             raise _unchecked(error) from None
 
@@ -155,15 +155,15 @@ def _pydantic(validate: Callable[[Any], Any]) -> Callable[[Any], Any]:
         try:
             return validate(_writable(_plain(value)))
         except ValueError as error:  # pydantic's ValidationError is one
-            raise Mismatch(str(error)[:1000]) from None
+            raise TypeMismatch(str(error)[:1000]) from None
         except (TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
             raise _unchecked(error) from None  # a validator that did not expect such a value
 
     return convert
 
 
-def _unchecked(error: Exception) -> Mismatch:
-    return Mismatch(f"the value cannot be checked ({type(error).__name__}: {str(error)[:300]})")
+def _unchecked(error: Exception) -> TypeMismatch:
+    return TypeMismatch(f"the value cannot be checked ({type(error).__name__}: {str(error)[:300]})")
 
 
 def _writable(plain: Any) -> Any:
@@ -182,7 +182,7 @@ def _plain(value: Any) -> Any:
     try:
         return msgspec.to_builtins(value, str_keys=True)
     except (TypeError, ValueError, ArithmeticError, RecursionError) as error:
-        raise Mismatch(f"a value of type {type(value).__name__} has no JSON form ({error})") from None
+        raise TypeMismatch(f"a value of type {type(value).__name__} has no JSON form ({error})") from None
 
 
 def _inlined(schema: dict[str, Any]) -> dict[str, Any]:

@@ -19,10 +19,10 @@ from typing import Any
 
 from ramify.clients.base import Sampling
 from ramify.engine.rlm import RLM
-from ramify.engine.running import Result
-from ramify.engine.thread import in_thread
+from ramify.engine.run_handle import Result
+from ramify.engine.user_thread import in_thread
 from ramify.errors import RamifyError, Refused, ReplyFiltered, SessionDied
-from ramify.tasks.base import Item, Start, Task, scored
+from ramify.tasks.base import Item, Task, TaskStart, scored
 from ramify.types.event import scores_of
 from ramify.types.trajectory import Stop, Trajectory
 
@@ -119,7 +119,7 @@ async def _in_time(work: Callable[[], Awaitable[Any]], task: Task, item: Item, w
 
 
 async def _run(
-    rlm: RLM, name: str, start: Start, question: str, sampling: Sampling | None, about: Mapping[str, Any],
+    rlm: RLM, name: str, start: TaskStart, question: str, sampling: Sampling | None, about: Mapping[str, Any],
     grace_s: float, on_stall: Callable[[str], None], direct: bool,
 ) -> tuple[Trajectory, str | None]:  # fmt: skip
     """The trajectory and, where it is not to be scored, why."""

@@ -18,27 +18,27 @@ from pathlib import Path
 import msgspec
 
 from ramify.errors import ConfigError, RunInUse, StoreError, UnknownRun
-from ramify.evaluate.run import Evaluation, Outcome, Plan
-from ramify.store.files import EVALUATIONS, FILE_MODE, make_folder, write_all
+from ramify.evaluate.run import AttemptOutcome, Evaluation, EvaluationPlan
+from ramify.store.private_files import EVALUATIONS, FILE_MODE, make_folder, write_all
 
-_decoder = msgspec.json.Decoder(Plan | Outcome)
+_decoder = msgspec.json.Decoder(EvaluationPlan | AttemptOutcome)
 
 
-class Records:
+class EvaluationRecords:
     """The evaluations of a store."""
 
     def __init__(self, root: Path) -> None:
         self._folder = root / EVALUATIONS
 
-    def create(self, plan: Plan) -> Record:
+    def create(self, plan: EvaluationPlan) -> EvaluationRecord:
         make_folder(self._folder)
         words = "-".join(filter(None, (plan.task.partition(":")[0].rpartition("/")[2], plan.split)))
         id = f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(3)}-{words}"
-        return Record(self._folder / f"{id}.jsonl", plan)
+        return EvaluationRecord(self._folder / f"{id}.jsonl", plan)
 
-    def reopen(self, id: str) -> Record:
+    def reopen(self, id: str) -> EvaluationRecord:
         """An evaluation that was begun, to go on with. Raises StoreError for one that there is not."""
-        return Record(self.path(id))
+        return EvaluationRecord(self.path(id))
 
     def load(self, id: str) -> Evaluation:
         return read(self.path(id))
@@ -59,10 +59,10 @@ class Records:
         return chosen[0]
 
 
-class Record:
+class EvaluationRecord:
     """One evaluation's file, open for writing. Implements ``run.Record``."""
 
-    def __init__(self, path: Path, plan: Plan | None = None) -> None:
+    def __init__(self, path: Path, plan: EvaluationPlan | None = None) -> None:
         """A new one for ``plan``, or the one that is there. Raises StoreError where another process writes it."""
         self.path = path
         flags = os.O_RDWR | os.O_APPEND | (os.O_CREAT | os.O_EXCL if plan is not None else 0)
@@ -78,7 +78,7 @@ class Record:
                 f"the evaluation {path.stem} is being written by another process: stop that one first"
             ) from None
         if plan is not None:
-            self.plan, self.outcomes = plan, list[Outcome]()
+            self.plan, self.outcomes = plan, list[AttemptOutcome]()
             self._write(plan)
         else:
             self._go_on()
@@ -87,7 +87,7 @@ class Record:
     def id(self) -> str:
         return self.path.stem
 
-    def append(self, outcome: Outcome) -> None:
+    def append(self, outcome: AttemptOutcome) -> None:
         self.outcomes.append(outcome)
         self._write(outcome)
 
@@ -106,7 +106,7 @@ class Record:
         # What failed for reasons not the model's own is tried again.
         self.outcomes = [outcome for outcome in evaluation.outcomes if outcome.reward is not None]
 
-    def _write(self, entry: Plan | Outcome) -> None:
+    def _write(self, entry: EvaluationPlan | AttemptOutcome) -> None:
         write_all(self._fd, msgspec.json.encode(entry) + b"\n", self.path)
 
 
@@ -129,18 +129,18 @@ def _decoded(data: bytes, path: Path, problems: list[str] | None = None) -> Eval
             if problems is None or number == 1:
                 raise StoreError(f"{path}, line {number}: {error}") from None
             problems.append(f"{path}, line {number} is damaged and left out: {error}")
-    if not entries or not isinstance(entries[0], Plan):
+    if not entries or not isinstance(entries[0], EvaluationPlan):
         raise StoreError(f"{path} is no evaluation: its first line must be a plan")
-    outcomes: dict[tuple[str, int], Outcome] = {}
+    outcomes: dict[tuple[str, int], AttemptOutcome] = {}
     for entry in entries[1:]:
-        if isinstance(entry, Outcome):
+        if isinstance(entry, AttemptOutcome):
             outcomes[entry.item, entry.attempt] = entry
     return Evaluation(entries[0], tuple(outcomes.values()))
 
 
-def same_plan(recorded: Plan, wanted: Plan) -> None:
+def same_plan(recorded: EvaluationPlan, wanted: EvaluationPlan) -> None:
     """Raises ConfigError that names the first difference."""
-    for name in Plan.__struct_fields__:
+    for name in EvaluationPlan.__struct_fields__:
         before, now = getattr(recorded, name), getattr(wanted, name)
         if before != now:
             raise ConfigError(f"the evaluation was begun with {name} {before!r}, and not {now!r}: begin another one")
@@ -151,4 +151,4 @@ def unfinished(evaluation: Evaluation, num_items: int) -> int:
     return num_items * evaluation.plan.attempts - len(evaluation.outcomes)
 
 
-__all__: Sequence[str] = ("Record", "Records", "read", "same_plan", "unfinished")
+__all__: Sequence[str] = ("EvaluationRecord", "EvaluationRecords", "read", "same_plan", "unfinished")

@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 
 from ramify.errors import ConfigError
-from ramify.evaluate.run import Evaluation, Outcome, Plan
+from ramify.evaluate.run import AttemptOutcome, Evaluation, EvaluationPlan
 from ramify.evaluate.statistics import (
-    Figure,
+    MeanEstimate,
     majority_at_k,
     mean_with_interval,
     paired_difference,
@@ -32,20 +32,20 @@ RIGHT = 1 - 1e-9
 ALL = "all"
 
 
-class Row(msgspec.Struct, frozen=True):
+class ReportRow(msgspec.Struct, frozen=True):
     """The figures of one kind of item."""
 
     kind: str
     items: int
-    average: Figure | None
+    average: MeanEstimate | None
     """Mean reward over attempts, then over items. None where no attempt was scored."""
-    passes: Figure | None
+    passes: MeanEstimate | None
     """pass@k; None where no item has k scored attempts."""
-    majority: Figure | None
+    majority: MeanEstimate | None
     """majority@k; the same."""
 
 
-class Spent(msgspec.Struct, frozen=True):
+class AttemptTotals(msgspec.Struct, frozen=True):
     """What the attempts took."""
 
     input_tokens: int
@@ -63,17 +63,17 @@ class Spent(msgspec.Struct, frozen=True):
     """Below the root."""
 
 
-class Report(msgspec.Struct, frozen=True):
+class EvaluationReport(msgspec.Struct, frozen=True):
     """An evaluation in figures."""
 
-    plan: Plan
+    plan: EvaluationPlan
     k: int
     attempts: int
     """Made."""
     failed: int
     """Of those, how many have no reward."""
     first_error: str
-    rows: tuple[Row, ...]
+    rows: tuple[ReportRow, ...]
     """All items, then each kind."""
     rewards: dict[str, float]
     """Reward name -> mean over scored attempts."""
@@ -81,10 +81,10 @@ class Report(msgspec.Struct, frozen=True):
     """Metric name -> mean over the attempts that have it."""
     stops: dict[str, int]
     """How attempts ended -> how many."""
-    spent: Spent
+    spent: AttemptTotals
 
 
-def report(evaluation: Evaluation, *, k: int | None = None, seed: int = 0) -> Report:
+def report(evaluation: Evaluation, *, k: int | None = None, seed: int = 0) -> EvaluationReport:
     """The figures of ``evaluation``. ``k`` is that of pass@k and majority@k, by default all attempts; ``seed`` that of the
     bootstrap. Raises ConfigError for a k that there are not enough attempts for, and where there is no outcome."""
     plan, outcomes = evaluation.plan, evaluation.outcomes
@@ -96,7 +96,7 @@ def report(evaluation: Evaluation, *, k: int | None = None, seed: int = 0) -> Re
     kinds = sorted({each.kind for each in outcomes})
     groups = [(ALL, outcomes), *((kind, [each for each in outcomes if each.kind == kind]) for kind in kinds)]
     failures = [each.error for each in outcomes if each.reward is None]
-    return Report(
+    return EvaluationReport(
         plan, k, len(outcomes), len(failures), failures[0] if failures else "",
         tuple(_row(kind, group, k, seed) for kind, group in (groups if len(kinds) > 1 else groups[:1])),
         _means(each.rewards for each in scored), _means(each.metrics for each in scored),
@@ -114,7 +114,7 @@ def check_k(k: int, attempts: int) -> None:
         )
 
 
-def difference(ours: Evaluation, theirs: Evaluation, *, seed: int = 0) -> tuple[Figure, int]:
+def difference(ours: Evaluation, theirs: Evaluation, *, seed: int = 0) -> tuple[MeanEstimate, int]:
     """(mean reward of ``ours`` less that of ``theirs`` over the items that both have, how many those are). Raises
     ConfigError for evaluations of different tasks, and where no scored item is in both."""
     check_same_items(ours.plan, theirs.plan)
@@ -126,7 +126,7 @@ def difference(ours: Evaluation, theirs: Evaluation, *, seed: int = 0) -> tuple[
     return paired_difference(first, second, seed), len(both)
 
 
-def check_same_items(ours: Plan, theirs: Plan) -> None:
+def check_same_items(ours: EvaluationPlan, theirs: EvaluationPlan) -> None:
     """Raises ConfigError, naming what differs, where the items of one evaluation are not those of the other."""
     for name in ("task", "options", "split"):
         mine, other = getattr(ours, name), getattr(theirs, name)
@@ -134,39 +134,41 @@ def check_same_items(ours: Plan, theirs: Plan) -> None:
             raise ConfigError(f"the evaluations cannot be compared: {name} is {mine!r} here and {other!r} there")
 
 
-def _by_item(outcomes: Iterable[Outcome]) -> dict[str, list[Outcome]]:
+def _by_item(outcomes: Iterable[AttemptOutcome]) -> dict[str, list[AttemptOutcome]]:
     """Item -> its attempts that have a reward, in order."""
-    found: dict[str, list[Outcome]] = {}
+    found: dict[str, list[AttemptOutcome]] = {}
     for each in outcomes:
         if each.reward is not None:
             found.setdefault(each.item, []).append(each)
     return found
 
 
-def _row(kind: str, outcomes: Sequence[Outcome], k: int, seed: int) -> Row:
+def _row(kind: str, outcomes: Sequence[AttemptOutcome], k: int, seed: int) -> ReportRow:
     items = _by_item(outcomes)
     enough = [attempts for attempts in items.values() if len(attempts) >= k]
 
-    def figure(of: Callable[[list[Outcome]], float], among: Iterable[list[Outcome]]) -> Figure | None:
+    def figure(
+        of: Callable[[list[AttemptOutcome]], float], among: Iterable[list[AttemptOutcome]]
+    ) -> MeanEstimate | None:
         values = [of(attempts) for attempts in among]
         return mean_with_interval(values, seed) if values else None
 
-    return Row(
+    return ReportRow(
         kind, len({each.item for each in outcomes}), figure(_mean_reward, items.values()),
         figure(lambda attempts: pass_at_k(len(attempts), sum(map(_is_right, attempts)), k), enough),
         figure(lambda attempts: _majority(attempts, k), enough),
     )  # fmt: skip
 
 
-def _mean_reward(attempts: Sequence[Outcome]) -> float:
+def _mean_reward(attempts: Sequence[AttemptOutcome]) -> float:
     return sum(each.reward or 0.0 for each in attempts) / len(attempts)
 
 
-def _is_right(attempt: Outcome) -> bool:
+def _is_right(attempt: AttemptOutcome) -> bool:
     return attempt.reward is not None and attempt.reward >= RIGHT
 
 
-def _majority(attempts: Sequence[Outcome], k: int) -> float:
+def _majority(attempts: Sequence[AttemptOutcome], k: int) -> float:
     return majority_at_k([each.answer for each in attempts], [float(_is_right(each)) for each in attempts], k)
 
 
@@ -178,11 +180,11 @@ def _means(found: Iterable[dict[str, float]]) -> dict[str, float]:
     return {name: sum(each) / len(each) for name, each in values.items()}
 
 
-def _spent(outcomes: Sequence[Outcome]) -> Spent:
+def _spent(outcomes: Sequence[AttemptOutcome]) -> AttemptTotals:
     seconds = sorted(each.seconds for each in outcomes)
     costs = [each.cost for each in outcomes if each.cost is not None]
     num = len(outcomes)
-    return Spent(
+    return AttemptTotals(
         sum(each.usage.input_tokens for each in outcomes), sum(each.usage.output_tokens for each in outcomes),
         sum(each.usage.calls for each in outcomes), sum(costs) if costs else None, sum(seconds) / num,
         quantile(seconds, 0.95), sum(each.turns for each in outcomes) / num, sum(each.calls for each in outcomes) / num,
@@ -192,7 +194,7 @@ def _spent(outcomes: Sequence[Outcome]) -> Spent:
 # --- as text -----------------------------------------------------------------------------------------------------------
 
 
-def table(found: Report) -> str:
+def table(found: EvaluationReport) -> str:
     """``found`` for a person, lines below 100 characters."""
     plan = found.plan
     num, each = _many(f"{found.rows[0].items:,}", "item"), _many(str(plan.attempts), "attempt")
@@ -209,7 +211,7 @@ def table(found: Report) -> str:
     return "\n".join([*lines, *_closing(found)])
 
 
-def _closing(found: Report) -> list[str]:
+def _closing(found: EvaluationReport) -> list[str]:
     spent = found.spent
     turns, calls = _many(f"{spent.turns_mean:.3g}", "turn"), _many(f"{spent.calls_mean:.3g}", "call")
     each = f"{turns} and {calls} below the root in {spent.seconds_mean:.3g} s"
@@ -230,7 +232,7 @@ def _many(number: str, noun: str) -> str:
     return f"{number} {noun}" + ("" if number == "1" else "s")
 
 
-def _shown(figure: Figure | None) -> str:
+def _shown(figure: MeanEstimate | None) -> str:
     return "-" if figure is None else f"{figure.value:.3f} [{figure.low:.2f} {figure.high:.2f}]"
 
 

@@ -2,7 +2,7 @@
 
     Plan ──> items x attempts, less what the record has ── workers ──> attempt ──> Outcome ──> record (a line each)
 
-Decides the order, the seeds and what is kept of an attempt. An evaluation with a ``Record`` goes on where it was stopped:
+Decides the order, the seeds and what is kept of an attempt. An evaluation with a ``OutcomeRecord`` goes on where it was stopped:
 attempts that it has are not made again. Leaves out figures (``report.py``).
 """
 
@@ -20,14 +20,14 @@ from ramify.engine.rlm import RLM
 from ramify.errors import ConfigError
 from ramify.evaluate.attempt import GRACE_S, attempt
 from ramify.tasks.base import Item, Task, items_of, total
-from ramify.tasks.scoring.text import as_text
+from ramify.tasks.scoring.answer_text import as_text
 from ramify.types.message import Usage
 from ramify.types.trajectory import Stop, Trajectory
 
 _MAX_ANSWER_CHARS = 500
 
 
-class Plan(msgspec.Struct, frozen=True, tag="plan", forbid_unknown_fields=True, kw_only=True):
+class EvaluationPlan(msgspec.Struct, frozen=True, tag="plan", forbid_unknown_fields=True, kw_only=True):
     """What is evaluated."""
 
     model: str
@@ -51,7 +51,7 @@ class Plan(msgspec.Struct, frozen=True, tag="plan", forbid_unknown_fields=True, 
             raise ConfigError(f"evaluate {self.items} items with {self.attempts} attempts: give at least 1 of each")
 
 
-class Outcome(msgspec.Struct, frozen=True, tag="outcome", omit_defaults=True, kw_only=True):
+class AttemptOutcome(msgspec.Struct, frozen=True, tag="outcome", omit_defaults=True, kw_only=True):
     """What one attempt came to."""
 
     item: str
@@ -83,31 +83,31 @@ class Outcome(msgspec.Struct, frozen=True, tag="outcome", omit_defaults=True, kw
 class Evaluation(msgspec.Struct, frozen=True):
     """A plan and what came of it."""
 
-    plan: Plan
-    outcomes: tuple[Outcome, ...]
+    plan: EvaluationPlan
+    outcomes: tuple[AttemptOutcome, ...]
     """In order of items and attempts."""
 
 
-class Record(Protocol):
+class OutcomeRecord(Protocol):
     """Where outcomes are kept as they come (see ``record.py``)."""
 
     @property
-    def outcomes(self) -> Sequence[Outcome]: ...
+    def outcomes(self) -> Sequence[AttemptOutcome]: ...
 
-    def append(self, outcome: Outcome) -> None: ...
+    def append(self, outcome: AttemptOutcome) -> None: ...
 
 
-Watcher = Callable[[Outcome, Trajectory], None]
+Watcher = Callable[[AttemptOutcome, Trajectory], None]
 
 
 async def evaluate(
     rlm: RLM,
     task: Task,
-    plan: Plan,
+    plan: EvaluationPlan,
     *,
     sampling: Sampling | None = None,
     concurrency: int = 16,
-    record: Record | None = None,
+    record: OutcomeRecord | None = None,
     on_outcome: Watcher | None = None,
     grace_s: float = GRACE_S,
     direct: bool = False,
@@ -121,8 +121,8 @@ async def evaluate(
         raise ConfigError(f"evaluate with concurrency {concurrency}: give at least 1")
     items = items_of(task, plan.split)
     done = {(each.item, each.attempt): each for each in (record.outcomes if record is not None else ())}
-    fresh: list[Outcome] = []
-    work = _Work(items, min(plan.items, len(items)), plan.attempts)
+    fresh: list[AttemptOutcome] = []
+    work = _AttemptQueue(items, min(plan.items, len(items)), plan.attempts)
 
     async def worker() -> None:
         for index, number in work:
@@ -150,7 +150,7 @@ async def evaluate(
     return Evaluation(plan, tuple(sorted(mine, key=lambda each: (place[each.item], each.attempt))))
 
 
-class _Work:
+class _AttemptQueue:
     """The attempts to make, in order, handed out one at a time; an item is made once for all its attempts."""
 
     def __init__(self, items: Sequence[Item], num: int, attempts: int) -> None:
@@ -180,11 +180,11 @@ def _sampling(given: Sampling | None, seed: int, item: Item, number: int) -> Sam
     return msgspec.structs.replace(given or Sampling(), seed=drawn)
 
 
-def outcome_of(task: Task, item: Item, number: int, trajectory: Trajectory, *, is_stored: bool) -> Outcome:
+def outcome_of(task: Task, item: Item, number: int, trajectory: Trajectory, *, is_stored: bool) -> AttemptOutcome:
     """What is kept of ``trajectory``, which ``attempt`` gave."""
     has_reward = bool(trajectory.rewards)
     answer = as_text(trajectory.answer)
-    return Outcome(
+    return AttemptOutcome(
         item=item.id, attempt=number, kind=item.kind, run=trajectory.id if is_stored else "",
         reward=total(trajectory.rewards, task.weights) if has_reward else None, rewards=trajectory.rewards,
         metrics=trajectory.metrics, answer=answer if answer is None else answer[:_MAX_ANSWER_CHARS],

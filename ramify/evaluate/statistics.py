@@ -19,7 +19,7 @@ DRAWS = 1000
 LEVEL = 0.95
 
 
-class Figure(msgspec.Struct, frozen=True):
+class MeanEstimate(msgspec.Struct, frozen=True):
     """A mean over items and the interval that it lies in."""
 
     value: float
@@ -62,21 +62,21 @@ def _majority(answers: Sequence[Hashable | None], rewards: Sequence[float]) -> f
     return rewards[answers.index(counts.most_common(1)[0][0])]  # among equals, the one that was met first
 
 
-def mean_with_interval(values: Sequence[float], seed: int = 0) -> Figure:
+def mean_with_interval(values: Sequence[float], seed: int = 0) -> MeanEstimate:
     """The mean of ``values``, one for each item, with the percentile bootstrap interval (Efron 1979): the mean of as
     many items drawn with putting back, ``DRAWS`` times, between its 2.5 and 97.5 per cent quantiles."""
     if not values:
         raise ConfigError("there is no item to take a mean over")
     mean = math.fsum(values) / len(values)
     if min(values) == max(values):
-        return Figure(mean, mean, mean)
+        return MeanEstimate(mean, mean, mean)
     rng = random.Random(seed)
     means = sorted(math.fsum(rng.choices(values, k=len(values))) / len(values) for _ in range(DRAWS))
     tail = (1 - LEVEL) / 2
-    return Figure(mean, quantile(means, tail), quantile(means, 1 - tail))
+    return MeanEstimate(mean, quantile(means, tail), quantile(means, 1 - tail))
 
 
-def paired_difference(ours: Sequence[float], theirs: Sequence[float], seed: int = 0) -> Figure:
+def paired_difference(ours: Sequence[float], theirs: Sequence[float], seed: int = 0) -> MeanEstimate:
     """The mean of ``ours - theirs`` over the same items, with the interval of resampled items: what both find hard does
     not widen it."""
     if len(ours) != len(theirs):

@@ -17,7 +17,7 @@ import msgspec
 
 from ramify.clients.base import Client
 from ramify.errors import ConfigError, ModelError
-from ramify.progress import doing
+from ramify.progress import report_progress
 
 PROTOCOL = 3
 """Of ``ramify serve-policy --weight-transfer``: counts up with every change that an older trainer or engine would
@@ -35,7 +35,7 @@ class EngineLost(ModelError):
     """The one engine that was asked is gone; it comes back with the weights of then, or not at all."""
 
 
-class Pressure(msgspec.Struct, frozen=True):
+class CachePressure(msgspec.Struct, frozen=True):
     """How an engine's cache of keys and values bears what is asked. A client whose engine knows has
     ``async pressure() -> Pressure | None``; None where it does not say."""
 
@@ -104,9 +104,11 @@ def connect(name: str, tiny: Path = TINY) -> Client:
             "`ramify train recipes/tiny.py`, and use it as local:FOLDER"
         )
     need_train_extra(f"model '{name}'")
-    with doing("starting", note=f"the engine for {name}"):  # importing it takes longer than loading a small policy
-        from ramify.inference.local.client import LocalClient
-        from ramify.policy.load import load
+    with report_progress(
+        "starting", note=f"the engine for {name}"
+    ):  # importing it takes longer than loading a small policy
+        from ramify.inference.local.local_client import LocalClient
+        from ramify.models.load import load
 
     return LocalClient(load(path), name=name)
 

@@ -11,7 +11,7 @@ import msgspec
 
 from ramify.clients.base import Request
 from ramify.errors import Refused
-from ramify.policy.renderer import Renderer
+from ramify.models.renderer import Renderer
 from ramify.types.message import Message
 
 

@@ -4,7 +4,7 @@
                      ^                                                    │
                      └───── answer(name, args, kwargs) <── llm_query(…) ──┘   over the same stream
 
-A provider is little more than a ``Door``; ``session.py`` speaks the guest's wire over it. ``check.py`` is the suite
+A provider is little more than a ``Transport``; ``session.py`` speaks the guest's wire over it. ``run_conformance.py`` is the suite
 that every provider passes before it is documented.
 """
 
@@ -24,9 +24,9 @@ Answer = Callable[[str, Sequence[Any], Mapping[str, Any]], Awaitable[Any]]
 """The host's side of a call from a session: (name, args, kwargs) -> value. A ``HostCallError`` rises in the session."""
 
 
-class Caps(msgspec.Struct, frozen=True):
+class SandboxCapabilities(msgspec.Struct, frozen=True):
     """What a provider does on this machine. The jail has tried out what it claims, by attacking its own walls; others
-    claim what Docker, a cloud or Monty promises, which ``check.py`` puts to the test where they run."""
+    claim what Docker, a cloud or Monty promises, which ``run_conformance.py`` puts to the test where they run."""
 
     isolates_files: bool = False
     isolates_network: bool = False
@@ -107,7 +107,7 @@ class SandboxSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 raise ConfigError(f"sandbox {name} is {getattr(self, name)!r}: it cannot be negative")
 
 
-class Ran(msgspec.Struct, frozen=True):
+class CellResult(msgspec.Struct, frozen=True):
     """What one cell did."""
 
     cell: Cell
@@ -121,9 +121,9 @@ class Ran(msgspec.Struct, frozen=True):
 class Session(Protocol):
     """One live Python namespace. Not safe for concurrent ``run``; ``interrupt`` and ``close`` may come at any time."""
 
-    caps: Caps
+    caps: SandboxCapabilities
 
-    async def run(self, code: str, *, answer: Answer, timeout_s: float | None = None) -> Ran:
+    async def run(self, code: str, *, answer: Answer, timeout_s: float | None = None) -> CellResult:
         """Execute a cell; its calls to the host go to ``answer``, several at once if the code uses threads.
 
         ``timeout_s`` counts only while the session works. Raises SessionDied where it had to be killed or fell over."""
@@ -143,7 +143,7 @@ class Session(Protocol):
 
         In it ``call_host(name, *args, **kwargs)`` calls the host, ``HostError`` (``.kind``, ``.data``) is what it
         raises, ``namespace`` is the notebook's dict, ``last_output()`` all that the last cell printed, ``portable(x)`` a
-        copy of ``x`` as the host would get it, or TypeError. ``after_cell()``, where there is one, gives ``Ran.note``.
+        copy of ``x`` as the host would get it, or TypeError. ``after_cell()``, where there is one, gives ``CellResult.note``.
         Where ``namespace_is_live`` is there and false, ``namespace`` is brought up to date before ``after_cell`` only."""
         ...
 
@@ -156,7 +156,7 @@ class Session(Protocol):
         read-only in both (``process``: both go on in one folder)."""
         ...
 
-    async def resume(self, *, answer: Answer, timeout_s: float | None = None) -> Ran:
+    async def resume(self, *, answer: Answer, timeout_s: float | None = None) -> CellResult:
         """In a branch forked in the middle of a cell: go on with the cell to its end. What the cell was waiting for is
         asked of ``answer`` anew, so that branches may be answered differently."""
         ...
@@ -174,7 +174,7 @@ class Session(Protocol):
         ...
 
 
-class Context(Protocol):
+class PreparedContext(Protocol):
     """A context prepared once for any number of sessions; see ``sandbox.context.SharedContext``."""
 
     @property
@@ -184,11 +184,11 @@ class Context(Protocol):
 class Sandbox(Protocol):
     """A provider on this machine, ready to open sessions. One per RLM and event loop."""
 
-    caps: Caps
+    caps: SandboxCapabilities
     warning: str | None
     """What a user must know before running hostile code here; None for an isolating provider."""
 
-    async def open(self, *, context: Context | None = None, seed: str = "") -> Session:
+    async def open(self, *, context: PreparedContext | None = None, seed: str = "") -> Session:
         """A fresh session, with ``context`` bound as the reserved name ``context`` where given.
 
         ``seed`` seeds ``random`` there, so that a replay draws the same numbers."""

@@ -19,7 +19,7 @@ from typing import Any
 from ramify.errors import SandboxError
 from ramify.sandbox.guest.frames import write_all
 from ramify.sandbox.guest.packed import pack_value, unpack_value
-from ramify.sandbox.guest.values import CodecError, Decoder, Encoder, ProtocolError
+from ramify.sandbox.guest.values import CodecError, ProtocolError, ValueDecoder, ValueEncoder
 
 _serials = itertools.count()
 LARGE_BYTES = 1 << 20
@@ -92,7 +92,7 @@ class SharedContext:
 
     def pack(self) -> dict[str, Any]:
         """The value as data that any JSON writer takes, for a journal; ``unpack`` is the way back."""
-        encoder = Encoder()
+        encoder = ValueEncoder()
         packed: dict[str, Any] = {"value": encoder.encode(self.value)}
         if encoder.blobs:
             packed["blobs"] = [base64.b64encode(blob).decode() for blob in encoder.blobs]
@@ -103,7 +103,7 @@ class SharedContext:
         """The value that ``pack`` wrote down."""
         try:
             blobs = [base64.b64decode(blob) for blob in packed.get("blobs", ())]
-            return Decoder(blobs).decode(packed["value"])
+            return ValueDecoder(blobs).decode(packed["value"])
         except (AttributeError, LookupError, TypeError, ValueError, ProtocolError) as error:
             raise SandboxError(f"a recorded value that cannot be read: {error}") from None
 

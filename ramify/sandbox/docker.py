@@ -12,8 +12,8 @@ from typing import Any
 from urllib.parse import quote
 
 from ramify.errors import SandboxError
-from ramify.sandbox.base import Caps, SandboxSpec
-from ramify.sandbox.docker_engine import Attached, Engine, EngineError, find_socket
+from ramify.sandbox.base import SandboxCapabilities, SandboxSpec
+from ramify.sandbox.docker_engine import ContainerStdio, DockerEngine, DockerEngineError, find_socket
 from ramify.sandbox.remote import Carries, RemoteSandbox
 
 IMAGE = "python:3.12-slim"
@@ -34,15 +34,15 @@ class DockerService:
     name = "docker"
     carries: Carries = "bytes"
 
-    def __init__(self, engine: Engine, allow_weaker: bool) -> None:
+    def __init__(self, engine: DockerEngine, allow_weaker: bool) -> None:
         self._engine = engine
         self._allow_weaker = allow_weaker
 
-    async def start(self, command: list[str], spec: SandboxSpec) -> Container:
+    async def start(self, command: list[str], spec: SandboxSpec) -> DockerContainer:
         wanted = container(command, spec)
         id = await self._create(wanted)
         try:
-            running = Container(self._engine, id, await self._engine.attach(id))
+            running = DockerContainer(self._engine, id, await self._engine.attach(id))
         except BaseException:
             await _remove(self._engine, id)
             raise
@@ -59,7 +59,7 @@ class DockerService:
     async def _create(self, wanted: dict[str, Any]) -> str:
         try:
             made = await self._engine.ask("create a container", "POST", "/containers/create", wanted)
-        except EngineError as error:
+        except DockerEngineError as error:
             if error.status != 404:
                 raise
             await self._pull(wanted["Image"])
@@ -78,10 +78,10 @@ class DockerService:
         """Nothing is held between sessions."""
 
 
-class Container:
+class DockerContainer:
     """Implements ``remote.Stream``."""
 
-    def __init__(self, engine: Engine, id: str, attached: Attached) -> None:
+    def __init__(self, engine: DockerEngine, id: str, attached: ContainerStdio) -> None:
         self._engine = engine
         self._id = id
         self._attached = attached
@@ -92,10 +92,10 @@ class Container:
         await _remove(self._engine, self._id)
 
 
-async def _remove(engine: Engine, id: str) -> None:
+async def _remove(engine: DockerEngine, id: str) -> None:
     try:
         await engine.ask("remove a container", "DELETE", f"/containers/{id}?force=true&v=true")
-    except EngineError as error:
+    except DockerEngineError as error:
         if error.status not in (404, 409):  # gone, or being removed
             raise
 
@@ -140,7 +140,7 @@ def _compare(wanted: dict[str, Any], said: dict[str, Any]) -> None:
 
 def open_provider(spec: SandboxSpec) -> RemoteSandbox:
     """What ``base.open_sandbox`` calls."""
-    caps = Caps(
+    caps = SandboxCapabilities(
         isolates_files=True,
         isolates_network=True,
         isolates_processes=True,
@@ -149,4 +149,4 @@ def open_provider(spec: SandboxSpec) -> RemoteSandbox:
         kill=True,
         starts_processes=True,
     )
-    return RemoteSandbox(spec, DockerService(Engine(find_socket()), spec.allow_weaker), caps, None)
+    return RemoteSandbox(spec, DockerService(DockerEngine(find_socket()), spec.allow_weaker), caps, None)

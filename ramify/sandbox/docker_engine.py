@@ -32,7 +32,7 @@ HOW_TO_GET_ONE = (
 )
 
 
-class EngineError(SandboxError):
+class DockerEngineError(SandboxError):
     """The engine answered with an error."""
 
     def __init__(self, what: str, status: int, message: str) -> None:
@@ -64,7 +64,7 @@ def _usual_places() -> Iterator[str]:
         yield os.path.join(runtime, "podman", "podman.sock")
 
 
-class Engine:
+class DockerEngine:
     """One engine; a connection of its own for every request."""
 
     def __init__(self, path: str) -> None:
@@ -81,10 +81,10 @@ class Engine:
         finally:
             await _shut(writer)
         if status >= 400:
-            raise EngineError(what, status, _message(data))
+            raise DockerEngineError(what, status, _message(data))
         return _decoded(data)
 
-    async def attach(self, container: str) -> Attached:
+    async def attach(self, container: str) -> ContainerStdio:
         """The stream of a container that was created with its standard input open."""
         path = f"/containers/{quote(container)}/attach?stream=1&stdin=1&stdout=1&stderr=1"
         reader, writer = await self._send("POST", path, None, "Upgrade: tcp\r\nConnection: Upgrade\r\n")
@@ -92,14 +92,14 @@ class Engine:
             status, headers = await _head(reader)
             if status not in (101, 200):
                 message = _message(await _body(reader, status, headers))
-                raise EngineError("attach to a container", status, message)
+                raise DockerEngineError("attach to a container", status, message)
         except _BROKEN as error:
             await _shut(writer)
             raise SandboxError(f"the container engine at {self._path} broke off (attach): {error}") from None
         except BaseException:
             await _shut(writer)
             raise
-        return Attached(reader, writer)
+        return ContainerStdio(reader, writer)
 
     async def _send(
         self, method: str, path: str, body: Any, more: str
@@ -117,7 +117,7 @@ class Engine:
         return reader, writer
 
 
-class Attached:
+class ContainerStdio:
     """Standard input and output of a container without a terminal: what it says comes in frames, told by stream."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -35,10 +35,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ramify.sandbox import shelf
+    from ramify.sandbox import shared_buffers
     from ramify.sandbox.guest import frames, guest, interpreter, packed, shown, source, spools, values
 else:
-    import ramify_shelf as shelf
+    import ramify_shared_buffers as shared_buffers
     from ramify_guest import frames, guest, interpreter, packed, shown, source, spools, values
 
 PRELOAD = (
@@ -60,7 +60,7 @@ BRANCH = False
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
-class Control:
+class ForkServerControl:
     """Frames with descriptors, to and from the host. Small, trusted, blocking."""
 
     def __init__(self, sock: socket.socket) -> None:
@@ -103,10 +103,10 @@ class Control:
             self.sock.sendall(data[sent:])
 
 
-class Server:
+class ForkServer:
     """Forks sessions and templates on request, and sees to their end. A template is a server too."""
 
-    def __init__(self, control: Control, config: dict[str, Any]) -> None:
+    def __init__(self, control: ForkServerControl, config: dict[str, Any]) -> None:
         self.control = control
         self.config = config
         self._context: Any = None
@@ -235,7 +235,7 @@ class Server:
         quiet_signals()
         tie_to_parent(self.pid)
         self.control.sock.close()
-        self.control = Control(socket.socket(fileno=control))
+        self.control = ForkServerControl(socket.socket(fileno=control))
         self.children = {}
         try:
             with mmap.mmap(context, 0, prot=mmap.PROT_READ) as data, memoryview(data) as view:
@@ -256,8 +256,8 @@ class Server:
         (wire, spool, *rest), memory = self.enter(given, fds)
         random.seed(header["seed"])
         session = guest.Guest(
-            wire, wire, spools.FileSpool(spool), max_output_bytes=self.config["max_output_bytes"], owns_process=True,
-            memory_limits=memory, can_fork=True, shelf=shelf.Shelf(rest[0], is_host=False) if rest else None,
+            wire, wire, spools.FileOutputSpool(spool), max_output_bytes=self.config["max_output_bytes"], owns_process=True,
+            memory_limits=memory, can_fork=True, shared_buffers=shared_buffers.SharedMemoryBuffers(rest[0], is_host=False) if rest else None,
             take_wire=self.take_wire,
         )  # fmt: skip
         if self._has_context:
@@ -439,7 +439,7 @@ def _rehearse(cells: int) -> None:
             host.sendall(b"".join(frames.frame(json.dumps({"op": "run", "id": id, "code": "x = 1\nx"}).encode())))
         host.shutdown(socket.SHUT_WR)
         guest.Guest(
-            wire, wire, spools.FileSpool(spool), max_output_bytes=1000, owns_process=False, can_fork=True
+            wire, wire, spools.FileOutputSpool(spool), max_output_bytes=1000, owns_process=False, can_fork=True
         ).serve()
     os.close(spool)
 
@@ -448,14 +448,14 @@ def main(control_fd: int) -> None:
     """The server's whole life."""
     gc.disable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    control = Control(socket.socket(fileno=control_fd))
+    control = ForkServerControl(socket.socket(fileno=control_fd))
     config, _ = control.receive()
     try:
         preload(config["paths"], (*PRELOAD, *config["packages"]))
         settle()
         control.send({"op": "ready"})
-        Server(control, config).serve()
-    except NotImportable as error:
+        ForkServer(control, config).serve()
+    except PackageNotImportable as error:
         control.send({"op": "failed", "message": str(error)})
     except OSError:
         pass  # the host went away while we started
@@ -463,7 +463,7 @@ def main(control_fd: int) -> None:
         shutil.rmtree(config["folder"], ignore_errors=True)
 
 
-class NotImportable(Exception):
+class PackageNotImportable(Exception):
     """A package that sessions should have."""
 
 
@@ -474,7 +474,7 @@ def preload(paths: list[str], names: Sequence[str]) -> None:
         try:
             importlib.import_module(name)
         except Exception as error:  # noqa: BLE001  (a package may raise anything when imported)
-            raise NotImportable(f"'{name}' cannot be imported: {type(error).__name__}: {error}") from None
+            raise PackageNotImportable(f"'{name}' cannot be imported: {type(error).__name__}: {error}") from None
 
 
 def settle(proc: int | None = None) -> None:

@@ -22,14 +22,14 @@ import types
 from typing import Any, TextIO
 
 from ramify.errors import ConfigError, SandboxError
-from ramify.sandbox.base import Caps, Context, SandboxSpec
+from ramify.sandbox.base import PreparedContext, SandboxCapabilities, SandboxSpec
 from ramify.sandbox.context import SharedContext
-from ramify.sandbox.door import SCRATCH_BYTES, SocketStream
 from ramify.sandbox.guest.guest import Guest
-from ramify.sandbox.guest.spools import MemorySpool
+from ramify.sandbox.guest.spools import MemoryOutputSpool
 from ramify.sandbox.packages import locate
 from ramify.sandbox.session import GuestSession
-from ramify.sandbox.shelf import Shelf
+from ramify.sandbox.shared_buffers import SharedMemoryBuffers
+from ramify.sandbox.transport import SCRATCH_BYTES, SocketStream
 
 WARNING = (
     "sandbox 'inprocess': code runs inside this very process, with all that it holds, and cannot be stopped for sure. "
@@ -43,21 +43,21 @@ class InprocessSandbox:
     warning: str | None = WARNING
 
     def __init__(self, spec: SandboxSpec) -> None:
-        self.caps = Caps(interrupt=True)
+        self.caps = SandboxCapabilities(interrupt=True)
         self._spec = spec
         self._sessions: set[GuestSession] = set()
         self._scratch = bytearray(SCRATCH_BYTES)
         self._is_closed = False
         locate(spec.packages)
 
-    async def open(self, *, context: Context | None = None, seed: str = "") -> GuestSession:
+    async def open(self, *, context: PreparedContext | None = None, seed: str = "") -> GuestSession:
         if self._is_closed:
             raise SandboxError("the sandbox is closed: it opens no more sessions")
         if context is not None and not isinstance(context, SharedContext):
             raise ConfigError(f"a context must be a SharedContext, not {type(context).__name__}")
-        door = ThreadDoor(self.caps, self._scratch, self._spec.max_output_bytes)
+        transport = ThreadTransport(self.caps, self._scratch, self._spec.max_output_bytes)
         session = GuestSession(
-            door, cell_s=self._spec.cell_s, grace_s=self._spec.grace_s, max_output_bytes=self._spec.max_output_bytes,
+            transport, cell_s=self._spec.cell_s, grace_s=self._spec.grace_s, max_output_bytes=self._spec.max_output_bytes,
             on_close=self._sessions.discard,
         )  # fmt: skip
         self._sessions.add(session)
@@ -71,12 +71,12 @@ class InprocessSandbox:
         await asyncio.gather(*(session.close() for session in [*self._sessions]))
 
 
-class ThreadDoor:
+class ThreadTransport:
     """The way to a guest in a thread."""
 
-    shelf: Shelf | None = None
+    shared_buffers: SharedMemoryBuffers | None = None
 
-    def __init__(self, caps: Caps, scratch: bytearray, max_output_bytes: int) -> None:
+    def __init__(self, caps: SandboxCapabilities, scratch: bytearray, max_output_bytes: int) -> None:
         self.caps = caps
         self._ours, theirs = socket.socketpair()
         self._stream = SocketStream(self._ours, scratch)
@@ -91,11 +91,11 @@ class ThreadDoor:
         self._thread.start()
 
     def _live(self, fd: int, max_output_bytes: int) -> None:
-        guest = Guest(fd, fd, MemorySpool(), max_output_bytes=max_output_bytes, owns_process=False)
+        guest = Guest(fd, fd, MemoryOutputSpool(), max_output_bytes=max_output_bytes, owns_process=False)
         guest.notebook.builtins = _builtins_for(guest)
         self._guest = guest
         try:
-            with _Routed(guest), contextlib.suppress(OSError):
+            with _RoutedPrints(guest), contextlib.suppress(OSError):
                 guest.serve()
         finally:
             os.close(fd)
@@ -120,7 +120,7 @@ class ThreadDoor:
     def leftover(self, start: int) -> bytes:
         return b""
 
-    async def obituary(self) -> str:
+    async def exit_reason(self) -> str:
         return "its thread ended" if self._ended.done() else "its thread cannot be stopped and was left running"
 
     async def close(self) -> None:
@@ -164,7 +164,7 @@ _guests: dict[int, Guest] = {}
 _lock = threading.Lock()
 
 
-class _Routed:
+class _RoutedPrints:
     """Within it, this thread's prints go to ``guest``. The first one in puts the routers up, the last takes them down."""
 
     def __init__(self, guest: Guest) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from ramify.errors import SandboxError
-from ramify.sandbox.base import Caps, Context, SandboxSpec
+from ramify.sandbox.base import PreparedContext, SandboxCapabilities, SandboxSpec
 from ramify.sandbox.process import ProcessSandbox
 from ramify.sandbox.session import GuestSession
 
@@ -33,10 +33,10 @@ class IPythonSandbox:
         if importlib.util.find_spec("IPython") is None:
             raise SandboxError("sandbox 'ipython' needs IPython: pip install 'ramify[ipython]'")
         self._process = ProcessSandbox(msgspec.structs.replace(spec, packages=(*spec.packages, *_LOADED)))
-        self.caps: Caps = self._process.caps
+        self.caps: SandboxCapabilities = self._process.caps
         self._cells = (Path(__file__).parent / "ipython_cells.py").read_text("utf-8")
 
-    async def open(self, *, context: Context | None = None, seed: str = "") -> GuestSession:
+    async def open(self, *, context: PreparedContext | None = None, seed: str = "") -> GuestSession:
         session = await self._process.open(context=context, seed=seed)
         try:
             await session.install("ramify_ipython", self._cells)

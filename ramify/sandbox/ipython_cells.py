@@ -1,7 +1,7 @@
 """Runs inside a session of the provider ``ipython``: its cells go through IPython.
 
 Decides what stays the session's (where output goes, how errors and echoes are shown, which names are reserved) and what
-becomes IPython's: magics, ``!commands``, ``In`` and ``Out``, ``_`` and ``__``, ``obj?``, a ``;`` that keeps quiet.
+becomes IPython's: magics, ``!commands``, ``In`` and ``OutputFrame``, ``_`` and ``__``, ``obj?``, a ``;`` that keeps quiet.
 Installed as a module of the guest; needs nothing but IPython and the guest.
 """
 
@@ -21,11 +21,11 @@ from IPython.core.inputtransformer2 import leading_empty_lines
 from traitlets.config import Config
 
 if TYPE_CHECKING:
-    from ramify.sandbox.guest.notebook import Notebook
+    from ramify.sandbox.guest.notebook import GuestNotebook
     from ramify.sandbox.guest.shown import safe_repr
     from ramify.sandbox.guest.source import remember_source
 
-    notebook: Notebook
+    notebook: GuestNotebook
 else:
     from ramify_guest.shown import safe_repr
     from ramify_guest.source import remember_source
@@ -33,7 +33,7 @@ else:
     notebook = notebook  # noqa: F821  (a module of the guest is given it)
 
 
-class Compiler(compilerop.CachingCompiler):
+class CellCompiler(compilerop.CachingCompiler):
     """Names code as the guest does, so that tracebacks read the same."""
 
     name = "<cell>"
@@ -42,7 +42,7 @@ class Compiler(compilerop.CachingCompiler):
         return self.name
 
 
-class Echo(DisplayHook):
+class CellDisplayHook(DisplayHook):
     """Keeps the echo for the guest, and prints nothing."""
 
     text: str | None = None
@@ -61,11 +61,11 @@ class Echo(DisplayHook):
         pass
 
 
-class Shell(interactiveshell.InteractiveShell):
+class CellShell(interactiveshell.InteractiveShell):
     """IPython without a terminal, a history on disk or a profile."""
 
-    displayhook_class = Echo
-    compiler_class = Compiler
+    displayhook_class = CellDisplayHook
+    compiler_class = CellCompiler
     system = interactiveshell.InteractiveShell.system_raw
 
     def showtraceback(self, *args: Any, **options: Any) -> None:
@@ -78,11 +78,11 @@ class Shell(interactiveshell.InteractiveShell):
         pass
 
 
-def make_shell() -> Shell:
+def make_shell() -> CellShell:
     folder = os.path.join(os.path.dirname(os.environ["HOME"]), "ipython")
     config = Config()
     config.HistoryManager.enabled = False
-    shell: Shell = Shell.instance(
+    shell: CellShell = CellShell.instance(
         config=config, user_module=notebook.module, user_ns=notebook.namespace, ipython_dir=folder
     )  # fmt: skip
     shell.loop_runner = notebook.complete
@@ -101,7 +101,7 @@ def bind_exits() -> None:
 
 
 def evaluate(source: str, name: str) -> tuple[str | None, str | None]:
-    """What ``Notebook.evaluate`` does: (echo, error)."""
+    """What ``GuestNotebook.evaluate`` does: (echo, error)."""
     shell.compile.name = name
     shell.displayhook.text = None
     if "_oh" not in notebook.namespace:  # a cell has cleared its globals

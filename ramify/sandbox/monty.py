@@ -22,13 +22,13 @@ from concurrent.futures import Future
 from typing import Any
 
 from ramify.errors import ConfigError, HostCallError, SandboxError, SessionDied
-from ramify.sandbox.base import Answer, Caps, Context, Ran, SandboxSpec
+from ramify.sandbox.base import Answer, CellResult, PreparedContext, SandboxCapabilities, SandboxSpec
 from ramify.sandbox.context import SharedContext
 from ramify.sandbox.guest.calls import HostError
 from ramify.sandbox.guest.packed import portable_to_host
 from ramify.sandbox.guest.shown import VALUE_CHARS, cut, safe_repr
-from ramify.sandbox.guest.tails import HeadTail
-from ramify.sandbox.guest.values import CodecError, Encoder, portable
+from ramify.sandbox.guest.tails import HeadTailBuffer
+from ramify.sandbox.guest.values import CodecError, ValueEncoder, portable
 from ramify.types.trajectory import Cell
 
 _MAX_WORKERS = 1024
@@ -37,7 +37,7 @@ SETTLE_S = 0.05
 _AGAIN = "_lent_"
 """Under this name a lent function is bound again to its own, which a cell has rebound."""
 _INPUT = re.compile(r"<python-input-(\d+)>")
-CAPS = Caps(
+CAPS = SandboxCapabilities(
     isolates_files=True,
     isolates_network=True,
     isolates_processes=True,
@@ -70,7 +70,7 @@ class MontySandbox:
         self._sessions: set[MontySession] = set()
         self._is_closed = False
 
-    async def open(self, *, context: Context | None = None, seed: str = "") -> MontySession:
+    async def open(self, *, context: PreparedContext | None = None, seed: str = "") -> MontySession:
         if self._is_closed:
             raise SandboxError("the sandbox is closed: it opens no more sessions")
         if context is not None and not isinstance(context, SharedContext):
@@ -96,13 +96,13 @@ class MontySandbox:
             await pool.__aexit__(None, None, None)
 
 
-class _Running:
+class _MontyCell:
     """One cell under way."""
 
     def __init__(self, answer: Answer, max_output_bytes: int) -> None:
         self.answer = answer
-        self.output = HeadTail(max_output_bytes)
-        self.whole = HeadTail(16 * max_output_bytes)
+        self.output = HeadTailBuffer(max_output_bytes)
+        self.whole = HeadTailBuffer(16 * max_output_bytes)
         self.chars = 0
         self.worked_s = 0.0
         self.stopped: str | None = None
@@ -131,7 +131,7 @@ class MontySession:
         self._loop = asyncio.get_running_loop()
         self._checkout: Any = None
         self._worker: Any = None
-        self._cell: _Running | None = None
+        self._cell: _MontyCell | None = None
         self._num_cells = self._num_feeds = 0
         self._cell_of: dict[int, int] = {}
         self._is_busy = self._is_closed = False
@@ -174,10 +174,10 @@ class MontySession:
 
     # -- a cell
 
-    async def run(self, code: str, *, answer: Answer, timeout_s: float | None = None) -> Ran:
+    async def run(self, code: str, *, answer: Answer, timeout_s: float | None = None) -> CellResult:
         with self._request():
             self._num_cells += 1
-            cell = self._cell = _Running(answer, self._spec.max_output_bytes)
+            cell = self._cell = _MontyCell(answer, self._spec.max_output_bytes)
             state = await self._worker.dump()
             work = asyncio.ensure_future(self._execute(cell, code))
             try:
@@ -204,10 +204,10 @@ class MontySession:
             code=code, stdout=cell.output.text(cell.chars), value=value, error=error, seconds=cell.worked_s,
             stdout_chars=cell.chars, restored=tuple(restored),
         )  # fmt: skip
-        return Ran(shown, note, cell.stopped)
+        return CellResult(shown, note, cell.stopped)
 
     async def _within(
-        self, cell: _Running, work: asyncio.Future[tuple[str | None, str | None]], limit_s: float
+        self, cell: _MontyCell, work: asyncio.Future[tuple[str | None, str | None]], limit_s: float
     ) -> tuple[str | None, str | None]:
         """Until the cell ends, was interrupted, or has worked for its time."""
         stop = asyncio.ensure_future(cell.stop.wait())
@@ -225,7 +225,7 @@ class MontySession:
         await asyncio.wait((work,))
         return None, None
 
-    async def _execute(self, cell: _Running, code: str) -> tuple[str | None, str | None]:
+    async def _execute(self, cell: _MontyCell, code: str) -> tuple[str | None, str | None]:
         self._cell_of[self._num_feeds] = self._num_cells
         self._num_feeds += 1
         assigned, has_echo, uses_last = _look(code)
@@ -252,7 +252,7 @@ class MontySession:
             safe_repr(output) if not isinstance(output, self._monty.MontyClassProxy) else f"<{output.name} object>"
         ), None
 
-    async def _timed(self, cell: _Running, work: Any) -> Any:
+    async def _timed(self, cell: _MontyCell, work: Any) -> Any:
         """A step of Monty's; the time it takes is the cell's."""
         before, started = cell.worked_s, self._loop.time()
         task = asyncio.ensure_future(work)
@@ -265,7 +265,7 @@ class MontySession:
             raise
         return task.result()
 
-    async def _next(self, cell: _Running, step: Any) -> Any:
+    async def _next(self, cell: _MontyCell, step: Any) -> Any:
         """What resumes a suspended cell."""
         if not hasattr(step, "function_name"):
             return step.resume()
@@ -358,7 +358,7 @@ class MontySession:
     async def set(self, name: str, value: Any, *, reserved: bool = False) -> None:
         with self._request():
             try:
-                Encoder().encode(value)
+                ValueEncoder().encode(value)
             except CodecError as error:
                 raise SandboxError(f"'{name}' cannot be set in the session: {error}") from None
             await self._bind(name, value, reserved)
@@ -423,7 +423,7 @@ class MontySession:
         finally:
             cell.calls.discard(future)
 
-    async def _answer(self, cell: _Running, name: str, args: Any, kwargs: Any) -> Any:
+    async def _answer(self, cell: _MontyCell, name: str, args: Any, kwargs: Any) -> Any:
         try:
             return portable(await cell.answer(name, args, kwargs))
         except HostCallError as error:
@@ -437,7 +437,7 @@ class MontySession:
     async def fork(self) -> MontySession:
         raise SandboxError("a session of 'monty' cannot be forked: run without a search, or in the jail")
 
-    async def resume(self, *, answer: Answer, timeout_s: float | None = None) -> Ran:
+    async def resume(self, *, answer: Answer, timeout_s: float | None = None) -> CellResult:
         raise SandboxError("a session of 'monty' is no branch: there is nothing to go on with")
 
     async def close_tree(self) -> None:
@@ -482,7 +482,7 @@ def _look(code: str) -> tuple[set[str], bool, bool]:
 
 def _is_plain(value: Any) -> bool:
     try:
-        Encoder().encode(value)
+        ValueEncoder().encode(value)
     except CodecError:
         return False
     return True

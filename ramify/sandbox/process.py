@@ -1,7 +1,7 @@
 """The provider ``process``: every session a CPython process of its own, forked in milliseconds.
 
 Decides which process a session is forked from (the fork server, or a template that holds its large context already)
-and that closing leaves nothing behind. Leaves out the way to a session once it is there (``process_door.py``) and
+and that closing leaves nothing behind. Leaves out the way to a session once it is there (``process_transport.py``) and
 isolation: code here has the user's rights.
 
     ProcessSandbox ──Link──> fork server ──┬─> session ──SocketStream──> GuestSession
@@ -24,13 +24,13 @@ from collections.abc import Callable
 from typing import Any
 
 from ramify.errors import ConfigError, SandboxError
-from ramify.sandbox.base import Caps, Context, SandboxSpec
+from ramify.sandbox.base import PreparedContext, SandboxCapabilities, SandboxSpec
 from ramify.sandbox.context import SharedContext
-from ramify.sandbox.door import Buffers
-from ramify.sandbox.link import Link, Server, start_server
+from ramify.sandbox.forkserver_channel import ForkServerChannel, StartedForkServer, start_server
 from ramify.sandbox.packages import locate
-from ramify.sandbox.process_door import Files, ProcessDoor
+from ramify.sandbox.process_transport import ProcessTransport, SessionMemoryFiles
 from ramify.sandbox.session import GuestSession
+from ramify.sandbox.transport import ReadBuffers
 
 WARNING = (
     "sandbox 'process': code runs in a process of its own, without the host's environment and under limits of memory "
@@ -58,22 +58,22 @@ class ProcessSandbox:
                 "or use the provider 'inprocess' for debugging"
             )
         is_linux = sys.platform == "linux"
-        self.caps = Caps(
+        self.caps = SandboxCapabilities(
             limits_memory=is_linux, interrupt=True, kill=True, fork=is_linux, starts_processes=True, shares_context=True
         )  # fmt: skip
         self.spec = spec
         self.paths = locate(spec.packages)
-        self._server: asyncio.Task[Link] | None = None
+        self._server: asyncio.Task[ForkServerChannel] | None = None
         self._processes: list[subprocess.Popen[bytes]] = []
         self._folders: list[str] = []
         self.sessions: set[GuestSession] = set()
-        self._templates: dict[int, tuple[weakref.ref[SharedContext], asyncio.Task[Link]]] = {}
-        self._retired: list[Link] = []
+        self._templates: dict[int, tuple[weakref.ref[SharedContext], asyncio.Task[ForkServerChannel]]] = {}
+        self._retired: list[ForkServerChannel] = []
         self._compiled: set[tuple[str, str]] = set()
-        self.buffers = Buffers()
+        self.buffers = ReadBuffers()
         self._is_closed = False
 
-    async def open(self, *, context: Context | None = None, seed: str = "") -> GuestSession:
+    async def open(self, *, context: PreparedContext | None = None, seed: str = "") -> GuestSession:
         if self._is_closed:
             raise SandboxError("the sandbox is closed: it opens no more sessions")
         if context is not None and not isinstance(context, SharedContext):
@@ -94,18 +94,18 @@ class ProcessSandbox:
 
     # -- servers
 
-    async def base(self) -> Link:
+    async def base(self) -> ForkServerChannel:
         """The fork server, started when the first session is asked for, and again should it have been killed."""
         if self._server is None or _is_gone(self._server):
             self._server = asyncio.ensure_future(self._start())
         return await asyncio.shield(self._server)
 
-    async def _start(self) -> Link:
+    async def _start(self) -> ForkServerChannel:
         for left in reversed(range(_STARTS)):
             server = self.start()
             self._processes.append(server.process)
             self._folders.append(server.folder)
-            link = Link(server.control, server.complaints)
+            link = ForkServerChannel(server.control, server.complaints)
             try:
                 await link.wait_ready()
                 return link
@@ -115,11 +115,11 @@ class ProcessSandbox:
                     raise
         raise AssertionError("a start ends well or raises")
 
-    def start(self) -> Server:
+    def start(self) -> StartedForkServer:
         """A fork server."""
         return _launched.pop(self.spec, None) or _start(self.spec, self.paths)
 
-    async def _template(self, context: SharedContext) -> Link:
+    async def _template(self, context: SharedContext) -> ForkServerChannel:
         """The process that has decoded ``context``; made for its first session, kept as long as the context."""
         base = await self.base()
         key, loop = context.serial, asyncio.get_running_loop()
@@ -138,9 +138,9 @@ class ProcessSandbox:
             self._templates.pop(key, None)
             raise
 
-    async def _start_template(self, base: Link, context: SharedContext) -> Link:
+    async def _start_template(self, base: ForkServerChannel, context: SharedContext) -> ForkServerChannel:
         ours, theirs = socket.socketpair()
-        link = Link(ours)
+        link = ForkServerChannel(ours)
         with theirs:
             assert context.fd is not None
             _, fds = await base.ask({"op": "template"}, (theirs.fileno(), context.fd))
@@ -172,11 +172,11 @@ class ProcessSandbox:
 
     # -- sessions
 
-    async def fork(self, link: Link, seed: str, *, early: bool = False) -> GuestSession:
+    async def fork(self, link: ForkServerChannel, seed: str, *, early: bool = False) -> GuestSession:
         """A session forked from ``link``'s process. ``early``: nobody waits for it yet."""
         _make_room(_FDS_PER_SESSION * (len(self.sessions) + 1) + _SPARE_FDS)
         ours, theirs = socket.socketpair()
-        files = Files.make(self.buffers.shelf)
+        files = SessionMemoryFiles.make(self.buffers.shared_buffers)
         try:
             with theirs:
                 reply, fds = await link.ask(
@@ -186,9 +186,9 @@ class ProcessSandbox:
             ours.close()
             files.close()
             raise
-        door = self.make_door(ours, link, reply["pid"], fds[0] if fds else -1, files)
+        transport = self.make_transport(ours, link, reply["pid"], fds[0] if fds else -1, files)
         session = GuestSession(
-            door, cell_s=self.spec.cell_s, grace_s=self.spec.grace_s, max_output_bytes=self.spec.max_output_bytes,
+            transport, cell_s=self.spec.cell_s, grace_s=self.spec.grace_s, max_output_bytes=self.spec.max_output_bytes,
             on_close=self.closed, on_fork=self.opened, on_install=self._compile_once(link),
         )  # fmt: skip
         self.sessions.add(session)
@@ -212,10 +212,12 @@ class ProcessSandbox:
     def compiled(self) -> None:
         """Sessions forked from now on are ahead of those forked before."""
 
-    def make_door(self, sock: socket.socket, link: Link, pid: int, pidfd: int, files: Files) -> ProcessDoor:
-        return ProcessDoor(self.caps, sock, self.buffers, link, pid, pidfd, files)
+    def make_transport(
+        self, sock: socket.socket, link: ForkServerChannel, pid: int, pidfd: int, files: SessionMemoryFiles
+    ) -> ProcessTransport:
+        return ProcessTransport(self.caps, sock, self.buffers, link, pid, pidfd, files)
 
-    def _compile_once(self, link: Link) -> Callable[[str, str], None]:
+    def _compile_once(self, link: ForkServerChannel) -> Callable[[str, str], None]:
         """Sessions forked after the first ``install`` of a module find it compiled."""
 
         def on_install(module: str, source: str) -> None:
@@ -238,11 +240,11 @@ class ProcessSandbox:
         for link in [*self._retired, *links]:
             await link.close()
         while self._processes:
-            await self._bury(self._processes.pop())
+            await self._reap(self._processes.pop())
         for folder in self._folders:
             shutil.rmtree(folder, ignore_errors=True)
 
-    async def _bury(self, process: subprocess.Popen[bytes]) -> None:
+    async def _reap(self, process: subprocess.Popen[bytes]) -> None:
         for _ in range(200):
             if process.poll() is not None:
                 return
@@ -251,7 +253,7 @@ class ProcessSandbox:
         await asyncio.to_thread(process.wait)
 
 
-_launched: dict[SandboxSpec, Server] = {}
+_launched: dict[SandboxSpec, StartedForkServer] = {}
 
 
 def launch(spec: SandboxSpec) -> None:
@@ -276,7 +278,7 @@ def _discard() -> None:
     _launched.clear()
 
 
-def _start(spec: SandboxSpec, paths: list[str]) -> Server:
+def _start(spec: SandboxSpec, paths: list[str]) -> StartedForkServer:
     return start_server({
         "paths": paths, "packages": list(spec.packages), "folder": tempfile.mkdtemp(prefix="ramify-"),
         "memory_bytes": spec.memory_bytes, "max_output_bytes": spec.max_output_bytes,
@@ -290,7 +292,7 @@ async def _was_killed(process: subprocess.Popen[bytes]) -> bool:
     return False
 
 
-def _is_gone(server: asyncio.Task[Link]) -> bool:
+def _is_gone(server: asyncio.Task[ForkServerChannel]) -> bool:
     return server.done() and not server.cancelled() and server.exception() is None and server.result().gone.done()
 
 

@@ -1,10 +1,10 @@
 """Sessions behind a service that starts commands elsewhere: a container engine, a cloud.
 
-Decides how the guest gets there (its files are the first thing sent; nothing is installed: ``carried.py``), how its
+Decides how the guest gets there (its files are the first thing sent; nothing is installed: ``guest_files.py``), how its
 bytes share one stream with what else can be done to it, and how streams are read that carry only text, or that begin
-with a greeting. Leaves out what a service is: each is a ``Service`` of a few lines (``docker.py``, ``cloud/``).
+with a greeting. Leaves out what a service is: each is a ``SandboxService`` of a few lines (``docker.py``, ``cloud/``).
 
-    GuestSession ── RemoteDoor ──packets──> Stream ······> keeper.py ──fork──> guest/
+    GuestSession ── RemoteDoor ──packets──> Stream ······> session_supervisor.py ──fork──> guest/
 
 A service sees base64 where its streams carry text ("text") or pass through a terminal ("terminal").
 """
@@ -21,15 +21,15 @@ from collections.abc import Callable
 from typing import Any, Literal, Protocol
 
 from ramify.errors import ConfigError, SandboxError
-from ramify.sandbox.base import Caps, Context, SandboxSpec
-from ramify.sandbox.carried import LOADER, texts
+from ramify.sandbox.base import PreparedContext, SandboxCapabilities, SandboxSpec
 from ramify.sandbox.context import SharedContext
-from ramify.sandbox.door import how_it_ended
+from ramify.sandbox.forkserver_channel import ENVIRONMENT
 from ramify.sandbox.guest.values import ProtocolError
-from ramify.sandbox.keeper import DATA, END, ENDED, FAILED, HEAD, INTERRUPT, KILL, UNKNOWN, to_lines
-from ramify.sandbox.link import ENVIRONMENT
+from ramify.sandbox.guest_files import LOADER, texts
 from ramify.sandbox.session import GuestSession
-from ramify.sandbox.shelf import Shelf
+from ramify.sandbox.session_supervisor import DATA, END, ENDED, FAILED, HEAD, INTERRUPT, KILL, UNKNOWN, to_lines
+from ramify.sandbox.shared_buffers import SharedMemoryBuffers
+from ramify.sandbox.transport import how_it_ended
 
 Carries = Literal["bytes", "text", "terminal"]
 START_S = 120.0
@@ -42,7 +42,7 @@ _MAX_GREETING_BYTES = 1 << 16
 _MAX_PACKET_BYTES = 2 << 20
 """Of a packet from the other end, which a hostile guest may have taken over."""
 _MARK = b"ramify-guest-1\n"
-_MODULES = ("shelf", "guest", "forkserver", "keeper")
+_MODULES = ("shared_buffers", "guest", "forkserver", "session_supervisor")
 _BOOT = f"""{LOADER}
 os.dup2(1, 2)
 if sys.argv[1] == "terminal":
@@ -78,7 +78,7 @@ def _parcel(spec: SandboxSpec, seed: str) -> bytes:
     return base64.b64encode(zlib.compress(json.dumps(parcel).encode())) + b"\n"
 
 
-class Stream(Protocol):
+class ByteStream(Protocol):
     """Bytes to and from one command that a service has started."""
 
     async def send(self, data: bytes) -> None:
@@ -94,14 +94,14 @@ class Stream(Protocol):
         ...
 
 
-class Service(Protocol):
+class SandboxService(Protocol):
     """What a provider offers. May raise anything of its SDK; ``RemoteSandbox`` adds what was tried."""
 
     name: str
     """For messages: "docker"."""
     carries: Carries
 
-    async def start(self, command: list[str], spec: SandboxSpec) -> Stream:
+    async def start(self, command: list[str], spec: SandboxSpec) -> ByteStream:
         """A fresh box and ``command`` in it."""
         ...
 
@@ -109,9 +109,11 @@ class Service(Protocol):
 
 
 class RemoteSandbox:
-    """Implements ``base.Sandbox`` over a ``Service``: a box of its own for every session."""
+    """Implements ``base.Sandbox`` over a ``SandboxService``: a box of its own for every session."""
 
-    def __init__(self, spec: SandboxSpec, service: Service, caps: Caps, warning: str | None) -> None:
+    def __init__(
+        self, spec: SandboxSpec, service: SandboxService, caps: SandboxCapabilities, warning: str | None
+    ) -> None:
         self.caps = caps
         self.warning = warning
         self._spec = spec
@@ -119,26 +121,26 @@ class RemoteSandbox:
         self._sessions: set[GuestSession] = set()
         self._is_closed = False
 
-    async def open(self, *, context: Context | None = None, seed: str = "") -> GuestSession:
+    async def open(self, *, context: PreparedContext | None = None, seed: str = "") -> GuestSession:
         if self._is_closed:
             raise SandboxError("the sandbox is closed: it opens no more sessions")
         if context is not None and not isinstance(context, SharedContext):
             raise ConfigError(f"a context must be a SharedContext, not {type(context).__name__}")
-        door = RemoteDoor(self.caps, await self._start(), self._service)
+        transport = RemoteTransport(self.caps, await self._start(), self._service)
         try:
-            await door.begin(_parcel(self._spec, seed))
+            await transport.begin(_parcel(self._spec, seed))
             if self._is_closed:  # meanwhile: nothing would close this session
                 raise SandboxError("the sandbox was closed while a session was being opened")
-            session = self._session(door)
+            session = self._session(transport)
             await session.ready(START_S)
             if context is not None:
                 await session.set_context(context.buffer())
         except BaseException:
-            await door.close()
+            await transport.close()
             raise
         return session
 
-    async def _start(self) -> Stream:
+    async def _start(self) -> ByteStream:
         try:
             async with asyncio.timeout(PROVISION_S):
                 return await self._service.start(boot_command(self._service.carries), self._spec)
@@ -147,9 +149,9 @@ class RemoteSandbox:
         except Exception as error:
             raise SandboxError(f"sandbox '{self._service.name}' could not start a session: {_told(error)}") from error
 
-    def _session(self, door: RemoteDoor) -> GuestSession:
+    def _session(self, transport: RemoteTransport) -> GuestSession:
         session = GuestSession(
-            door, cell_s=self._spec.cell_s, grace_s=self._spec.grace_s, max_output_bytes=self._spec.max_output_bytes,
+            transport, cell_s=self._spec.cell_s, grace_s=self._spec.grace_s, max_output_bytes=self._spec.max_output_bytes,
             on_close=self._sessions.discard,
         )  # fmt: skip
         self._sessions.add(session)
@@ -161,12 +163,12 @@ class RemoteSandbox:
         await self._service.close()
 
 
-class RemoteDoor:
-    """The way to one guest behind a ``Stream``. ``begin`` comes before ``attach``."""
+class RemoteTransport:
+    """The way to one guest behind a ``ByteStream``. ``begin`` comes before ``attach``."""
 
-    shelf: Shelf | None = None
+    shared_buffers: SharedMemoryBuffers | None = None
 
-    def __init__(self, caps: Caps, stream: Stream, service: Service) -> None:
+    def __init__(self, caps: SandboxCapabilities, stream: ByteStream, service: SandboxService) -> None:
         self.caps = caps
         self._stream = stream
         self._service = service
@@ -239,13 +241,13 @@ class RemoteDoor:
             start = begins
         return data[max(start - begins, 0) :]
 
-    async def obituary(self) -> str:
+    async def exit_reason(self) -> str:
         await asyncio.wait((self._over,), timeout=0.5)
         return self._over.result() if self._over.done() else "it closed its connection to the host"
 
     async def close(self) -> None:
         tasks, self._tasks = self._tasks, []
-        stream, self._stream = self._stream, _Closed()
+        stream, self._stream = self._stream, _ClosedStream()
         for task in tasks:
             task.cancel()
         try:
@@ -254,7 +256,7 @@ class RemoteDoor:
         finally:  # also if this task is cancelled: a box costs money
             await self._close_stream(stream)
 
-    async def _close_stream(self, stream: Stream) -> None:
+    async def _close_stream(self, stream: ByteStream) -> None:
         try:
             async with asyncio.timeout(CLOSE_S):
                 await stream.close()
@@ -348,7 +350,7 @@ class RemoteDoor:
         self._lost()
 
 
-class _Closed:
+class _ClosedStream:
     """The stream of a door that is closed."""
 
     async def send(self, data: bytes) -> None:
@@ -361,8 +363,8 @@ class _Closed:
         pass
 
 
-class Inbox:
-    """What an SDK hands to a callback, for ``Stream.receive``."""
+class CallbackInbox:
+    """What an SDK hands to a callback, for ``ByteStream.receive``."""
 
     def __init__(self) -> None:
         self._queue: asyncio.Queue[bytes] = asyncio.Queue()

@@ -1,7 +1,7 @@
 """A session as the host sees it: one guest behind a door.
 
 Decides the order in which frames may come, which clock runs when, and what happens to a cell that does not end. Leaves
-out the bytes (``wire.py``, ``door.py``), what is known of a cell meanwhile (``running.py``), and what the guest does.
+out the bytes (``host_frames.py``, ``transport.py``), what is known of a cell meanwhile (``running_cell.py``), and what the guest does.
 
     run ──> run frame ──> … out* call* …  ──> done ──> Ran
               clock runs      └─ answer(name, args, kwargs) as a task each; the clock stands while any is under way
@@ -15,11 +15,11 @@ from collections.abc import Callable
 from typing import Any
 
 from ramify.errors import HostCallError, SandboxError, SessionDied
-from ramify.sandbox import wire
-from ramify.sandbox.base import Answer, Caps, Ran
-from ramify.sandbox.door import Door, ForkingDoor
-from ramify.sandbox.guest.values import CodecError, Encoder, ProtocolError
-from ramify.sandbox.running import Running
+from ramify.sandbox import host_frames
+from ramify.sandbox.base import Answer, CellResult, SandboxCapabilities
+from ramify.sandbox.guest.values import CodecError, ProtocolError, ValueEncoder
+from ramify.sandbox.running_cell import RunningCell
+from ramify.sandbox.transport import ForkingTransport, Transport
 from ramify.types.trajectory import Cell
 
 MAX_CALLS = 1024
@@ -35,17 +35,39 @@ _INTERRUPTS = 5
 
 
 class GuestSession:
-    """Implements ``base.Session`` over a ``Door``."""
+    """Implements ``base.Session`` over a ``Transport``."""
 
     __slots__ = (
-        "_assembler", "_cell", "_cell_s", "_closed", "_door", "_ended", "_failure", "_forking", "_forks", "_grace_s",
-        "_held", "_hello", "_is_paused", "_last_id", "_left", "_loop", "_max_output_bytes", "_on_close", "_on_fork",
-        "_on_install", "_upto", "_waiting", "caps", "pid", "tree",
+        "_assembler",
+        "_cell",
+        "_cell_s",
+        "_closed",
+        "_ended",
+        "_failure",
+        "_forking",
+        "_forks",
+        "_grace_s",
+        "_held",
+        "_hello",
+        "_is_paused",
+        "_last_id",
+        "_left",
+        "_loop",
+        "_max_output_bytes",
+        "_on_close",
+        "_on_fork",
+        "_on_install",
+        "_transport",
+        "_upto",
+        "_waiting",
+        "caps",
+        "pid",
+        "tree",
     )  # fmt: skip
 
     def __init__(
         self,
-        door: Door,
+        transport: Transport,
         *,
         cell_s: float,
         grace_s: float,
@@ -54,32 +76,32 @@ class GuestSession:
         on_fork: Callable[[GuestSession], None] = lambda session: None,
         on_install: Callable[[str, str], None] = lambda module, source: None,
     ) -> None:
-        self.caps: Caps = door.caps
+        self.caps: SandboxCapabilities = transport.caps
         self.pid = 0
         """Of the guest, as it says."""
-        self._door = door
+        self._transport = transport
         self._cell_s, self._grace_s, self._max_output_bytes = cell_s, grace_s, max_output_bytes
         self._on_close, self._on_fork, self._on_install = on_close, on_fork, on_install
         self.tree: set[GuestSession] = {self}
         """This session and every open one that is related to it by forking."""
-        self._left: Running | None = None
+        self._left: RunningCell | None = None
         """The cell that this branch was forked in, and that ``resume`` ends."""
         self._loop = asyncio.get_running_loop()
-        self._assembler = wire.Assembler()
+        self._assembler = host_frames.FrameAssembler()
         self._hello: asyncio.Future[None] = self._loop.create_future()
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self._failure: str | None = None
-        self._cell: Running | None = None
+        self._cell: RunningCell | None = None
         self._waiting: tuple[int, asyncio.Future[Any]] | None = None
         self._forking = asyncio.Lock()
         self._forks = 0
-        self._held: list[tuple[dict[str, Any], Encoder | None]] | None = None
+        self._held: list[tuple[dict[str, Any], ValueEncoder | None]] | None = None
         """While it forks: what it gets afterwards, by a new wire perhaps."""
         self._last_id = 0
         self._is_paused = False
         self._upto = 0
         self._closed: asyncio.Future[None] | None = None
-        door.attach(self._received, self._lost)
+        transport.attach(self._received, self._lost)
 
     async def ready(self, timeout_s: float = 30.0) -> None:
         """Until the guest has said hello."""
@@ -91,15 +113,15 @@ class GuestSession:
 
     # -- requests
 
-    async def run(self, code: str, *, answer: Answer, timeout_s: float | None = None) -> Ran:
+    async def run(self, code: str, *, answer: Answer, timeout_s: float | None = None) -> CellResult:
         self._check_free()
         limit_s = self._cell_s if timeout_s is None else timeout_s
         id = self._next_id()
-        cell = Running(id, code, answer, limit_s, self._max_output_bytes, self._loop.time())
+        cell = RunningCell(id, code, answer, limit_s, self._max_output_bytes, self._loop.time())
         self._cell = cell
         return await self._finish(cell, limit_s, {"op": "run", "id": id, "code": code})
 
-    async def _finish(self, cell: Running, limit_s: float, request: dict[str, Any] | None) -> Ran:
+    async def _finish(self, cell: RunningCell, limit_s: float, request: dict[str, Any] | None) -> CellResult:
         try:
             cell.timer = self._loop.call_later(limit_s, self._time_up, cell)
             if request is not None:
@@ -119,25 +141,25 @@ class GuestSession:
             raise cell.bug
         return self._ran(cell, done, note)
 
-    def _ran(self, cell: Running, done: wire.Done, note: Any) -> Ran:
+    def _ran(self, cell: RunningCell, done: host_frames.CellDoneFrame, note: Any) -> CellResult:
         shown = Cell(
             code=cell.code, stdout=cell.text(), value=done.value, error=done.error, seconds=cell.worked_s,
             stdout_chars=done.chars, restored=tuple(done.restored),
         )  # fmt: skip
-        return Ran(shown, note, cell.stopped)
+        return CellResult(shown, note, cell.stopped)
 
-    async def _until_done(self, cell: Running) -> tuple[wire.Done, Any]:
+    async def _until_done(self, cell: RunningCell) -> tuple[host_frames.CellDoneFrame, Any]:
         await cell.changed
         end = cell.end
         if isinstance(end, tuple):
             return end
         why = await self._why()
-        left = self._door.leftover(self._upto)
+        left = self._transport.leftover(self._upto)
         cell.output.add(left)
         cell.chars += len(left.decode("utf-8", "replace"))
         raise SessionDied(f"the session ended in the middle of a cell: {why}", cell.text())
 
-    async def _give_up(self, cell: Running) -> None:
+    async def _give_up(self, cell: RunningCell) -> None:
         """The caller of ``run`` was cancelled: stop the cell, so that the session can go on or is known to be dead."""
         self._stop(cell, "cancelled")
         try:
@@ -146,14 +168,14 @@ class GuestSession:
             self._fail("its cell was cancelled twice")
             raise
 
-    async def _end_answers(self, cell: Running) -> None:
+    async def _end_answers(self, cell: RunningCell) -> None:
         tasks = list(cell.tasks.values())
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks, timeout=self._grace_s)
 
     async def set(self, name: str, value: Any, *, reserved: bool = False) -> None:
-        encoder = Encoder()
+        encoder = ValueEncoder()
         try:
             data = encoder.encode(value)
         except CodecError as error:
@@ -162,24 +184,24 @@ class GuestSession:
 
     async def set_context(self, encoded: Any) -> None:
         """Bind the reserved name ``context`` to a value that ``SharedContext`` has encoded."""
-        encoder = Encoder()
+        encoder = ValueEncoder()
         encoder.blobs.append(encoded)
         await self._ask({"op": "context"}, encoder)
 
     async def get(self, name: str) -> Any:
         try:
             return await self._ask({"op": "get", "name": name})
-        except _Refused as error:
+        except _GuestRefused as error:
             raise HostCallError(error.kind, str(error)) from None
 
     async def install(self, module: str, source: str) -> None:
         self._on_install(module, source)
         try:
             await self._ask({"op": "install", "module": module, "source": source})
-        except _Refused as error:
+        except _GuestRefused as error:
             raise SandboxError(f"module '{module}' could not be installed in the session: {error}") from None
 
-    async def _ask(self, header: dict[str, Any], encoder: Encoder | None = None) -> Any:
+    async def _ask(self, header: dict[str, Any], encoder: ValueEncoder | None = None) -> Any:
         self._check_free()
         header["id"] = id = self._next_id()
         future: asyncio.Future[Any] = self._loop.create_future()
@@ -214,21 +236,23 @@ class GuestSession:
         self._last_id += 1
         return self._last_id
 
-    def _send(self, header: dict[str, Any], encoder: Encoder | None = None) -> None:
+    def _send(self, header: dict[str, Any], encoder: ValueEncoder | None = None) -> None:
         if self._held is not None:
             self._held.append((header, encoder))
             return
-        shelf = self._door.shelf
-        if shelf is not None and (header["op"] not in ("ret", "err", "fork") or header["id"] == shelf.owed):
-            shelf.owed = None
+        shared_buffers = self._transport.shared_buffers
+        if shared_buffers is not None and (
+            header["op"] not in ("ret", "err", "fork") or header["id"] == shared_buffers.owed
+        ):
+            shared_buffers.owed = None
         try:
-            parts = wire.request(header, encoder, shelf)
+            parts = host_frames.request(header, encoder, shared_buffers)
         except (
             UnicodeEncodeError
         ):  # code with lone surrogates: show them, so that Python can say what it thinks of them
             shown = {k: v.encode("utf-8", "replace").decode() if isinstance(v, str) else v for k, v in header.items()}
-            parts = wire.request(shown, encoder, shelf)
-        self._door.write(parts)
+            parts = host_frames.request(shown, encoder, shared_buffers)
+        self._transport.write(parts)
 
     def seed(self, seed: str) -> None:
         """Begin ``random`` anew, before whatever is asked for next. Raises SessionDied."""
@@ -242,23 +266,23 @@ class GuestSession:
     @property
     def process(self) -> int:
         """Descriptor of its process, or -1 where the door has none."""
-        return getattr(self._door, "pidfd", -1)
+        return getattr(self._transport, "pidfd", -1)
 
     # -- branches
 
     async def fork(self) -> GuestSession:
         """A branch. Forks that are asked for at the same time happen one after the other."""
-        door, cell = self._door, self._cell
-        if not self.caps.fork or not isinstance(door, ForkingDoor):
+        transport, cell = self._transport, self._cell
+        if not self.caps.fork or not isinstance(transport, ForkingTransport):
             raise SandboxError("sessions of this provider do not fork: use the provider 'jail' (or 'process')")
         self._forks += 1
         try:
             async with self._forking:
-                return await self._fork(door, cell)
+                return await self._fork(transport, cell)
         finally:
             self._forks -= 1
 
-    async def _fork(self, door: ForkingDoor, cell: Running | None) -> GuestSession:
+    async def _fork(self, transport: ForkingTransport, cell: RunningCell | None) -> GuestSession:
         """``cell``: the one that ran, and waited, when the fork was asked for."""
         if cell is None:
             self._check_open()
@@ -266,10 +290,10 @@ class GuestSession:
         self._check_waits(cell)
         self._waiting = (id, future)
         try:
-            await door.prepare_branch()
+            await transport.prepare_branch()
             self._check_waits(cell, also_waiting=True)
             pending = dict(cell.calls) if cell is not None else {}
-            behind = door.begin_branch(wire.request({"op": "fork", "id": id}), self._moved)
+            behind = transport.begin_branch(host_frames.request({"op": "fork", "id": id}), self._moved)
             self._held = []
             branch = GuestSession(
                 behind, cell_s=self._cell_s, grace_s=self._grace_s, max_output_bytes=self._max_output_bytes,
@@ -277,12 +301,12 @@ class GuestSession:
             )  # fmt: skip
             try:
                 await self._until_forked(future, branch)
-                door.check_apart()
+                transport.check_apart()
             except BaseException:
                 await branch.close()
                 raise
             finally:
-                door.end_branch(behind)
+                transport.end_branch(behind)
         finally:
             self._waiting = None
             self._send_held()
@@ -302,7 +326,7 @@ class GuestSession:
         for header, encoder in held or ():
             self._send(header, encoder)
 
-    def _check_waits(self, cell: Running | None, *, also_waiting: bool = False) -> None:
+    def _check_waits(self, cell: RunningCell | None, *, also_waiting: bool = False) -> None:
         """A cell may be forked only while it waits for the host and nothing else is asked of it."""
         if self._failure is not None or self._ended.done():
             raise SessionDied(f"the session has ended: {self._failure or 'its process is gone'}")
@@ -316,7 +340,7 @@ class GuestSession:
         try:
             async with asyncio.timeout(_FORK_S):
                 await future
-        except _Refused as error:
+        except _GuestRefused as error:
             raise SandboxError(f"the session cannot be forked: {error}") from None
         except SessionDied:
             raise SessionDied(f"the session ended while it was forked: {await self._why()}") from None
@@ -325,7 +349,7 @@ class GuestSession:
             raise SessionDied(f"the session ended: {self._failure}") from None
         await branch.ready(_FORK_S)
 
-    async def resume(self, *, answer: Answer, timeout_s: float | None = None) -> Ran:
+    async def resume(self, *, answer: Answer, timeout_s: float | None = None) -> CellResult:
         cell, self._left = self._left, None
         if cell is None:
             raise SandboxError("nothing to resume: this session was not forked in the middle of a cell")
@@ -346,14 +370,14 @@ class GuestSession:
         if self._cell is not None:
             self._stop(self._cell, reason)
 
-    def _time_up(self, cell: Running) -> None:
+    def _time_up(self, cell: RunningCell) -> None:
         left = cell.limit_s - cell.worked(self._loop.time())
         if left <= 0:
             self._stop(cell, "time")
         else:  # the clock stood for a while, or stands
             cell.timer = self._loop.call_later(left, self._time_up, cell)
 
-    def _stop(self, cell: Running, reason: str) -> None:
+    def _stop(self, cell: RunningCell, reason: str) -> None:
         if cell.stopped is not None or cell.end is not None:
             return
         cell.stopped = reason
@@ -363,11 +387,11 @@ class GuestSession:
             cell.timer.cancel()
         self._interrupt_again(cell, _INTERRUPTS)
 
-    def _interrupt_again(self, cell: Running, times: int) -> None:
+    def _interrupt_again(self, cell: RunningCell, times: int) -> None:
         if cell.end is not None:
             return
         if times:
-            self._door.interrupt()
+            self._transport.interrupt()
             cell.timer = self._loop.call_later(self._grace_s / _INTERRUPTS, self._interrupt_again, cell, times - 1)
         else:
             self._fail(f"it did not stop within {self._grace_s:g} s of an interrupt ({cell.stopped})")
@@ -376,8 +400,8 @@ class GuestSession:
         """The session cannot go on."""
         if self._failure is None:
             self._failure = why
-            self._door.kill()
-            self._door.resume()  # to the end of the stream
+            self._transport.kill()
+            self._transport.resume()  # to the end of the stream
             self._loop.call_later(1.0, self._lost)  # if no end is seen
 
     def _lost(self) -> None:
@@ -395,7 +419,7 @@ class GuestSession:
 
     async def _why(self) -> str:
         if self._failure is None:
-            self._failure = await self._door.obituary()
+            self._failure = await self._transport.exit_reason()
         return self._failure
 
     async def close(self) -> None:
@@ -407,7 +431,7 @@ class GuestSession:
         self._failure = self._failure or "it was closed"
         self._on_close(self)
         self.tree.discard(self)
-        await self._door.close()
+        await self._transport.close()
         self._lost()
 
     # -- frames
@@ -415,66 +439,78 @@ class GuestSession:
     def _received(self, data: memoryview) -> None:
         try:
             for view in self._assembler.feed(data):
-                message, blobs = wire.parse(view, self._door.shelf)
+                message, blobs = host_frames.parse(view, self._transport.shared_buffers)
                 self._take(message, blobs, len(view))
         except ProtocolError as error:
             self._fail(f"it broke the protocol: {error}")
 
-    def _take(self, message: wire.FromGuest, blobs: list[memoryview], size: int) -> None:
+    def _take(self, message: host_frames.FromGuest, blobs: list[memoryview], size: int) -> None:
         cell = self._cell
         if cell is not None and cell.end is None:
-            if type(message) is wire.Done:
+            if type(message) is host_frames.CellDoneFrame:
                 self._ended_cell(cell, message, blobs)
                 return
-            if type(message) is wire.Asked:
+            if type(message) is host_frames.HostCallFrame:
                 self._called(cell, message, blobs, size)
                 return
-            if type(message) is wire.Out:
+            if type(message) is host_frames.OutputFrame:
                 self._printed(cell, message, blobs)
                 return
         if self._waiting is not None:
             if self._replied(message, blobs, *self._waiting):
                 return
-        elif type(message) is wire.Hello and not self._hello.done():
+        elif type(message) is host_frames.HelloFrame and not self._hello.done():
             self.pid = message.pid
             self._hello.set_result(None)
             return
         if self._failure is None:
             raise ProtocolError(f"a frame '{message.__struct_config__.tag}' that nobody waits for")
 
-    def _printed(self, cell: Running, message: wire.Out, blobs: list[memoryview]) -> None:
+    def _printed(self, cell: RunningCell, message: host_frames.OutputFrame, blobs: list[memoryview]) -> None:
         if len(blobs) != 1:
             raise ProtocolError(f"output in {len(blobs)} blobs")
         cell.output.add(bytes(blobs[0]), message.skip)
         cell.chars = message.chars
         self._upto = message.upto
 
-    def _ended_cell(self, cell: Running, message: wire.Done, blobs: list[memoryview]) -> None:
+    def _ended_cell(self, cell: RunningCell, message: host_frames.CellDoneFrame, blobs: list[memoryview]) -> None:
         if message.id != cell.id:
             raise ProtocolError(f"the end of cell {message.id}, while {cell.id} runs")
-        note = wire.value_of(message, message.note, blobs)
-        if self._door.shelf is not None:
-            self._door.shelf.empty()
+        note = host_frames.value_of(message, message.note, blobs)
+        if self._transport.shared_buffers is not None:
+            self._transport.shared_buffers.empty()
         cell.clock_stops(self._loop.time())
         cell.chars = message.chars
         cell.ends((message, note))
 
-    def _replied(self, message: wire.FromGuest, blobs: list[memoryview], id: int, future: asyncio.Future[Any]) -> bool:
-        if not isinstance(message, wire.Agreed | wire.Got | wire.Failed) or message.id != id or future.done():
+    def _replied(
+        self, message: host_frames.FromGuest, blobs: list[memoryview], id: int, future: asyncio.Future[Any]
+    ) -> bool:
+        if (
+            not isinstance(message, host_frames.OkFrame | host_frames.ValueFrame | host_frames.FailedFrame)
+            or message.id != id
+            or future.done()
+        ):
             return False
-        if isinstance(message, wire.Failed):
-            future.set_exception(_Refused(message.kind, message.message))
+        if isinstance(message, host_frames.FailedFrame):
+            future.set_exception(_GuestRefused(message.kind, message.message))
         else:
-            future.set_result(wire.value_of(message, message.value, blobs) if isinstance(message, wire.Got) else None)
+            future.set_result(
+                host_frames.value_of(message, message.value, blobs)
+                if isinstance(message, host_frames.ValueFrame)
+                else None
+            )
         return True
 
     # -- calls
 
-    def _called(self, cell: Running, message: wire.Asked, blobs: list[memoryview], size: int) -> None:
+    def _called(
+        self, cell: RunningCell, message: host_frames.HostCallFrame, blobs: list[memoryview], size: int
+    ) -> None:
         if message.id <= cell.last_call:
             raise ProtocolError(f"call {message.id} after call {cell.last_call}")
         cell.last_call = message.id
-        value = wire.value_of(message, message.value, blobs)
+        value = host_frames.value_of(message, message.value, blobs)
         match value:
             case [list() as args, dict() as kwargs] if all(isinstance(key, str) for key in kwargs):
                 pass
@@ -491,10 +527,10 @@ class GuestSession:
         cell.tasks[message.id] = self._loop.create_task(self._answer(cell, message.id, message.name, args, kwargs))
         if len(cell.tasks) >= MAX_CALLS or sum(call[-1] for call in cell.calls.values()) > MAX_CALL_BYTES:
             self._is_paused = True
-            self._door.pause()
+            self._transport.pause()
 
-    async def _answer(self, cell: Running, id: int, name: str, args: list[Any], kwargs: dict[str, Any]) -> None:
-        encoder = Encoder(defers=self._door.shelf is not None)
+    async def _answer(self, cell: RunningCell, id: int, name: str, args: list[Any], kwargs: dict[str, Any]) -> None:
+        encoder = ValueEncoder(defers=self._transport.shared_buffers is not None)
         failure: HostCallError | None = None
         data = None
         try:
@@ -517,24 +553,24 @@ class GuestSession:
             self._stop(cell, "error")
 
     def _refuse(self, id: int, error: HostCallError) -> None:
-        encoder = Encoder()
+        encoder = ValueEncoder()
         try:
             data = encoder.encode(error.data)
         except CodecError:
-            encoder, data = Encoder(), {}
+            encoder, data = ValueEncoder(), {}
         self._send({"op": "err", "id": id, "kind": error.kind, "message": str(error), "value": data}, encoder)
 
-    def _settle(self, cell: Running, id: int) -> None:
+    def _settle(self, cell: RunningCell, id: int) -> None:
         cell.tasks.pop(id, None)
         cell.calls.pop(id, None)
         if not cell.tasks and cell.end is None:
             cell.clock_from = self._loop.time()
         if self._is_paused:
             self._is_paused = False
-            self._door.resume()
+            self._transport.resume()
 
 
-class _Refused(Exception):
+class _GuestRefused(Exception):
     """The guest could not do what a request asked."""
 
     def __init__(self, kind: str, message: str) -> None:

@@ -10,19 +10,19 @@ from typing import Any, Literal
 
 import msgspec
 
-from ramify.engine.running import Result
+from ramify.engine.run_handle import Result
 from ramify.errors import ModelError, RamifyError, ReplyFiltered
-from ramify.serve.tools import Called, new_id
-from ramify.serve.tools import Wanted as Call
-from ramify.serve.wanted import Wanted
-from ramify.serve.web import Rejected
+from ramify.serve.answer_request import AnswerRequest
+from ramify.serve.caller_tools import RequestedToolCall as Call
+from ramify.serve.caller_tools import ToolCallAnswer, new_id
+from ramify.serve.web import RequestRejected
 from ramify.types.message import Usage, encodable
 from ramify.types.trajectory import Stop
 
 _CHARS_PER_TOKEN = 4
 
 
-class Answer(msgspec.Struct, frozen=True):
+class ServedAnswer(msgspec.Struct, frozen=True):
     """The answer to one request."""
 
     text: str
@@ -41,12 +41,12 @@ def length_note(max_tokens: int | None) -> str:
     return f"\n\n(The answer may have at most {max_tokens} tokens.)" if max_tokens else ""
 
 
-def answer_of(result: Result, wanted: Wanted) -> Answer:
+def answer_of(result: Result, wanted: AnswerRequest) -> ServedAnswer:
     """Raises Rejected with the run's id where a failure left it without an answer."""
     is_filtered = isinstance(result.failure, ReplyFiltered) and result.answer is None
     if result.stop is Stop.ERROR and result.answer is None and not is_filtered:
         raise failure_of(result.failure, result.error, result.run_id)
-    called = result.answer if isinstance(result.answer, Called) else None
+    called = result.answer if isinstance(result.answer, ToolCallAnswer) else None
     text, was_cut = _cut(encodable(result.response), wanted) if called is None else ("", False)
     is_partial = result.stop.is_truncated() or result.stop is Stop.ERROR
     about: dict[str, Any] = {
@@ -57,24 +57,26 @@ def answer_of(result: Result, wanted: Wanted) -> Answer:
     if wanted.own.cite:
         about["citations"] = result.citations
     if called is not None:
-        return Answer("", "tool_calls", result.usage, about, tuple((new_id(), each) for each in called.tool_calls))
+        return ServedAnswer(
+            "", "tool_calls", result.usage, about, tuple((new_id(), each) for each in called.tool_calls)
+        )
     if is_filtered:
-        return Answer("", "content_filter", result.usage, about)
-    return Answer(text, "length" if is_partial or was_cut else "stop", result.usage, about)
+        return ServedAnswer("", "content_filter", result.usage, about)
+    return ServedAnswer(text, "length" if is_partial or was_cut else "stop", result.usage, about)
 
 
-def failure_of(failure: BaseException | None, error: str | None, run: str) -> Rejected:
+def failure_of(failure: BaseException | None, error: str | None, run: str) -> RequestRejected:
     """What a caller is told of a run that failed."""
     text = error or "the run gave no answer"
     if isinstance(failure, ModelError):
-        return Rejected(f"the model failed: {text} (run {run})", status=502, code="model_failed", run=run)
+        return RequestRejected(f"the model failed: {text} (run {run})", status=502, code="model_failed", run=run)
     known = isinstance(failure, RamifyError) or failure is None
-    return Rejected(
+    return RequestRejected(
         f"{text if known else 'internal error'} (run {run})", status=502 if known else 500, code="run_failed", run=run
     )
 
 
-def _cut(text: str, wanted: Wanted) -> tuple[str, bool]:
+def _cut(text: str, wanted: AnswerRequest) -> tuple[str, bool]:
     """The answer up to its first stop, and no longer than asked for; whether its length was too much."""
     ends = [at for at in (text.find(stop) for stop in wanted.stops if stop) if at >= 0]
     text = text[: min(ends)] if ends else text

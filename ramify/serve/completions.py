@@ -33,7 +33,7 @@ class _Call(msgspec.Struct):
     function: _Function = msgspec.field(default_factory=_Function)
 
 
-class _Said(msgspec.Struct):
+class _CompletionMessage(msgspec.Struct):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[dict[str, Any]] | None = None
     reasoning_content: str | None = None
@@ -41,24 +41,24 @@ class _Said(msgspec.Struct):
     tool_call_id: str | None = None
 
 
-class _Offered(msgspec.Struct):
+class _OfferedTool(msgspec.Struct):
     name: str
     description: str = ""
     parameters: dict[str, Any] = {}
 
 
 class _Tool(msgspec.Struct):
-    function: _Offered
+    function: _OfferedTool
 
 
 class _StreamOptions(msgspec.Struct):
     include_usage: bool = False
 
 
-class Asked(msgspec.Struct):
+class CompletionRequest(msgspec.Struct):
     """A request for a chat completion, as far as it is read."""
 
-    messages: list[_Said]
+    messages: list[_CompletionMessage]
     model: str = ""
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
@@ -75,12 +75,12 @@ class Asked(msgspec.Struct):
     prompt_cache_key: str | None = None
 
 
-_decode = msgspec.json.Decoder(Asked).decode
+_decode = msgspec.json.Decoder(CompletionRequest).decode
 _decode_any = msgspec.json.Decoder(dict[str, Any]).decode
 encode = msgspec.json.Encoder().encode
 
 
-def read(body: bytes) -> Asked:
+def read(body: bytes) -> CompletionRequest:
     """Raises Refused that says what is wrong with ``body``."""
     try:
         asked, fields = _decode(body), _decode_any(body)
@@ -99,7 +99,7 @@ def read(body: bytes) -> Asked:
     return asked
 
 
-def request_of(asked: Asked, window: int) -> Request:
+def request_of(asked: CompletionRequest, window: int) -> Request:
     """What the engine is asked. Without a limit a reply may fill the window."""
     stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
     sampling = Sampling(
@@ -113,7 +113,7 @@ def request_of(asked: Asked, window: int) -> Request:
 
 
 def completion(
-    reply: Reply, asked: Asked, id: str, model: str, text_of: Callable[[Sequence[int]], str]
+    reply: Reply, asked: CompletionRequest, id: str, model: str, text_of: Callable[[Sequence[int]], str]
 ) -> dict[str, Any]:
     """The whole body."""
     choice: dict[str, Any] = {"index": 0, "message": _wire(reply.message), "finish_reason": reply.finish}
@@ -140,7 +140,7 @@ def opening(id: str, model: str) -> dict[str, Any]:
 
 
 def ending(
-    reply: Reply, asked: Asked, id: str, model: str, text_of: Callable[[Sequence[int]], str]
+    reply: Reply, asked: CompletionRequest, id: str, model: str, text_of: Callable[[Sequence[int]], str]
 ) -> list[dict[str, Any]]:
     """The last events: calls of tools, why it ended, and what it used where that was asked for."""
     events = []
@@ -160,11 +160,11 @@ def failure(text: str, kind: str, code: str | None = None, param: str | None = N
     return encode({"error": {"message": text, "type": kind, "code": code, "param": param, **more}})
 
 
-def _limit(asked: Asked) -> int | None:
+def _limit(asked: CompletionRequest) -> int | None:
     return asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens
 
 
-def _message(said: _Said) -> Message:
+def _message(said: _CompletionMessage) -> Message:
     content = said.content or ""
     if not isinstance(content, str):
         kinds = {str(part.get("type")) for part in content}
@@ -189,7 +189,11 @@ def _wire(message: Message) -> dict[str, Any]:
 
 
 def _add_tokens(
-    body: dict[str, Any], choice: dict[str, Any], reply: Reply, asked: Asked, text_of: Callable[[Sequence[int]], str]
+    body: dict[str, Any],
+    choice: dict[str, Any],
+    reply: Reply,
+    asked: CompletionRequest,
+    text_of: Callable[[Sequence[int]], str],
 ) -> None:
     ids, logprobs = reply.token_ids or (), reply.logprobs or ()
     if asked.logprobs:

@@ -24,11 +24,11 @@ import msgspec
 
 from ramify.engine.limits import DEFAULT_MAX_COST, Limits
 from ramify.errors import ConfigError, StoreError
-from ramify.serve.web import Rejected
+from ramify.serve.web import RequestRejected
 from ramify.types.message import Usage
 
 
-class Key(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="kebab"):
+class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="kebab"):
     """One caller, as the file of keys has it."""
 
     key: str | None = None
@@ -57,7 +57,7 @@ class Key(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="kebab
         return None
 
 
-class Spent(msgspec.Struct):
+class KeyUsage(msgspec.Struct):
     """What a key has used, and what its present runs may still use."""
 
     cost: float = 0.0
@@ -67,7 +67,7 @@ class Spent(msgspec.Struct):
     held_tokens: int = 0
 
 
-class Held(msgspec.Struct, frozen=True):
+class BudgetHold(msgspec.Struct, frozen=True):
     """What one run holds back of its key's budget."""
 
     cost: float
@@ -78,18 +78,18 @@ class Held(msgspec.Struct, frozen=True):
     """Whether less is left than was asked for."""
 
 
-class Caller:
+class ApiCaller:
     """A key while the server runs."""
 
-    def __init__(self, name: str, key: Key, spent: Spent) -> None:
+    def __init__(self, name: str, key: ApiKey, spent: KeyUsage) -> None:
         self.name, self.key, self.spent = name, key, spent
         self.num_runs = 0
 
-    def hold(self, limits: Limits) -> Held:
+    def hold(self, limits: Limits) -> BudgetHold:
         """Begin a run. Raises Rejected where the key has too many, or has nothing left."""
         key, spent = self.key, self.spent
         if key.max_runs is not None and self.num_runs >= key.max_runs:
-            raise Rejected(
+            raise RequestRejected(
                 f"{self.num_runs} requests of this key are being answered, its most: come back", status=429,
                 code="rate_limit_exceeded", retry_after_s=1,
             )  # fmt: skip
@@ -102,7 +102,7 @@ class Caller:
             limits = msgspec.structs.replace(limits, max_cost=cost)
         if key.max_tokens is not None:
             limits = msgspec.structs.replace(limits, max_tokens=int(tokens))
-        held = Held(
+        held = BudgetHold(
             0.0 if key.max_cost is None else cost, 0 if key.max_tokens is None else int(tokens), limits, is_short
         )
         spent.held_cost += held.cost
@@ -110,13 +110,13 @@ class Caller:
         self.num_runs += 1
         return held
 
-    def release(self, held: Held) -> None:
+    def release(self, held: BudgetHold) -> None:
         """What was held is held no longer."""
         self.num_runs -= 1
         self.spent.held_cost = self.spent.held_cost - held.cost if self.num_runs else 0.0  # no rounding errors are kept
         self.spent.held_tokens -= held.tokens
 
-    def settle(self, held: Held, usage: Usage, cost: float | None) -> None:
+    def settle(self, held: BudgetHold, usage: Usage, cost: float | None) -> None:
         """A run ended."""
         self.release(held)
         spent = self.spent
@@ -128,45 +128,45 @@ class Caller:
         if most is None:
             return math.inf
         if spent >= most:
-            raise Rejected(
+            raise RequestRejected(
                 f"this key has spent its {most:g} {unit}: ask whoever runs the server for more", status=429,
                 code="insufficient_quota", kind="insufficient_quota",
             )  # fmt: skip
         if spent + held >= most:
-            raise Rejected(
+            raise RequestRejected(
                 f"all that is left of this key's {most:g} {unit} is held by runs that go on: come back", status=429,
                 code="rate_limit_exceeded", retry_after_s=5,
             )  # fmt: skip
         return most - spent - held
 
 
-class Keys:
+class ApiKeys:
     """All callers, and what they have spent; kept in a file where one is given."""
 
-    def __init__(self, keys: Mapping[str, Key], path: Path | None = None) -> None:
+    def __init__(self, keys: Mapping[str, ApiKey], path: Path | None = None) -> None:
         """Without ``keys`` everyone is the one caller without limits. Raises ConfigError for a key that is wrong."""
         self._path = path
         spent = _read_spent(path)
         for name, key in keys.items():
             if fault := key.fault():
                 raise ConfigError(f"key '{name}': {fault}")
-        self.callers = {name: Caller(name, key, spent.get(name, Spent())) for name, key in keys.items()}
+        self.callers = {name: ApiCaller(name, key, spent.get(name, KeyUsage())) for name, key in keys.items()}
         self._others = {name: each for name, each in spent.items() if name not in keys}
         self._by_digest = {caller.key.digest(): caller for caller in self.callers.values()}
         if len(self._by_digest) < len(keys):
             raise ConfigError("two names have the same key: give each its own")
-        self._anyone = None if keys else Caller("", Key(), Spent())
+        self._anyone = None if keys else ApiCaller("", ApiKey(), KeyUsage())
 
     @property
     def is_open(self) -> bool:
         """Whether everyone may ask."""
         return self._anyone is not None
 
-    def caller(self, given: str) -> Caller:
+    def caller(self, given: str) -> ApiCaller:
         """Whose key ``given`` is. Raises Rejected. It is looked up by its digest, so the time taken tells nothing."""
         found = self._anyone or self._by_digest.get(hashlib.sha256(given.encode()).hexdigest())
         if found is None:
-            raise Rejected(
+            raise RequestRejected(
                 "wrong or missing API key: send it as Authorization: Bearer KEY", status=401, code="invalid_api_key"
             )
         return found
@@ -185,11 +185,11 @@ class Keys:
             raise StoreError(f"cannot write {self._path}: {error.strerror}; free some space") from None
 
 
-def read_keys(path: str | Path) -> dict[str, Key]:
+def read_keys(path: str | Path) -> dict[str, ApiKey]:
     """The keys of a TOML file. Raises ConfigError that names what is wrong."""
     try:
         content: dict[str, Any] = tomllib.loads(Path(path).expanduser().read_text(encoding="utf-8"))
-        return msgspec.convert(content, dict[str, Key])
+        return msgspec.convert(content, dict[str, ApiKey])
     except OSError as error:
         raise ConfigError(f"the file of keys {path} cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -200,17 +200,17 @@ def read_keys(path: str | Path) -> dict[str, Key]:
         ) from None
 
 
-def _read_spent(path: Path | None) -> dict[str, Spent]:
+def _read_spent(path: Path | None) -> dict[str, KeyUsage]:
     """What each name has spent; what was held when the server last ended counts as spent."""
     if path is None or not path.exists():
         return {}
     try:
-        found = msgspec.json.decode(path.read_bytes(), type=dict[str, Spent])
+        found = msgspec.json.decode(path.read_bytes(), type=dict[str, KeyUsage])
     except (OSError, msgspec.MsgspecError) as error:
         raise ConfigError(
             f"{path}, which says what each key has spent, cannot be read: {error}; repair or delete it"
         ) from None
     return {
-        name: Spent(each.cost + each.held_cost, each.tokens + each.held_tokens, each.runs)
+        name: KeyUsage(each.cost + each.held_cost, each.tokens + each.held_tokens, each.runs)
         for name, each in found.items()
     }

@@ -4,8 +4,8 @@
     GET  /metrics                how full the cache is, in vLLM's names
     GET  /v1/models              the one model, with its window
     POST /v1/chat/completions    also streamed; logprobs, token ids (return_token_ids), tools where the template has them
-    POST /v1/completions         ids in, ids out (``tokens.py``); POST /generate is the same as SGLang has it
-    GET  /version, /server_info  what a trainer compares with its policy; how it brings new weights: ``weights.py``
+    POST /v1/completions         ids in, ids out (``token_completions.py``); POST /generate is the same as SGLang has it
+    GET  /version, /server_info  what a trainer compares with its policy; how it brings new weights: ``weight_routes.py``
 
 A conversation that is sent back with one more message goes on by the ids that it had: the server remembers the paths of
 its last replies. Whoever hangs up frees the slot. Without a key it listens on loopback only.
@@ -25,15 +25,15 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from ramify.clients.base import Known, Request
+from ramify.clients.base import KnownPrefix, Request
 from ramify.errors import ModelError, RamifyError, Refused
 from ramify.inference.http import pressure
-from ramify.inference.local.client import LocalClient
-from ramify.serve import completions, metrics, tokens
-from ramify.serve.completions import Asked
+from ramify.inference.local.local_client import LocalClient
+from ramify.serve import completions, server_metrics, token_completions
+from ramify.serve.completions import CompletionRequest
 from ramify.serve.sleep import WAIT_S
-from ramify.serve.web import Listener, bearer, failed, refuse_open
-from ramify.serve.weights import WeightRoutes, facts
+from ramify.serve.web import HttpListener, bearer, failed, refuse_open
+from ramify.serve.weight_routes import WeightRoutes, facts
 from ramify.types.message import Message, Reply
 
 _MAX_BODY_BYTES = 64 << 20
@@ -48,7 +48,7 @@ class PolicyServer:
 
     def __init__(
         self, client: LocalClient, *, name: str, host: str = "127.0.0.1", port: int = 8000, key: str | None = None,
-        weight_transfer: bool = False, carriers: Sequence[str] = (), weights_root: Path | None = None,
+        weight_transfer: bool = False, weight_syncs: Sequence[str] = (), weights_root: Path | None = None,
         wait_s: float = WAIT_S,
     ) -> None:  # fmt: skip
         """``name`` is the model's; ``port`` 0 takes a free one; ``key`` is asked for as a bearer token. With
@@ -63,9 +63,9 @@ class PolicyServer:
         self._weights: WeightRoutes | None = None
         if weight_transfer:
             self._weights = WeightRoutes(
-                client, lambda: self._in_flight, carriers=carriers, root=weights_root, wait_s=wait_s
+                client, lambda: self._in_flight, weight_syncs=weight_syncs, root=weights_root, wait_s=wait_s
             )
-        self._listener = Listener(host, port)
+        self._listener = HttpListener(host, port)
 
     @property
     def url(self) -> str:
@@ -111,7 +111,7 @@ class PolicyServer:
 
     async def _metrics(self, _: web.Request) -> web.Response:
         text = pressure.write(await self._client.pressure())
-        return web.Response(body=text.encode(), headers={"Content-Type": metrics.TYPE})
+        return web.Response(body=text.encode(), headers={"Content-Type": server_metrics.TYPE})
 
     async def _models(self, _: web.Request) -> web.Response:
         model = {"id": self.name, "object": "model", "owned_by": "ramify", "max_model_len": self._client.window}
@@ -124,8 +124,8 @@ class PolicyServer:
         async def answer() -> web.StreamResponse:
             body = await http.read()
             if http.path == "/generate":
-                return web.json_response(await tokens.generate(self._client, body), dumps=_dumps)
-            return web.json_response(await tokens.complete(self._client, body, self.name), dumps=_dumps)
+                return web.json_response(await token_completions.generate(self._client, body), dumps=_dumps)
+            return web.json_response(await token_completions.complete(self._client, body, self.name), dumps=_dumps)
 
         return await self._counted(http, answer)
 
@@ -173,13 +173,13 @@ class PolicyServer:
         finally:
             self._waiting -= 1
 
-    async def _whole(self, asked: Asked, request: Request) -> web.Response:
+    async def _whole(self, asked: CompletionRequest, request: Request) -> web.Response:
         reply = await self._client.complete(request)
         self._paths.remember(request, reply)
         body = completions.completion(reply, asked, _new_id(), self.name, self._text)
         return web.Response(body=completions.encode(body), content_type="application/json")
 
-    async def _streamed(self, http: web.Request, asked: Asked, request: Request) -> web.StreamResponse:
+    async def _streamed(self, http: web.Request, asked: CompletionRequest, request: Request) -> web.StreamResponse:
         """Raises what the engine refuses before the first event; what fails later is the last event."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         try:
@@ -193,7 +193,7 @@ class PolicyServer:
         return response
 
     async def _send_events(
-        self, http: web.Request, response: web.StreamResponse, asked: Asked, request: Request
+        self, http: web.Request, response: web.StreamResponse, asked: CompletionRequest, request: Request
     ) -> None:
         id, before = _new_id(), Message("assistant")
         async with contextlib.aclosing(self._client.stream(request)) as parts:
@@ -227,7 +227,7 @@ class _Paths:
                 continue
             ids = self._ids.get(_key(request, request.messages[:end]))
             if ids is not None:
-                return msgspec.structs.replace(request, known=Known(end, ids))
+                return msgspec.structs.replace(request, known=KnownPrefix(end, ids))
         return request
 
     def remember(self, request: Request, reply: Reply) -> None:

@@ -1,7 +1,7 @@
 """The questions that a server answers: who may begin one, within which budget, and how each ends.
 
     ask ──> room? ──> budget of the key held ──> run ──> answer, or left early: cancelled ──> budget settled, counted
-It knows nothing of HTTP: a ``Rejected`` says which status a refusal has.
+It knows nothing of HTTP: a ``RequestRejected`` says which status a refusal has.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from ramify.engine.limits import DEFAULT_MAX_COST
 from ramify.engine.rlm import RLM
 from ramify.engine.typed import answer_type
 from ramify.errors import ConfigError
-from ramify.serve.answer import Answer, answer_of, failure_of, length_note
-from ramify.serve.keys import Caller, Held, Keys
-from ramify.serve.metrics import Metrics
-from ramify.serve.prompt import Prompt
-from ramify.serve.wanted import Wanted
-from ramify.serve.watch import Watch
-from ramify.serve.web import Rejected
+from ramify.serve.answer import ServedAnswer, answer_of, failure_of, length_note
+from ramify.serve.answer_request import AnswerRequest
+from ramify.serve.keys import ApiCaller, ApiKeys, BudgetHold
+from ramify.serve.prompt import RunPrompt
+from ramify.serve.request_watcher import RequestWatcher
+from ramify.serve.server_metrics import ServerMetrics
+from ramify.serve.web import RequestRejected
 
 
-class One:
+class ServedQuestion:
     """One question that is being answered."""
 
-    def __init__(self, wanted: Wanted, held: Held) -> None:
+    def __init__(self, wanted: AnswerRequest, held: BudgetHold) -> None:
         self.wanted, self.held = wanted, held
-        self.watch = Watch()
+        self.watch = RequestWatcher()
 
-    async def answer(self) -> Answer:
+    async def answer(self) -> ServedAnswer:
         """Wait for it; cancelling this wait cancels the run. Raises Rejected where the run failed."""
         running = self.watch.running
         assert running is not None
@@ -41,24 +41,24 @@ class One:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
-            raise Rejected("the server ended before the run did", status=503, run=running.id) from None
+            raise RequestRejected("the server ended before the run did", status=503, run=running.id) from None
         except Exception as error:
             raise failure_of(error, str(error) or type(error).__name__, running.id) from error
         if self.held.is_short and result.answer is None and not result.usage.calls and result.stop.is_truncated():
-            raise Rejected(
+            raise RequestRejected(
                 "what is left of this key's budget is too little for a request: ask whoever runs the server for more",
                 status=429, code="insufficient_quota", kind="insufficient_quota", run=running.id,
             )  # fmt: skip
         return answer_of(result, self.wanted)
 
 
-class Questions:
+class ServedQuestions:
     """All questions of one server."""
 
-    def __init__(self, rlm: RLM, keys: Keys, metrics: Metrics, max_runs: int, sampling: Sampling) -> None:
+    def __init__(self, rlm: RLM, keys: ApiKeys, metrics: ServerMetrics, max_runs: int, sampling: Sampling) -> None:
         self._rlm, self._keys, self._metrics = rlm, keys, metrics
         self._max_runs, self._sampling = max_runs, sampling
-        self._present: set[One] = set()
+        self._present: set[ServedQuestion] = set()
         self._idle = asyncio.Event()
         self.is_ending = False
         self._most_cost: float | None = None
@@ -86,16 +86,16 @@ class Questions:
         return min(client.window for client in clients)
 
     @asynccontextmanager
-    async def ask(self, caller: Caller, wanted: Wanted, prompt: Prompt) -> AsyncIterator[One]:
+    async def ask(self, caller: ApiCaller, wanted: AnswerRequest, prompt: RunPrompt) -> AsyncIterator[ServedQuestion]:
         """Begin to answer; cancelled where the block is left early. Raises Rejected."""
         if self.is_ending:
-            raise Rejected("the server is ending: ask again soon", status=503, retry_after_s=5)
+            raise RequestRejected("the server is ending: ask again soon", status=503, retry_after_s=5)
         if self.num_present >= self._max_runs:
-            raise Rejected(
+            raise RequestRejected(
                 f"{self.num_present} requests are being answered: come back", status=429, code="rate_limit_exceeded",
                 retry_after_s=1,
             )  # fmt: skip
-        one = One(wanted, self._held(caller, wanted))
+        one = ServedQuestion(wanted, self._held(caller, wanted))
         self._present.add(one)
         try:
             self._keys.save()
@@ -107,30 +107,30 @@ class Questions:
             self._idle.set()
             self._settle(one, caller)
 
-    def _held(self, caller: Caller, wanted: Wanted) -> Held:
+    def _held(self, caller: ApiCaller, wanted: AnswerRequest) -> BudgetHold:
         tighter = wanted.own.tighter()
         if tighter.max_cost is not None and self._most_cost is None:
-            raise Rejected("the server's model has no known price", param="ramify.limits.max_cost")
+            raise RequestRejected("the server's model has no known price", param="ramify.limits.max_cost")
         return caller.hold(tighter.within(self._rlm.limits, self._most_cost))
 
-    def _start(self, one: One, caller: Caller, prompt: Prompt) -> None:
+    def _start(self, one: ServedQuestion, caller: ApiCaller, prompt: RunPrompt) -> None:
         wanted = one.wanted
         question = prompt.question + length_note(wanted.max_tokens)
         given = (question, None) if prompt.context is None else (prompt.context, question)
         try:
             kind = wanted.offer or answer_type(wanted.schema, trusted=False)
         except ConfigError as error:
-            raise Rejected(str(error), param=wanted.schema_field) from None
+            raise RequestRejected(str(error), param=wanted.schema_field) from None
         try:
             running = self._rlm.start(
                 *given, answer_type=kind, cite=wanted.own.cite, limits=one.held.limits, on_event=one.watch.apply,
                 sampling=wanted.sampling(self._sampling), metadata={"served": {"key": caller.name}},
             )  # fmt: skip
         except ConfigError as error:
-            raise Rejected(str(error), param="ramify.cite" if wanted.own.cite else None) from None
+            raise RequestRejected(str(error), param="ramify.cite" if wanted.own.cite else None) from None
         one.watch.begin(running)
 
-    def _settle(self, one: One, caller: Caller) -> None:
+    def _settle(self, one: ServedQuestion, caller: ApiCaller) -> None:
         running = one.watch.running
         if running is None:
             caller.release(one.held)

@@ -1,4 +1,4 @@
-"""OpenAI's responses over runs: a body in, ``Wanted`` out; an ``Answer`` in, a response or the events of a stream out.
+"""OpenAI's responses over runs: a body in, ``AnswerRequest`` out; an ``ServedAnswer`` in, a response or the events of a stream out.
 
 A response is made of items: a reasoning item that grows with the run's progress, and a message with the answer. Nothing is
 kept between requests, so ``previous_response_id`` is refused: the whole conversation is sent, as clients do by default.
@@ -13,12 +13,19 @@ from typing import Any, Literal
 
 import msgspec
 
-from ramify.serve.answer import Answer
+from ramify.serve.answer import ServedAnswer
+from ramify.serve.answer_request import (
+    AnswerRequest,
+    ChatMessage,
+    RamifyRequestFields,
+    decode,
+    refuse_unsupported,
+    schema_of,
+)
+from ramify.serve.caller_tools import OfferedFunction, offer_of
 from ramify.serve.completions import encode
-from ramify.serve.parts import Content, Role, said
-from ramify.serve.tools import Function, offer_of
-from ramify.serve.wanted import Own, Said, Wanted, decode, refuse_unsupported, schema_of
-from ramify.serve.web import Rejected
+from ramify.serve.content_parts import Content, Role, said
+from ramify.serve.web import RequestRejected
 from ramify.types.message import Usage
 
 PATH = "/v1/responses"
@@ -41,7 +48,7 @@ class _Item(msgspec.Struct):
     output: Any = None
 
 
-class _Tool(Function, frozen=True):
+class _Tool(OfferedFunction, frozen=True):
     type: Literal["function"] = "function"
 
 
@@ -60,27 +67,27 @@ class _Body(msgspec.Struct):
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     stream: bool | None = None
-    ramify: Own | None = None
+    ramify: RamifyRequestFields | None = None
 
 
 _decoder = msgspec.json.Decoder(_Body)
 
 
-def read(body: bytes) -> Wanted:
+def read(body: bytes) -> AnswerRequest:
     """Raises Rejected that names the field."""
     asked = decode(_decoder, body)
     refuse_unsupported(body, _HARMLESS)
     items = [_Item(role="user", content=asked.input)] if isinstance(asked.input, str) else asked.input
     if not items:
-        raise Rejected("there is no input: give a text or a list of items", param="input")
-    messages = [Said("system", (asked.instructions,))] if asked.instructions else []
+        raise RequestRejected("there is no input: give a text or a list of items", param="input")
+    messages = [ChatMessage("system", (asked.instructions,))] if asked.instructions else []
     names = {item.call_id: item.name for item in items if item.type == "function_call"}
     told = (_said(item, f"input[{index}]", names) for index, item in enumerate(items))
     messages += [each for each in told if each is not None]
     schema, field = schema_of(asked.text.format if asked.text else None, "text.format", nested=False)
-    return Wanted(
+    return AnswerRequest(
         tuple(messages), bool(asked.stream), schema, field, asked.max_output_tokens, "max_output_tokens",
-        asked.temperature, asked.top_p, asked.ramify or Own(),
+        asked.temperature, asked.top_p, asked.ramify or RamifyRequestFields(),
         offer=offer_of(asked.tools or (), asked.tool_choice, asked.parallel_tool_calls is not False, schema, field),
     )  # fmt: skip
 
@@ -89,16 +96,16 @@ def new_id() -> str:
     return f"resp_{uuid.uuid4().hex}"
 
 
-def whole(answer: Answer, wanted: Wanted, id: str, model: str) -> dict[str, Any]:
+def whole(answer: ServedAnswer, wanted: AnswerRequest, id: str, model: str) -> dict[str, Any]:
     """The whole response."""
     return _ended(_Head(wanted, id, model), _called(answer) or [_message(f"msg_{id[5:]}", answer.text, answer)], answer)
 
 
-class Stream:
+class ResponseStream:
     """The events of one streamed response: ``begin``, any number of ``progress``, then ``end`` or ``fail``. They are
     numbered without a gap."""
 
-    def __init__(self, wanted: Wanted, id: str, model: str) -> None:
+    def __init__(self, wanted: AnswerRequest, id: str, model: str) -> None:
         self._head = _Head(wanted, id, model)
         self._reasoning_id, self._message_id = f"rs_{id[5:]}", f"msg_{id[5:]}"
         self._number = 0
@@ -119,7 +126,7 @@ class Stream:
         self._reasoning += text
         return opening + self._event("reasoning_summary_text.delta", **place, delta=text)
 
-    def end(self, answer: Answer) -> Iterator[bytes]:
+    def end(self, answer: ServedAnswer) -> Iterator[bytes]:
         items = []
         if self._reasoning:
             items.append(self._reasoned())
@@ -145,7 +152,7 @@ class Stream:
             ]
         )
 
-    def _text(self, index: int, answer: Answer) -> Iterator[bytes]:
+    def _text(self, index: int, answer: ServedAnswer) -> Iterator[bytes]:
         id = self._message_id
         place = {"item_id": id, "output_index": index, "content_index": 0}
         item = _message(id, answer.text, answer)
@@ -158,7 +165,7 @@ class Stream:
         yield self._event("content_part.done", **place, part=_part(answer.text))
         yield self._event("output_item.done", output_index=index, item=item)
 
-    def fail(self, error: Rejected) -> Iterator[bytes]:
+    def fail(self, error: RequestRejected) -> Iterator[bytes]:
         items = [self._reasoned()] if self._reasoning else []
         response = self._head.body("failed", items, None)
         response["error"] = {"code": "server_error", "message": str(error)}
@@ -190,7 +197,7 @@ class Stream:
 class _Head:
     """What a response says of its request."""
 
-    def __init__(self, wanted: Wanted, id: str, model: str) -> None:
+    def __init__(self, wanted: AnswerRequest, id: str, model: str) -> None:
         self._id, self._model, self._wanted, self._created = id, model, wanted, int(time.time())
 
     def body(self, status: str, output: list[dict[str, Any]], usage: dict[str, Any] | None) -> dict[str, Any]:
@@ -209,14 +216,14 @@ class _Head:
         }  # fmt: skip
 
 
-def _ended(head: _Head, output: list[dict[str, Any]], answer: Answer) -> dict[str, Any]:
+def _ended(head: _Head, output: list[dict[str, Any]], answer: ServedAnswer) -> dict[str, Any]:
     why = {"length": "max_output_tokens", "content_filter": "content_filter"}.get(answer.finish)
     body = head.body("incomplete" if why else "completed", output, _usage(answer.usage))
     body["incomplete_details"] = {"reason": why} if why else None
     return {**body, "ramify": answer.about}
 
 
-def _called(answer: Answer) -> list[dict[str, Any]]:
+def _called(answer: ServedAnswer) -> list[dict[str, Any]]:
     return [
         {
             "type": "function_call", "id": f"fc_{id[5:]}", "call_id": id, "name": call.name, "arguments": call.written(),
@@ -226,26 +233,28 @@ def _called(answer: Answer) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def _said(item: _Item, where: str, names: Mapping[str, str]) -> Said | None:
+def _said(item: _Item, where: str, names: Mapping[str, str]) -> ChatMessage | None:
     """The message that an item is; None for earlier reasoning, which is not read again."""
     match item.type:
         case "message":
             if item.role is None:
-                raise Rejected("a message has no role", param=f"{where}.role")
+                raise RequestRejected("a message has no role", param=f"{where}.role")
             return said(item.role, item.content, where)
         case "reasoning":
             return None
         case "function_call":
-            return Said("assistant", (f"(called {item.name}({item.arguments}))",))
+            return ChatMessage("assistant", (f"(called {item.name}({item.arguments}))",))
         case "function_call_output":
             output = item.output if isinstance(item.output, str) else msgspec.json.encode(item.output).decode()
             name = names.get(item.call_id)
-            return Said("tool", ((f"(result of {name})", output) if name else (output,)))
+            return ChatMessage("tool", ((f"(result of {name})", output) if name else (output,)))
         case _:
-            raise Rejected(f"an item of type {item.type!r:.60} is not supported: give messages", param=f"{where}.type")
+            raise RequestRejected(
+                f"an item of type {item.type!r:.60} is not supported: give messages", param=f"{where}.type"
+            )
 
 
-def _message(id: str, text: str, answer: Answer) -> dict[str, Any]:
+def _message(id: str, text: str, answer: ServedAnswer) -> dict[str, Any]:
     status = "completed" if answer.finish == "stop" else "incomplete"
     return {"type": "message", "id": id, "status": status, "role": "assistant", "content": [_part(text)]}
 
@@ -260,3 +269,7 @@ def _usage(usage: Usage) -> dict[str, Any]:
         "output_tokens": usage.output_tokens, "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
         "total_tokens": usage.total_tokens,
     }  # fmt: skip
+
+
+open_stream = ResponseStream
+"""The name that ``run_server`` calls it by."""

@@ -22,7 +22,7 @@ from aiohttp import web
 
 from ramify.errors import ServerFailed
 from ramify.inference.base import TAGS
-from ramify.inference.local.client import LocalClient
+from ramify.inference.local.local_client import LocalClient
 
 Body = dict[str, Any]
 _SCHEDULING = "scheduling"
@@ -32,7 +32,7 @@ _NAMED = 3
 """Of the tensors that are missing an error names."""
 
 
-class Sleep:
+class PolicySleep:
     """What sleeps of one server."""
 
     def __init__(
@@ -118,7 +118,7 @@ class Sleep:
             self._asleep.add(_SCHEDULING)
             try:
                 await self._stop(mode)
-                await self._client.rest([tag for tag in tags if tag not in before], keep=keep)
+                await self._client.sleep([tag for tag in tags if tag not in before], keep=keep)
             except BaseException:
                 self._asleep = before
                 self._go_on()

@@ -16,7 +16,7 @@ from ramify.serve.completions import failure
 _KINDS = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 
-class Rejected(Exception):
+class RequestRejected(Exception):
     """A request that gets an error instead of an answer. ``str()`` says what is wrong, for the caller."""
 
     def __init__(
@@ -47,7 +47,7 @@ def kind_of(status: int) -> str:
 
 def failed(status: int, text: str, kind: str = "", code: str | None = None) -> web.Response:
     """An error as a response."""
-    return Rejected(text, status=status, kind=kind, code=code).response()
+    return RequestRejected(text, status=status, kind=kind, code=code).response()
 
 
 def bearer(http: web.Request) -> str:
@@ -68,7 +68,7 @@ def refuse_open(host: str, has_key: bool) -> None:
         raise ConfigError(f"{host} can be reached from other machines: give a key (--api-key), or serve on 127.0.0.1")
 
 
-class Listener:
+class HttpListener:
     """An application on a port."""
 
     def __init__(self, host: str, port: int) -> None:

@@ -1,7 +1,7 @@
 """What zip and tar share: bounds against bombs, names of members, and what becomes of each member.
 
 Nothing is ever written, so a member's name can do no harm; it is tidied all the same. Bounds: the bytes of the whole
-load (``Loading.spend``), a ratio that no honest text reaches, and a number of members.
+load (``SourceLoader.spend``), a ratio that no honest text reaches, and a number of members.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import posixpath
 
 from ramify.errors import SourceError
-from ramify.sources.base import Loading, Unreadable
-from ramify.sources.kinds import File, read_file
+from ramify.sources.base import SourceLoader, UnreadableSource
+from ramify.sources.file_kinds import SourceFile, read_file
 
 MAX_MEMBERS = 100_000
 MAX_RATIO = 250
@@ -29,11 +29,11 @@ def is_hidden(member: str) -> bool:
     )
 
 
-def read_member(name: str, data: bytes, loading: Loading) -> None:
+def read_member(name: str, data: bytes, loading: SourceLoader) -> None:
     """One unpacked member; its bytes have been counted."""
     try:
-        read_file(File(name, data, inside=True), loading)
-    except Unreadable as error:
+        read_file(SourceFile(name, data, inside=True), loading)
+    except UnreadableSource as error:
         loading.problem(name, str(error))
 
 

@@ -1,8 +1,8 @@
 """What loading yields, and what every kind of source reports to while it is read.
 
-    paths ──load.py──> a reader per kind (kinds.py) ──> Loading: texts, items, problems ──> Loaded
-A reader raises ``Unreadable`` for a thing that it cannot read: for a path that the user named this becomes the error,
-for a file found in a folder or an archive a ``Problem``, so that nothing is passed over in silence.
+    paths ──load_sources.py──> a reader per kind (file_kinds.py) ──> Loading: texts, items, problems ──> Loaded
+A reader raises ``UnreadableSource`` for a thing that it cannot read: for a path that the user named this becomes the error,
+for a file found in a folder or an archive a ``SourceProblem``, so that nothing is passed over in silence.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from ramify.errors import SourceError
-from ramify.progress import Work
+from ramify.progress import ProgressTask
 
 MAX_FILE_S = 60.0
 """To parse one file of a kind that can be made to take for ever."""
@@ -23,7 +23,7 @@ _SHOWN = 6
 """Names in a list, before "and 12 more"."""
 
 
-class Unreadable(Exception):
+class UnreadableSource(Exception):
     """Why one source cannot be read, as the end of a sentence that begins with its name; and what to do."""
 
     def __init__(self, reason: str, remedy: str = "") -> None:
@@ -32,7 +32,7 @@ class Unreadable(Exception):
         self.remedy = remedy
 
 
-class Item(msgspec.Struct, frozen=True):
+class SourceItem(msgspec.Struct, frozen=True):
     """One thing that was loaded."""
 
     name: str
@@ -47,7 +47,7 @@ class Item(msgspec.Struct, frozen=True):
     """``CSV: 3 columns a, b, c; 1,200 rows``"""
 
 
-class Problem(msgspec.Struct, frozen=True):
+class SourceProblem(msgspec.Struct, frozen=True):
     """One thing that was found and could not be read."""
 
     name: str
@@ -57,13 +57,13 @@ class Problem(msgspec.Struct, frozen=True):
         return f"{self.name} {self.reason}"
 
 
-class Loaded(msgspec.Struct, frozen=True):
+class LoadedContext(msgspec.Struct, frozen=True):
     """A context, what it is made of, and what is missing from it."""
 
     context: str | dict[str, str]
     """The text of a single file; otherwise name -> text, in order of names."""
-    items: list[Item]
-    problems: list[Problem]
+    items: list[SourceItem]
+    problems: list[SourceProblem]
     left_out: dict[str, list[str]]
     """Reason -> what a folder's own rules leave out: ignored, hidden, linked."""
     tools: dict[str, Callable[..., Any]]
@@ -103,17 +103,17 @@ class Loaded(msgspec.Struct, frozen=True):
         return [_printable(line) for line in lines]
 
 
-class Loading:
+class SourceLoader:
     """Collects what the readers find; refuses more than ``max_bytes`` of text and unpacked data in all, and a file that
     takes more than ``max_file_s`` to parse."""
 
-    def __init__(self, max_bytes: int, max_file_s: float = MAX_FILE_S, work: Work | None = None) -> None:
+    def __init__(self, max_bytes: int, max_file_s: float = MAX_FILE_S, work: ProgressTask | None = None) -> None:
         """``work`` is told how much was read."""
         self.max_bytes, self.max_file_s = max_bytes, max_file_s
         self._work = work
         self.texts: dict[str, str] = {}
-        self.items: list[Item] = []
-        self.problems: list[Problem] = []
+        self.items: list[SourceItem] = []
+        self.problems: list[SourceProblem] = []
         self.left_out: dict[str, list[str]] = {}
         self.databases: dict[str, Path] = {}
         self.seen: set[str] = set()
@@ -141,10 +141,10 @@ class Loading:
         while unique in self.texts:
             unique, number = f"{name} ({number})", number + 1
         self.texts[unique] = text
-        self.items.append(Item(unique, kind, len(text), num_bytes, detail))
+        self.items.append(SourceItem(unique, kind, len(text), num_bytes, detail))
 
     def problem(self, name: str, reason: str) -> None:
-        self.problems.append(Problem(name, reason))
+        self.problems.append(SourceProblem(name, reason))
 
     def leave_out(self, name: str, reason: str) -> None:
         self.left_out.setdefault(reason, []).append(name)
@@ -165,7 +165,7 @@ def _printable(line: str) -> str:
     )
 
 
-def _by_suffix(items: Sequence[Item | Problem]) -> str:
+def _by_suffix(items: Sequence[SourceItem | SourceProblem]) -> str:
     """``1,204 .py, 30 .txt, 2 other``"""
     names = [item.name.rpartition("/")[2].rpartition(".") for item in items]
     counts = Counter(f".{suffix}" if stem else "other" for stem, _, suffix in names)

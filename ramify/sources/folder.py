@@ -10,21 +10,21 @@ import os
 from pathlib import Path
 
 from ramify.errors import SourceError
-from ramify.sources.base import Loading, Unreadable
+from ramify.sources.base import SourceLoader, UnreadableSource
+from ramify.sources.file_kinds import BINARY_SUFFIXES, SourceFile, read_file, read_regular
 from ramify.sources.ignore import Layers, extend, is_ignored, outer_layers
-from ramify.sources.kinds import BINARY_SUFFIXES, File, read_file, read_regular
 
 MAX_FILES = 200_000
 _SQLITE_TAILS = ("-wal", "-shm", "-journal")
 
 
-def read_folder(folder: Path, prefix: str, loading: Loading) -> None:
+def read_folder(folder: Path, prefix: str, loading: SourceLoader) -> None:
     """Load what is below ``folder``; names begin with ``prefix`` (empty, or with a slash at its end)."""
     _Walk(folder, prefix, loading).run()
 
 
 class _Walk:
-    def __init__(self, folder: Path, prefix: str, loading: Loading) -> None:
+    def __init__(self, folder: Path, prefix: str, loading: SourceLoader) -> None:
         self._root = folder.resolve()
         self._prefix = prefix
         self._loading = loading
@@ -92,10 +92,10 @@ class _Walk:
         suffix = os.path.splitext(name)[1].lower()
         try:
             if suffix in BINARY_SUFFIXES:
-                raise Unreadable("is binary")
+                raise UnreadableSource("is binary")
             data = read_regular(path, self._prefix + name, self._loading)
-            read_file(File(self._prefix + name, data, Path(path)), self._loading)
-        except Unreadable as error:
+            read_file(SourceFile(self._prefix + name, data, Path(path)), self._loading)
+        except UnreadableSource as error:
             self._loading.problem(self._prefix + name, str(error))
         except OSError as error:
             self._loading.problem(self._prefix + name, f"cannot be read: {error.strerror}")

@@ -10,10 +10,10 @@ from pathlib import Path
 import msgspec
 from pathspec import GitIgnoreSpec
 
-from ramify.sources.base import Loading
+from ramify.sources.base import SourceLoader
 
 
-class Layer(msgspec.Struct, frozen=True):
+class IgnoreFile(msgspec.Struct, frozen=True):
     """One ``.gitignore``."""
 
     spec: GitIgnoreSpec
@@ -21,10 +21,10 @@ class Layer(msgspec.Struct, frozen=True):
     """The folder that it is about, relative to the top, with a slash at its end; empty for the top."""
 
 
-Layers = tuple[Layer, ...]
+Layers = tuple[IgnoreFile, ...]
 
 
-def outer_layers(folder: Path, loading: Loading) -> tuple[Layers, str]:
+def outer_layers(folder: Path, loading: SourceLoader) -> tuple[Layers, str]:
     """The layers of the repository above ``folder``, and the path from its top to ``folder`` (``"src/"``)."""
     top = next((parent for parent in (folder, *folder.parents) if (parent / ".git").exists()), folder)
     layers: Layers = extend((), top / ".git/info/exclude", "", loading)
@@ -37,14 +37,14 @@ def outer_layers(folder: Path, loading: Loading) -> tuple[Layers, str]:
     return layers, base
 
 
-def extend(layers: Layers, path: Path, base: str, loading: Loading) -> Layers:
+def extend(layers: Layers, path: Path, base: str, loading: SourceLoader) -> Layers:
     """``layers`` and, if it is there, the file at ``path``."""
     try:
         lines = path.read_text("utf-8", "replace").splitlines()
     except OSError:
         return layers
     try:
-        return (*layers, Layer(GitIgnoreSpec.from_lines(lines), base))
+        return (*layers, IgnoreFile(GitIgnoreSpec.from_lines(lines), base))
     except ValueError as error:
         loading.problem(f"{base}{path.name}", f"has a pattern that cannot be used, so none of it is: {error}")
         return layers

@@ -12,32 +12,32 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from ramify.sources.base import Loading, Unreadable
-from ramify.sources.kinds import File
+from ramify.sources.base import SourceLoader, UnreadableSource
+from ramify.sources.file_kinds import SourceFile
 
 T = TypeVar("T")
 
 
-def read(file: File, loading: Loading) -> None:
+def read(file: SourceFile, loading: SourceLoader) -> None:
     try:
         import pypdf
     except ImportError:
-        raise Unreadable("is a PDF", "reading it needs pip install 'ramify[pdf]'") from None
+        raise UnreadableSource("is a PDF", "reading it needs pip install 'ramify[pdf]'") from None
     logging.getLogger("pypdf").setLevel(logging.ERROR)  # it warns of every slip in a file; the text is what counts
     try:
         pages = in_time(lambda: _pages(pypdf.PdfReader(io.BytesIO(file.data))), loading.max_file_s)
-    except Unreadable:
+    except UnreadableSource:
         raise
     except TimeoutError:
-        raise Unreadable(
+        raise UnreadableSource(
             f"is a PDF that takes more than {loading.max_file_s:g} s to read", "convert it to text first"
         ) from None
     except Exception as error:  # noqa: BLE001  a damaged PDF raises anything: KeyError, RecursionError …
-        raise Unreadable(
+        raise UnreadableSource(
             "is a PDF that cannot be read", f"{type(error).__name__}: {' '.join(str(error).split())}"
         ) from None
     if not any(page.strip() for page in pages):
-        raise Unreadable("is a PDF without text, perhaps a scan", "run OCR on it first")
+        raise UnreadableSource("is a PDF without text, perhaps a scan", "run OCR on it first")
     text = "\n".join(f"--- page {number} ---\n{page}" for number, page in enumerate(pages, start=1))
     text = text.encode("utf-8", "replace").decode()  # broken font tables yield lone surrogates
     loading.spend(len(text), file.name)
@@ -46,7 +46,7 @@ def read(file: File, loading: Loading) -> None:
 
 def _pages(reader: Any) -> list[str]:
     if reader.is_encrypted and not reader.decrypt(""):
-        raise Unreadable("is an encrypted PDF", "save it without a password")
+        raise UnreadableSource("is an encrypted PDF", "save it without a password")
     return [page.extract_text() for page in reader.pages]
 
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from ramify.sources.base import Loading, Unreadable
-from ramify.sources.kinds import File
+from ramify.sources.base import SourceLoader, UnreadableSource
+from ramify.sources.file_kinds import SourceFile
 
 QUERY_S = 30.0
 MAX_ROWS = 10_000
@@ -45,21 +45,21 @@ _BAD_FUNCTIONS = {"load_extension", "fts3_tokenizer"}
 Params = Sequence[Any] | Mapping[str, Any]
 
 
-def read(file: File, loading: Loading) -> None:
+def read(file: SourceFile, loading: SourceLoader) -> None:
     if file.path is None:
-        raise Unreadable("is an SQLite database", "unpack it into a file of its own and name that")
+        raise UnreadableSource("is an SQLite database", "unpack it into a file of its own and name that")
     path = file.path.resolve()
     try:
         tables = _tables(path)
     except (sqlite3.Error, ValueError, TimeoutError) as error:
-        raise Unreadable("is an SQLite database that cannot be read", str(error)) from None
+        raise UnreadableSource("is an SQLite database that cannot be read", str(error)) from None
     loading.databases[file.name] = path
     head = f'SQLite database {file.name!r}. Query it with sql("SELECT …", db={file.name!r}).\n\n'
     detail = f"SQLite: {len(tables)} table{'s' * (len(tables) != 1)}"
     loading.add(file.name, head + "\n\n".join(tables), "sqlite", path.stat().st_size, detail)
 
 
-class Databases:
+class SqliteDatabases:
     """Databases by name; ``sql`` is the tool."""
 
     def __init__(self, paths: Mapping[str, Path]) -> None:

@@ -28,7 +28,7 @@ _COMMAND = "from ramify.sources.sqlite_process import serve; serve()"
 _LENGTH_BYTES = 8
 
 
-class Processes:
+class SqliteProcesses:
     """Those that wait."""
 
     def __init__(self) -> None:
@@ -126,5 +126,5 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-processes = Processes()
+processes = SqliteProcesses()
 atexit.register(processes.close)

@@ -1,6 +1,6 @@
 """Tar archives, plain or packed by gzip, bzip2 or xz; and single files packed so.
 
-The packed bytes are unpacked as a stream through ``_Bounded``, so that no header and no skipped member can bring more
+The packed bytes are unpacked as a stream through ``_BoundedStream``, so that no header and no skipped member can bring more
 into memory, or make more work, than the load's bounds allow.
 """
 
@@ -15,18 +15,18 @@ import zlib
 from typing import BinaryIO, cast
 
 from ramify.sources.archive import check_count, check_ratio, is_hidden, member_name, read_member
-from ramify.sources.base import Loading, Unreadable
-from ramify.sources.kinds import File, read_file
+from ramify.sources.base import SourceLoader, UnreadableSource
+from ramify.sources.file_kinds import SourceFile, read_file
 
 _DAMAGED = (tarfile.TarError, OSError, EOFError, lzma.LZMAError, zlib.error, ValueError)
 _SUFFIXES = (".gz", ".bz2", ".xz", ".lzma")
 _BLOCK_BYTES = 1 << 20
 
 
-def read(file: File, loading: Loading) -> None:
+def read(file: SourceFile, loading: SourceLoader) -> None:
     try:
         with _open(file.data) as unpacked:
-            stream = _Bounded(unpacked, file, loading)
+            stream = _BoundedStream(unpacked, file, loading)
             head = stream.read(512)
             stream.give_back(head)
             if head[257:262] == b"ustar":
@@ -34,7 +34,7 @@ def read(file: File, loading: Loading) -> None:
             else:
                 _read_single(stream, file, loading)
     except _DAMAGED as error:
-        raise Unreadable("is a damaged archive", str(error) or type(error).__name__) from None
+        raise UnreadableSource("is a damaged archive", str(error) or type(error).__name__) from None
 
 
 def _open(data: bytes) -> BinaryIO:
@@ -48,7 +48,7 @@ def _open(data: bytes) -> BinaryIO:
     return raw
 
 
-def _read_members(stream: _Bounded, file: File, loading: Loading) -> None:
+def _read_members(stream: _BoundedStream, file: SourceFile, loading: SourceLoader) -> None:
     num_members = 0
     with tarfile.open(fileobj=stream, mode="r|") as archive:  # type: ignore[call-overload]  # needs read() alone
         for info in archive:
@@ -66,21 +66,21 @@ def _read_members(stream: _Bounded, file: File, loading: Loading) -> None:
                 loading.problem(name, "is a link or a device, not a file")
 
 
-def _read_single(stream: _Bounded, file: File, loading: Loading) -> None:
+def _read_single(stream: _BoundedStream, file: SourceFile, loading: SourceLoader) -> None:
     blocks = []
     while block := stream.read(_BLOCK_BYTES):
         blocks.append(block)
     name = file.name
     for suffix in _SUFFIXES:
         name = name.removesuffix(suffix)
-    inner = File(name, b"".join(blocks), inside=True)
+    inner = SourceFile(name, b"".join(blocks), inside=True)
     read_file(inner, loading)
 
 
-class _Bounded:
+class _BoundedStream:
     """A stream that counts what comes out of it against the load."""
 
-    def __init__(self, stream: BinaryIO, file: File, loading: Loading) -> None:
+    def __init__(self, stream: BinaryIO, file: SourceFile, loading: SourceLoader) -> None:
         self._stream = stream
         self._file = file
         self._loading = loading

@@ -7,17 +7,17 @@ import zipfile
 import zlib
 
 from ramify.sources.archive import check_count, check_ratio, is_hidden, member_name, read_member
-from ramify.sources.base import Loading, Unreadable
-from ramify.sources.kinds import File
+from ramify.sources.base import SourceLoader, UnreadableSource
+from ramify.sources.file_kinds import SourceFile
 
 _BLOCK_BYTES = 1 << 20
 
 
-def read(file: File, loading: Loading) -> None:
+def read(file: SourceFile, loading: SourceLoader) -> None:
     try:
         archive = zipfile.ZipFile(io.BytesIO(file.data))
     except (zipfile.BadZipFile, NotImplementedError, ValueError, OSError) as error:
-        raise Unreadable("is a damaged zip archive", str(error)) from None
+        raise UnreadableSource("is a damaged zip archive", str(error)) from None
     with archive:
         members = [info for info in archive.infolist() if not info.is_dir()]
         check_count(len(members), file.name)
@@ -35,7 +35,7 @@ def read(file: File, loading: Loading) -> None:
             read_member(name, data, loading)
 
 
-def _unpack(archive: zipfile.ZipFile, info: zipfile.ZipInfo, name: str, loading: Loading) -> bytes:
+def _unpack(archive: zipfile.ZipFile, info: zipfile.ZipInfo, name: str, loading: SourceLoader) -> bytes:
     """Block by block: the size that the archive states may be a lie."""
     data = bytearray()
     with archive.open(info) as member:

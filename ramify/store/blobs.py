@@ -16,16 +16,16 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ramify.errors import StoreError
-from ramify.store.files import FILE_MODE, Bytes, make_folder, write_all
-from ramify.store.flusher import Flusher
+from ramify.store.flusher import FsyncFlusher
+from ramify.store.private_files import FILE_MODE, Bytes, make_folder, write_all
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
-class Blobs:
+class BlobStore:
     """The blobs of one store. Safe for several threads and processes at once."""
 
-    def __init__(self, root: Path, flusher: Flusher) -> None:
+    def __init__(self, root: Path, flusher: FsyncFlusher) -> None:
         self.root = root
         self._flusher = flusher
 

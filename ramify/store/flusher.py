@@ -18,23 +18,23 @@ File = int | Path
 """An open descriptor, or a file to open for the purpose: so that what waits holds no descriptor."""
 
 
-class Owner(Protocol):
+class FlushTarget(Protocol):
     def flush_failed(self, error: OSError) -> None:
         """The bytes may not be on the disk."""
         ...
 
 
-class Flusher:
+class FsyncFlusher:
     """``fsync`` in the background, many requests for one file as one."""
 
     def __init__(self) -> None:
         self._turn = threading.Condition()
-        self._due: dict[File, Owner] = {}
+        self._due: dict[File, FlushTarget] = {}
         self._busy: File | None = None
-        self._busy_owner: Owner | None = None
+        self._busy_owner: FlushTarget | None = None
         self._running = False
 
-    def flush(self, file: File, owner: Owner) -> None:
+    def flush(self, file: File, owner: FlushTarget) -> None:
         with self._turn:
             self._due[file] = owner
             if self._running:
@@ -46,7 +46,7 @@ class Flusher:
         except RuntimeError:  # the interpreter is going down: ``settle`` does the work
             self._running = False
 
-    def settle(self, owner: Owner) -> None:
+    def settle(self, owner: FlushTarget) -> None:
         """Returns when nothing of ``owner`` is due or under way."""
         with self._turn:
             mine = [file for file, other in self._due.items() if other is owner]
@@ -80,7 +80,7 @@ class Flusher:
             return True
 
 
-def _sync(file: File, owner: Owner) -> None:
+def _sync(file: File, owner: FlushTarget) -> None:
     try:
         if isinstance(file, int):
             os.fsync(file)

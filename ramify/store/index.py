@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from ramify.errors import StoreError
-from ramify.store.reading import check_version, lines
+from ramify.store.journal_reader import check_version, lines
 from ramify.types.message import Usage
 from ramify.types.trajectory import Stop
 
@@ -84,7 +84,7 @@ _glance = msgspec.json.Decoder(_Glance)
 
 
 def summarise(path: Path) -> RunSummary:
-    """Read the journal at ``path`` for its summary: the numbers that ``Fold`` would give, several times faster."""
+    """Read the journal at ``path`` for its summary: the numbers that ``TrajectoryFold`` would give, several times faster."""
     summary, number = RunSummary(path.stem), 0
     try:
         for line in lines(path):
@@ -128,7 +128,7 @@ def _charge(summary: RunSummary, usage: Usage, cost: float | None) -> None:
         summary.cost = (summary.cost or 0.0) + cost
 
 
-class Index:
+class RunIndex:
     """Summaries of the journals given, from memory where they have not changed."""
 
     def __init__(self, path: Path) -> None:
@@ -204,7 +204,7 @@ class Index:
     def _open(self) -> sqlite3.Connection:
         import sqlite3
 
-        from ramify.store.files import FILE_MODE
+        from ramify.store.private_files import FILE_MODE
 
         if not self.path.exists():
             self.path.touch(FILE_MODE)

@@ -17,18 +17,18 @@ from types import TracebackType
 import msgspec
 
 from ramify.errors import RunInUse, StoreError
-from ramify.secrets import Secrets
-from ramify.store.blobs import Blobs
-from ramify.store.files import FILE_MODE, Bytes, write_all
-from ramify.store.flusher import Flusher
-from ramify.store.line import encode_line
-from ramify.types.event import AnyEvent, Replied
+from ramify.secrets import SecretRedactor
+from ramify.store.blobs import BlobStore
+from ramify.store.event_line import encode_line
+from ramify.store.flusher import FsyncFlusher
+from ramify.store.private_files import FILE_MODE, Bytes, write_all
+from ramify.types.event import AnyEvent, ReplyReceived
 
 _PATIENCE_S = 0.3
 """How long to try for the lock: a reader that asks whether a writer lives holds it for an instant."""
 
 
-class Writer(msgspec.Struct, frozen=True):
+class JournalWriter(msgspec.Struct, frozen=True):
     """Who is writing a journal."""
 
     pid: int
@@ -38,14 +38,14 @@ class Writer(msgspec.Struct, frozen=True):
         return f"process {self.pid} on {self.host}"
 
 
-def this_process() -> Writer:
-    return Writer(os.getpid(), socket.gethostname())
+def this_process() -> JournalWriter:
+    return JournalWriter(os.getpid(), socket.gethostname())
 
 
 class Journal:
     """Appends events to ``path``; ``store.create`` and ``store.reopen`` make one. Safe for several threads."""
 
-    def __init__(self, path: Path, fd: int, blobs: Blobs, flusher: Flusher, secrets: Secrets) -> None:
+    def __init__(self, path: Path, fd: int, blobs: BlobStore, flusher: FsyncFlusher, secrets: SecretRedactor) -> None:
         self.id = path.stem
         self.path = path
         self._fd = fd
@@ -74,7 +74,7 @@ class Journal:
                 os.ftruncate(self._fd, self._size)  # half a line must not stay: the next event would continue it
                 raise
             self._size += len(line)
-            if type(event) is Replied:
+            if type(event) is ReplyReceived:
                 self._flusher.flush(self._fd, self)
 
     def put_blob(self, data: Bytes, digest: str | None = None) -> str:
@@ -151,7 +151,7 @@ def in_use(path: Path, holder: str) -> RunInUse:
     return RunInUse(f"run {path.stem} is being written by {holder}: stop that one first")
 
 
-def writer(path: Path) -> Writer | None:
+def writer(path: Path) -> JournalWriter | None:
     """Who is writing the journal at ``path`` now; None if nobody is, also where the writer was killed."""
     named = _named(path)
     if named is None:
@@ -169,9 +169,9 @@ def writer(path: Path) -> Writer | None:
     return None
 
 
-def _named(path: Path) -> Writer | None:
+def _named(path: Path) -> JournalWriter | None:
     try:
-        return msgspec.json.decode(writer_file(path).read_bytes(), type=Writer)
+        return msgspec.json.decode(writer_file(path).read_bytes(), type=JournalWriter)
     except (OSError, msgspec.DecodeError):
         return None
 

@@ -19,9 +19,9 @@ from pathlib import Path
 import msgspec
 
 from ramify.errors import ConfigError, StoreError
-from ramify.store.blobs import Blobs
-from ramify.store.files import EVALUATIONS, FILE_MODE, remove_file
+from ramify.store.blobs import BlobStore
 from ramify.store.journal import open_locked, writer, writer_file
+from ramify.store.private_files import EVALUATIONS, FILE_MODE, remove_file
 
 DEFAULT_MAX_BYTES = 20 << 30
 """Above this a store warns; ``$RAMIFY_STORE_MAX_BYTES`` sets another cap."""
@@ -34,7 +34,7 @@ _STALE_S = 3600.0
 _NAME = re.compile(rb'"([0-9a-f]{64})"')
 
 
-class Pruned(msgspec.Struct):
+class PruneResult(msgspec.Struct):
     """What was deleted, oldest first."""
 
     runs: list[str]
@@ -48,10 +48,10 @@ class _Size(msgspec.Struct):
     at: float
 
 
-class Pruner:
+class StorePruner:
     """Deletes from one store, and watches its size."""
 
-    def __init__(self, root: Path, runs: Path, blobs: Blobs) -> None:
+    def __init__(self, root: Path, runs: Path, blobs: BlobStore) -> None:
         self._root = root
         self._runs = runs
         self._blobs = blobs
@@ -64,7 +64,7 @@ class Pruner:
 
     def prune(
         self, newest_first: list[Path], older_than_s: float | None, keep_last: int | None, max_bytes: int | None
-    ) -> Pruned:
+    ) -> PruneResult:
         """The ids of the runs and of the evaluations that are gone. Both go by the same rules, each counted by itself."""
         records = sorted((self._root / EVALUATIONS).glob("*.jsonl"), reverse=True)  # their names begin with their time
         records = records[keep_last or 0 :][::-1]
@@ -74,7 +74,7 @@ class Pruner:
             going, leaving = (oldest_first, records) if takes_all else ([], [])
         else:
             going, leaving = (_older(paths, older_than_s) for paths in (oldest_first, records))
-        removed = Pruned(self._remove_all(going), [path.stem for path in leaving if _delete_record(path)])
+        removed = PruneResult(self._remove_all(going), [path.stem for path in leaving if _delete_record(path)])
         self._sweep()
         if max_bytes is not None:
             gone = {*removed.runs, *removed.evaluations}
@@ -128,7 +128,7 @@ class Pruner:
         self._collect(candidates)
         return removed
 
-    def _fit(self, max_bytes: int, oldest_first: list[Path], removed: Pruned) -> None:
+    def _fit(self, max_bytes: int, oldest_first: list[Path], removed: PruneResult) -> None:
         """Delete until the store fits, and add to ``removed``."""
         size = self.measure()
         for path in oldest_first:

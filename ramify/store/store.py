@@ -1,10 +1,10 @@
 """Runs on disk: where they are, how one is begun, found, read and deleted.
 
-    ROOT/runs/RUN_ID.jsonl      a run's events, one a line, appended only     (journal.py, reading.py)
+    ROOT/runs/RUN_ID.jsonl      a run's events, one a line, appended only     (journal.py, journal_reader.py)
     ROOT/runs/RUN_ID.writer     who is writing it now
     ROOT/blobs/ab/DIGEST        contexts and long outputs, once by content    (blobs.py)
     ROOT/index.sqlite           summaries for a listing; may be deleted       (index.py)
-    ROOT/cache/replies.sqlite   the optional call cache                       (cache.py)
+    ROOT/cache/replies.sqlite   the optional call cache                       (call_cache.py)
 ROOT is the argument, else ``$RAMIFY_HOME``, else the platform's folder for user data. All of it is for its owner alone.
 """
 
@@ -18,15 +18,15 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from ramify.errors import StoreError, UnknownRun
-from ramify.secrets import Secrets
-from ramify.store.blobs import Blobs
-from ramify.store.files import make_folder
-from ramify.store.flusher import Flusher
-from ramify.store.index import Index, RunSummary
+from ramify.secrets import SecretRedactor
+from ramify.store.blobs import BlobStore
+from ramify.store.flusher import FsyncFlusher
+from ramify.store.index import RunIndex, RunSummary
 from ramify.store.journal import Journal, cut_torn_line, in_use, open_locked, writer
-from ramify.store.prune import Pruned, Pruner
-from ramify.store.reading import follow, read_events
-from ramify.types.event import AnyEvent, Fold
+from ramify.store.journal_reader import follow, read_events
+from ramify.store.private_files import make_folder
+from ramify.store.prune import PruneResult, StorePruner
+from ramify.types.event import AnyEvent, TrajectoryFold
 from ramify.types.trajectory import Trajectory
 
 _ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
@@ -41,10 +41,10 @@ class Store:
     def __init__(self, root: str | Path | None = None) -> None:
         self.root = make_folder(Path(root).expanduser() if root is not None else default_root())
         self._runs = make_folder(self.root / "runs")
-        self._flusher = Flusher()
-        self.blobs = Blobs(make_folder(self.root / "blobs"), self._flusher)
-        self._index = Index(self.root / "index.sqlite")
-        self._pruner = Pruner(self.root, self._runs, self.blobs)
+        self._flusher = FsyncFlusher()
+        self.blobs = BlobStore(make_folder(self.root / "blobs"), self._flusher)
+        self._index = RunIndex(self.root / "index.sqlite")
+        self._pruner = StorePruner(self.root, self._runs, self.blobs)
 
     def new_id(self, question: str) -> str:
         """``20260301-142501-5gk0x7m-which-host-failed``: sorts by time (UTC, to the microsecond), reads, is unique."""
@@ -67,7 +67,7 @@ class Store:
             raise StoreError(f"run {run_id} exists already in {self._runs}: resume it, or take another id") from None
         except OSError as error:
             raise StoreError(f"cannot create {path}: {error.strerror}") from error
-        return Journal(path, fd, self.blobs, self._flusher, Secrets(secrets))
+        return Journal(path, fd, self.blobs, self._flusher, SecretRedactor(secrets))
 
     def reopen(self, run: str | Path, secrets: Mapping[str, str] | None = None) -> Journal:
         """The journal of an earlier run, to go on with. A line that its writer did not finish is cut off."""
@@ -77,7 +77,7 @@ class Store:
         except OSError as error:
             raise StoreError(f"cannot write {path}: {error.strerror}") from error
         cut_torn_line(fd)
-        return Journal(path, fd, self.blobs, self._flusher, Secrets(secrets))
+        return Journal(path, fd, self.blobs, self._flusher, SecretRedactor(secrets))
 
     def check_free(self, run: str | Path) -> None:
         """Raises RunInUse, naming the process, while one is writing ``run``."""
@@ -119,7 +119,7 @@ class Store:
         return follow(self.path(run), poll_s)
 
     def load(self, run: str | Path) -> Trajectory:
-        fold = Fold()
+        fold = TrajectoryFold()
         for event in self.events(run):
             fold.apply(event)
         return fold.trajectory
@@ -144,7 +144,7 @@ class Store:
 
     def prune(
         self, older_than_s: float | None = None, keep_last: int | None = None, max_bytes: int | None = None
-    ) -> Pruned:
+    ) -> PruneResult:
         """Delete runs and evaluations, oldest first, and the blobs that no run needs; the ids deleted.
 
         ``keep_last`` newest runs, and as many evaluations, stay in any case. Of the others go those whose last event is

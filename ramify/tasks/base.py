@@ -66,7 +66,7 @@ class Item(msgspec.Struct, frozen=True):
     """What else the score or a report needs."""
 
 
-class Start(msgspec.Struct, kw_only=True):
+class TaskStart(msgspec.Struct, kw_only=True):
     """What one rollout begins with; made anew for each, so that it may hold state. The engine takes it as a context."""
 
     context: Any = None
@@ -106,7 +106,7 @@ class Task(Protocol):
     weights: Mapping[str, float]
     """Reward name -> its weight in the total; a name that is not there weighs 1."""
 
-    async def prepare(self, item: Item) -> Start:
+    async def prepare(self, item: Item) -> TaskStart:
         """What a rollout of ``item`` begins with."""
         ...
 
@@ -119,7 +119,7 @@ class Task(Protocol):
 # --- data ----------------------------------------------------------------------------------------------------------
 
 
-class Stream(Sequence[Item]):
+class GeneratedSplit(Sequence[Item]):
     """A split that is generated: item ``index`` is made from a random generator of its own, seeded by the task's name,
     the seed, the split and the index. So splits are disjoint streams, and any item can be made again by itself."""
 
@@ -170,7 +170,7 @@ def generated(
     task: str, make: Callable[[random.Random], Item], *, seed: int = 0, size: int = ENDLESS
 ) -> dict[str, Sequence[Item]]:
     """The three splits of a task whose items ``make`` makes of a random generator."""
-    return {split: Stream(task, split, make, seed, size) for split in SPLITS}
+    return {split: GeneratedSplit(task, split, make, seed, size) for split in SPLITS}
 
 
 def items_of(task: Task, split: str) -> Sequence[Item]:

@@ -23,7 +23,7 @@ import msgspec
 from ramify.errors import ConfigError, SourceError, nearest
 from ramify.tasks.base import DATA_SUFFIXES, SPLITS, Item
 from ramify.tasks.scoring import SCORERS
-from ramify.tasks.simple import AnswerReward, SimpleTask, Whole
+from ramify.tasks.simple import AnswerReward, SimpleTask, WholeTrajectoryReward
 
 Row = Mapping[str, Any]
 Source = Any
@@ -33,7 +33,7 @@ _SHARES = (("train", 0.8), ("validation", 0.1), ("test", 0.1))
 _HF_NAMES = {"dev": "validation", "valid": "validation", "val": "validation"}
 
 
-class Columns(msgspec.Struct, frozen=True):
+class DatasetColumns(msgspec.Struct, frozen=True):
     """Which column is what."""
 
     question: str = "question"
@@ -71,7 +71,7 @@ def dataset(
     kind: str | None = None,
     metadata: Sequence[str] = (),
     item: Callable[[Row], Item] | None = None,
-    reward: str | AnswerReward | Whole = "exact",
+    reward: str | AnswerReward | WholeTrajectoryReward = "exact",
     name: str = "",
 ) -> SimpleTask:
     """The task. ``item`` makes an item of a row instead of the columns; ``reward`` is a score of ``scoring`` by name, or
@@ -84,7 +84,7 @@ def dataset(
             "(answer, item), or the column with the gold answers"
         )
     several = context if isinstance(context, str) or context is None else tuple(context)
-    columns = Columns(question, gold, several, kind, tuple(metadata))
+    columns = DatasetColumns(question, gold, several, kind, tuple(metadata))
     name = name or _name_of(source)
     make = item or columns.item
     sources = _sources(source)
@@ -92,11 +92,11 @@ def dataset(
     if len(sources) == 1 and "" in sources:
         splits = _divided(name, sources[""], make)
     else:
-        splits = {split: Items(f"{name}/{split}", rows, make) for split, rows in sources.items()}
+        splits = {split: DatasetItems(f"{name}/{split}", rows, make) for split, rows in sources.items()}
     return SimpleTask(name, splits, scorer_of(reward))
 
 
-def scorer_of(reward: str | AnswerReward | Whole) -> AnswerReward | Whole:
+def scorer_of(reward: str | AnswerReward | WholeTrajectoryReward) -> AnswerReward | WholeTrajectoryReward:
     """A score by name, or as it is."""
     if not isinstance(reward, str):
         return reward
@@ -105,7 +105,7 @@ def scorer_of(reward: str | AnswerReward | Whole) -> AnswerReward | Whole:
     return SCORERS[reward]
 
 
-class Items(Sequence[Item]):
+class DatasetItems(Sequence[Item]):
     """Rows as items, made when they are looked at."""
 
     def __init__(
@@ -115,9 +115,9 @@ class Items(Sequence[Item]):
         self._name, self._rows, self._make = name, rows, make
         self._indices = range(len(rows)) if indices is None else indices
 
-    def some(self, name: str, places: Sequence[int]) -> Items:
+    def some(self, name: str, places: Sequence[int]) -> DatasetItems:
         """Those at ``places``, under another name; each keeps the number of its row."""
-        return Items(name, self._rows, self._make, [self._indices[place] for place in places])
+        return DatasetItems(name, self._rows, self._make, [self._indices[place] for place in places])
 
     def __len__(self) -> int:
         return len(self._indices)
@@ -158,7 +158,7 @@ def _divided(name: str, rows: Sequence[Row], make: Callable[[Row], Item]) -> dic
             if share < 0 or split == SPLITS[-1]:
                 indices[split].append(number)
                 break
-    return {split: Items(f"{name}/{split}", rows, make, found) for split, found in indices.items() if found}
+    return {split: DatasetItems(f"{name}/{split}", rows, make, found) for split, found in indices.items() if found}
 
 
 # --- where rows come from ----------------------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ def rows_of(source: Source) -> Sequence[Row]:
             raise ConfigError(f"{path}: rows are read from {' and '.join(DATA_SUFFIXES)}, and from hf:NAME")
         if not path.is_file():
             raise SourceError(f"there is no file {path}")
-        rows: Any = JsonLines(path) if path.suffix == ".jsonl" else Parquet(path)
+        rows: Any = JsonlRows(path) if path.suffix == ".jsonl" else ParquetRows(path)
     else:
         rows = source
     if not hasattr(rows, "__getitem__") or not hasattr(rows, "__len__"):
@@ -218,7 +218,7 @@ def _name_of(source: Source) -> str:
     return "dataset"
 
 
-class JsonLines(Sequence[Row]):
+class JsonlRows(Sequence[Row]):
     """The objects of a JSONL file, found once and decoded when they are looked at. Blank lines are no rows."""
 
     def __init__(self, path: Path) -> None:
@@ -261,7 +261,7 @@ def _lines(path: Path) -> Iterator[tuple[int, int, int]]:
         raise SourceError(f"{path} cannot be read: {error.strerror}") from None
 
 
-class Parquet(Sequence[Row]):
+class ParquetRows(Sequence[Row]):
     """The rows of a Parquet file, a group of rows at a time."""
 
     def __init__(self, path: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from ramify.errors import ConfigError
-from ramify.tasks.base import Item, Score, Start
+from ramify.tasks.base import Item, Score, TaskStart
 from ramify.types.trajectory import Trajectory
 
 Worth = float | Mapping[str, float] | Score
@@ -24,8 +24,8 @@ AnswerReward = Callable[[Any, Item], Worth]
 """(answer, item) -> its worth; the answer is None where there was none."""
 
 
-class Whole(msgspec.Struct, frozen=True):
-    """Marks a reward that looks at the whole trajectory: ``Whole(fn)`` with ``fn(item, trajectory)``."""
+class WholeTrajectoryReward(msgspec.Struct, frozen=True):
+    """Marks a reward that looks at the whole trajectory: ``WholeTrajectoryReward(fn)`` with ``fn(item, trajectory)``."""
 
     reward: Callable[[Item, Trajectory], Worth]
 
@@ -35,24 +35,26 @@ class SimpleTask(msgspec.Struct, frozen=True):
 
     name: str
     splits: Mapping[str, Sequence[Item]]
-    reward: AnswerReward | Whole
+    reward: AnswerReward | WholeTrajectoryReward
     """By default called with (answer, item)."""
     weights: Mapping[str, float] = {}
-    begin: Callable[[Item], Awaitable[Start]] | None = None
+    begin: Callable[[Item], Awaitable[TaskStart]] | None = None
     """What ``prepare`` does; None: a session over the item's context, with nothing else."""
 
     def __post_init__(self) -> None:
         if not self.name or not self.splits:
             raise ConfigError(f"task {self.name!r} needs a name and at least one split")
-        if not callable(self.reward) and not isinstance(self.reward, Whole):
+        if not callable(self.reward) and not isinstance(self.reward, WholeTrajectoryReward):
             raise ConfigError(f"task '{self.name}': its reward is a {type(self.reward).__name__}; give a function")
 
-    async def prepare(self, item: Item) -> Start:
-        return Start(context=item.context) if self.begin is None else await self.begin(item)
+    async def prepare(self, item: Item) -> TaskStart:
+        return TaskStart(context=item.context) if self.begin is None else await self.begin(item)
 
     def score(self, item: Item, trajectory: Trajectory) -> Score:
         reward, answer = self.reward, trajectory.answer
-        return as_score(reward.reward(item, trajectory) if isinstance(reward, Whole) else reward(answer, item))
+        return as_score(
+            reward.reward(item, trajectory) if isinstance(reward, WholeTrajectoryReward) else reward(answer, item)
+        )
 
 
 def as_score(worth: Worth) -> Score:

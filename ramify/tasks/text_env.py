@@ -21,9 +21,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ramify.errors import RamifyError
-from ramify.tasks.base import Item, Score, Start
-from ramify.tasks.scoring.text import as_text
-from ramify.tasks.simple import SimpleTask, Whole
+from ramify.tasks.base import Item, Score, TaskStart
+from ramify.tasks.scoring.answer_text import as_text
+from ramify.tasks.simple import SimpleTask, WholeTrajectoryReward
 from ramify.types.trajectory import Trajectory
 
 ENDED = "(the episode has ended)"
@@ -45,21 +45,21 @@ def env_task(
     ``reset() -> (observation, info)``; ``step(action)``, which gives a mapping with ``observations``, ``reward`` and
     ``done``, or Gymnasium's five values; and perhaps ``close`` and ``get_metrics``."""
 
-    async def begin(item: Item) -> Start:
-        episode = Episode(make(item), item)
+    async def begin(item: Item) -> TaskStart:
+        episode = EnvEpisode(make(item), item)
         about = "\n".join(filter(None, [episode.opening, _ABOUT, episode.actions]))
-        return Start(context=item.context, tools={"step": episode.step}, about=about, on_end=episode.end)
+        return TaskStart(context=item.context, tools={"step": episode.step}, about=about, on_end=episode.end)
 
     def score(item: Item, trajectory: Trajectory) -> Score:
         record = trajectory.metadata.get(_KEY)
         if record is None:  # nothing was played: the answer is all there is
-            record = Episode(make(item), item).end(trajectory.answer)[_KEY]
+            record = EnvEpisode(make(item), item).end(trajectory.answer)[_KEY]
         return Score({"return": sum(record["rewards"])}, metrics={**record["metrics"], "steps": len(record["rewards"])})
 
-    return SimpleTask(name, splits, Whole(score), dict(weights or {}), begin)
+    return SimpleTask(name, splits, WholeTrajectoryReward(score), dict(weights or {}), begin)
 
 
-class Episode:
+class EnvEpisode:
     """One environment from beginning to end. Actions come one at a time, whoever sends them."""
 
     def __init__(self, env: Any, item: Item) -> None:

@@ -7,7 +7,7 @@ Its prompt is the question, its ``@reward`` and ``@metric`` methods the score, o
 reward comes weighted as it is there. ``context`` takes what should be in the session out of the row; without it a prompt
 that is too long to be a question is the context. Not here: tasksets that need a container, tool servers, a conversation
 of several turns (an ``Env`` of their own), or code before or after the reply (``setup``, ``finalize``). These are refused,
-and so is a score of which a reward needs a runtime. ``evaluate/verifiers.py`` is the other way round.
+and so is a score of which a reward needs a runtime. ``evaluate/verifiers_env.py`` is the other way round.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from typing import Any, overload
 
 from ramify.errors import ConfigError, RamifyError
 from ramify.tasks.base import ENDLESS, Item, Score
-from ramify.tasks.scoring.text import as_text
-from ramify.tasks.simple import SimpleTask, Whole
+from ramify.tasks.scoring.answer_text import as_text
+from ramify.tasks.simple import SimpleTask, WholeTrajectoryReward
 from ramify.types.trajectory import Trajectory
 
 MAX_QUESTION_CHARS = 20_000
@@ -63,12 +63,12 @@ def from_verifiers(
             f"taskset '{name}' runs code of its own around a reply ({' and '.join(hooks)} of {kind.__name__}), "
             "which needs a runtime: it cannot be a task here"
         )
-    rows = Rows(f"{name}/{split}", taskset, context, right)
+    rows = VerifiersItems(f"{name}/{split}", taskset, context, right)
 
     def score(item: Item, trajectory: Trajectory) -> Score:
         return _run(_scored(vf, rows.task(item), trajectory))
 
-    return SimpleTask(name, {split: rows}, Whole(score))
+    return SimpleTask(name, {split: rows}, WholeTrajectoryReward(score))
 
 
 def _installed(id: str) -> Any:
@@ -91,7 +91,7 @@ def _installed(id: str) -> Any:
     return taskset
 
 
-class Rows(Sequence[Item]):
+class VerifiersItems(Sequence[Item]):
     """Their tasks as items, read from the taskset as far as they are looked at."""
 
     def __init__(

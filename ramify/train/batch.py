@@ -20,17 +20,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ramify.train.forest import Node
-from ramify.types.sequence import Batch, Floats, Ints, Kept, Segment, Sequence
+from ramify.train.forest import ForestNode
+from ramify.types.sequence import Batch, Floats, Ints, SamplingSupport, Segment, TokenSequence
 
 COMPONENTS = ("rl", "ce", "kd")
 """Of a loss; each is a stream of weights."""
 
 
-class Piece(NamedTuple):
+class BatchPiece(NamedTuple):
     """A tree, or a part of one with the paths that lead to it; what a batch takes whole."""
 
-    stretches: list[Node]
+    stretches: list[ForestNode]
     """In preorder; their ``sequence`` counts among those that learn."""
     leaves: list[tuple[int, int]]
     """(sequence, the stretch that its last token stands in)"""
@@ -38,7 +38,7 @@ class Piece(NamedTuple):
     cost: float
 
 
-def entries(sequence: Sequence) -> Ints:
+def entries(sequence: TokenSequence) -> Ints:
     """The tokens that carry loss, [n]."""
     weighs = sequence.rl != 0
     for other in (sequence.ce, sequence.kd):
@@ -48,11 +48,11 @@ def entries(sequence: Sequence) -> Ints:
     return np.flatnonzero(weighs)
 
 
-class Writer:
+class BatchWriter:
     """Writes the batches of one step, whose streams and denominators they share."""
 
     def __init__(
-        self, sequences: Many[Sequence], learning: list[int], denominators: Mapping[str, float] | None
+        self, sequences: Many[TokenSequence], learning: list[int], denominators: Mapping[str, float] | None
     ) -> None:
         """``learning``: which of ``sequences`` have entries; pieces name them by their place in it."""
         self._sequences, self._learning = sequences, learning
@@ -62,7 +62,7 @@ class Writer:
         self._has_versions = all(sequence.versions is not None for sequence in chosen)
         self._has_kept = any(sequence.kept is not None for sequence in chosen)
 
-    def batch(self, pieces: Iterable[Piece]) -> Batch:
+    def batch(self, pieces: Iterable[BatchPiece]) -> Batch:
         columns = _Columns()
         segments: list[Segment] = []
         present: dict[int, str] = {}
@@ -132,7 +132,7 @@ class _Columns:
         for name, part in values.items():
             self._parts.setdefault(name, []).append(part)
 
-    def add_kept(self, kept: Kept | None, tokens: Ints, plain: npt.NDArray[np.bool_]) -> None:
+    def add_kept(self, kept: SamplingSupport | None, tokens: Ints, plain: npt.NDArray[np.bool_]) -> None:
         """The kept sets of ``tokens``; empty for those that are imitated, and where nothing was cut off."""
         if kept is None:
             self.add(kept_sizes=np.zeros(len(tokens), np.int64), kept_ids=np.zeros(0, np.int64))
@@ -144,11 +144,11 @@ class _Columns:
     def whole(self, name: str) -> npt.NDArray[Any]:
         return np.concatenate(self._parts[name])
 
-    def kept(self) -> Kept:
-        return Kept(np.concatenate([[0], np.cumsum(self.whole("kept_sizes"))]), self.whole("kept_ids"))
+    def kept(self) -> SamplingSupport:
+        return SamplingSupport(np.concatenate([[0], np.cumsum(self.whole("kept_sizes"))]), self.whole("kept_ids"))
 
 
-def _places(piece: Piece, leaf: int, segments: list[Segment]) -> tuple[Ints, Ints]:
+def _places(piece: BatchPiece, leaf: int, segments: list[Segment]) -> tuple[Ints, Ints]:
     """For the path down to ``leaf``: where each of its stretches begins, and what to add to a place along the path to get
     one in the batch. ``segments`` are those of the piece."""
     begins, shifts = [], []
@@ -159,7 +159,7 @@ def _places(piece: Piece, leaf: int, segments: list[Segment]) -> tuple[Ints, Int
     return np.array(begins[::-1]), np.array(shifts[::-1])
 
 
-def _weights(sequence: Sequence, tokens: Ints, plain: npt.NDArray[np.bool_]) -> dict[str, Floats]:
+def _weights(sequence: TokenSequence, tokens: Ints, plain: npt.NDArray[np.bool_]) -> dict[str, Floats]:
     """Streams that every sequence has. Where an entry is plain, another one has the token's other components."""
     has_two = bool(plain.any())
     found = {"advantages": sequence.advantages[tokens], "sampler_logprobs": sequence.sampler_logprobs[tokens]}
@@ -171,12 +171,12 @@ def _weights(sequence: Sequence, tokens: Ints, plain: npt.NDArray[np.bool_]) -> 
     return found
 
 
-def _others(sequence: Sequence) -> npt.NDArray[np.bool_]:
+def _others(sequence: TokenSequence) -> npt.NDArray[np.bool_]:
     """[T] where there is a weight other than that of cross-entropy."""
     return np.not_equal(sequence.rl, 0) | (False if sequence.kd is None else np.not_equal(sequence.kd, 0))
 
 
-def _names(sequences: list[Sequence]) -> list[str]:
+def _names(sequences: list[TokenSequence]) -> list[str]:
     """Of the named streams; every sequence must have all."""
     names = sorted({name for sequence in sequences for name in sequence.streams})
     for sequence in sequences:
@@ -185,7 +185,7 @@ def _names(sequences: list[Sequence]) -> list[str]:
     return names
 
 
-def _denominators(sequences: list[Sequence], given: Mapping[str, float] | None) -> dict[str, float]:
+def _denominators(sequences: list[TokenSequence], given: Mapping[str, float] | None) -> dict[str, float]:
     """Of the components that have weights."""
     found = {}
     for name in COMPONENTS:

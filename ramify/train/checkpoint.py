@@ -22,11 +22,12 @@ from typing import Any
 import msgspec
 
 from ramify.errors import ConfigError, StoreError
-from ramify.policy import checksums
+from ramify.models import checksums
 from ramify.store.journal import this_process
-from ramify.train.guards import Memory
+from ramify.train.guards import GuardState
 from ramify.train.lock import holder
 from ramify.train.redacted import is_cut
+from ramify.train.renamed_fields import with_new_names
 
 Write = Callable[[Path], Callable[[], None] | None]
 """Writes one part to a path; what it returns, if anything, waits for the end of that."""
@@ -37,7 +38,7 @@ _OLD = ".old.tmp"
 SCHEMA_VERSION = 1
 
 
-class State(msgspec.Struct, kw_only=True):
+class CheckpointState(msgspec.Struct, kw_only=True):
     """Where a run stands, in plain data."""
 
     step: int
@@ -65,7 +66,7 @@ class State(msgspec.Struct, kw_only=True):
     """Why the stage was ended before its last step; empty where it was not."""
     memory: dict[str, float] = {}
     """What the stage's algorithm remembers of the steps done."""
-    guard: Memory = msgspec.field(default_factory=Memory)
+    guard: GuardState = msgspec.field(default_factory=GuardState)
     """What the run's guard remembers of the stage."""
     config: dict[str, Any] = {}
     """Of the run, as plain data, without secrets."""
@@ -74,7 +75,7 @@ class State(msgspec.Struct, kw_only=True):
     schema_version: int = SCHEMA_VERSION
 
 
-class Checkpoints:
+class CheckpointStore:
     """The checkpoints of one run's folder."""
 
     def __init__(self, out: Path, keep_last: int = 2, keep_best: int = 1) -> None:
@@ -82,9 +83,9 @@ class Checkpoints:
             raise ConfigError(f"checkpoint keep_last={keep_last} must be at least 1, keep_best={keep_best} at least 0")
         self.folder = out / FOLDER
         self._keep_last, self._keep_best = keep_last, keep_best
-        self._rest: Rest | None = None
+        self._rest: BackgroundWork | None = None
 
-    def save(self, state: State, parts: Mapping[str, Write]) -> Path:
+    def save(self, state: CheckpointState, parts: Mapping[str, Write]) -> Path:
         """Write a checkpoint: each part writes itself to the path of its name. Returns where it will stand: a part that
         goes on by itself returns what waits for its end, and the checkpoint is there once that has come (``settle``).
 
@@ -100,7 +101,7 @@ class Checkpoints:
             raise StoreError(f"checkpoint {final} cannot be written: {error}") from error
         told = msgspec.json.format(msgspec.json.encode(msgspec.structs.replace(state, checksums=checksums.FILE)))
         if waits:
-            self._rest = Rest(lambda: self._finish(fresh, final, told, waits))
+            self._rest = BackgroundWork(lambda: self._finish(fresh, final, told, waits))
         else:
             self._finish(fresh, final, told)
         return final
@@ -188,7 +189,7 @@ def _step_of(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
 
 
-class Rest:
+class BackgroundWork:
     """Work that goes on in a thread of its own, which the process does not end without."""
 
     def __init__(self, work: Callable[[], None]) -> None:
@@ -210,10 +211,11 @@ class Rest:
             self._error = error
 
 
-def read_state(checkpoint: Path) -> State:
+def read_state(checkpoint: Path) -> CheckpointState:
     """Where the run stood. Raises StoreError for what is no checkpoint, one of a later version, or a damaged one."""
     state = _decoded(checkpoint)
     verify(checkpoint, _STATE)
+    state.config = with_new_names(state.config)
     return state
 
 
@@ -236,10 +238,10 @@ def _instead_of(checkpoint: Path) -> str:
     return f"resume from an older checkpoint (--resume {max(older)}), or {again}" if older else again
 
 
-def _decoded(checkpoint: Path) -> State:
+def _decoded(checkpoint: Path) -> CheckpointState:
     path = checkpoint / _STATE
     try:
-        state = msgspec.json.decode(path.read_bytes(), type=State)
+        state = msgspec.json.decode(path.read_bytes(), type=CheckpointState)
     except (OSError, msgspec.DecodeError) as error:
         raise StoreError(f"{checkpoint} is not a checkpoint: {error}; {_instead_of(checkpoint)}") from error
     if state.schema_version > SCHEMA_VERSION:
@@ -251,7 +253,7 @@ def find(path: Path) -> Path:
     """The checkpoint that a user means by ``path``: one itself, or the latest of a run's folder. Raises ConfigError."""
     if (path / _STATE).is_file():
         return path
-    checkpoints = Checkpoints(path)
+    checkpoints = CheckpointStore(path)
     if holder(path) in (None, this_process()):  # a live run replaces its own checkpoints
         checkpoints.recover()
     latest = checkpoints.latest()
@@ -260,7 +262,7 @@ def find(path: Path) -> Path:
     return latest
 
 
-def check_config(state: State, config: Mapping[str, Any], free: tuple[str, ...] = ()) -> None:
+def check_config(state: CheckpointState, config: Mapping[str, Any], free: tuple[str, ...] = ()) -> None:
     """Raise ConfigError, naming the first difference, where a checkpoint is of another config. Fields that ``free``
     begins may differ, and nobody knows of those that were cut out."""
     for name, was, now in differences(state.config, config):

@@ -18,14 +18,14 @@ from itertools import accumulate, chain
 
 import numpy as np
 
-from ramify.train.stamps import Stamp, Stamped
-from ramify.types.sequence import Floats, Kept, Sequence
-from ramify.types.tokens import TokenPath, TokenSpan
+from ramify.train.token_credit import AssignedRollout, TokenCredit
+from ramify.types.sequence import Floats, SamplingSupport, TokenSequence
+from ramify.types.token_path import TokenPath, TokenSpan
 
 _WEIGHTS = ("rl", "ce", "kd")
 
 
-def sequences(rollouts: Iterable[Stamped], temperature: float = 1.0) -> list[Sequence]:
+def sequences(rollouts: Iterable[AssignedRollout], temperature: float = 1.0) -> list[TokenSequence]:
     """The paths of all calls that carry stamps, in the order of rollouts, calls and turns.
 
     ``temperature`` is the one that the rollouts were sampled at. ValueError where a stamp does not fit its turn: it has
@@ -35,10 +35,10 @@ def sequences(rollouts: Iterable[Stamped], temperature: float = 1.0) -> list[Seq
     return [sequence for rollout in rollouts for sequence in _of_rollout(rollout, temperature)]
 
 
-def _of_rollout(rollout: Stamped, temperature: float) -> Iterator[Sequence]:
+def _of_rollout(rollout: AssignedRollout, temperature: float) -> Iterator[TokenSequence]:
     trajectory = rollout.trajectory
     _check_lengths(rollout)
-    waiting = {turn: stamp for turn, stamp in rollout.stamps.items() if len(stamp)}
+    waiting = {turn: credit for turn, credit in rollout.credits.items() if len(credit)}
     stamped_calls = {call for call, _ in waiting}
     for call in trajectory.calls:
         if call.id not in stamped_calls:
@@ -57,30 +57,32 @@ def _of_rollout(rollout: Stamped, temperature: float) -> Iterator[Sequence]:
         )
 
 
-def _check_lengths(rollout: Stamped) -> None:
+def _check_lengths(rollout: AssignedRollout) -> None:
     """ValueError, with both lengths, where a stamp has another than its turn."""
     turns = {(call.id, index): turn for call in rollout.trajectory.calls for index, turn in enumerate(call.turns)}
-    for place, stamp in rollout.stamps.items():
+    for place, credit in rollout.credits.items():
         ids = turns[place].reply.token_ids if place in turns else None
-        if ids is not None and len(stamp) and len(stamp) != len(ids):
+        if ids is not None and len(credit) and len(credit) != len(ids):
             raise ValueError(
-                f"trajectory {rollout.trajectory.id}, call {place[0]}, turn {place[1]}: a stream of {len(stamp)} numbers for "
+                f"trajectory {rollout.trajectory.id}, call {place[0]}, turn {place[1]}: a stream of {len(credit)} numbers for "
                 f"{len(ids)} sampled tokens; a stamp has one number for each"
             )
 
 
-def _is_whole(span: TokenSpan, waiting: dict[tuple[str, int], Stamp]) -> bool:
-    stamp = waiting.get((span.call, span.turn))
-    return stamp is not None and len(stamp) == span.end - span.start
+def _is_whole(span: TokenSpan, waiting: dict[tuple[str, int], TokenCredit]) -> bool:
+    credit = waiting.get((span.call, span.turn))
+    return credit is not None and len(credit) == span.end - span.start
 
 
-def _sequence(name: str, path: TokenPath, here: list[tuple[TokenSpan, Stamp]], temperature: float) -> Sequence:
+def _sequence(
+    name: str, path: TokenPath, here: list[tuple[TokenSpan, TokenCredit]], temperature: float
+) -> TokenSequence:
     length = len(path)
-    if path.logprobs is None and any(stamp.rl for _, stamp in here):
+    if path.logprobs is None and any(credit.rl for _, credit in here):
         raise ValueError(
             f"sequence {name} has policy-gradient weights, but not all its tokens have the sampler's log-probabilities"
         )
-    if temperature <= 0 and any(stamp.rl for _, stamp in here):
+    if temperature <= 0 and any(credit.rl for _, credit in here):
         raise ValueError(f"sequence {name} has policy-gradient weights, but was sampled at temperature {temperature:g}")
     columns = {name: _column(length, here, name) for name in ("advantages", *_WEIGHTS)}
     columns["ce"] = _observed(columns["ce"], length, here, path)
@@ -88,7 +90,7 @@ def _sequence(name: str, path: TokenPath, here: list[tuple[TokenSpan, Stamp]], t
         values = columns[weight]
         if values is not None and length and values[0]:
             raise ValueError(f"sequence {name} has a weight '{weight}' on its first token, which nothing predicts")
-    return Sequence(
+    return TokenSequence(
         name=name,
         token_ids=np.array(path.ids, np.int64),
         mask=np.array(path.sampled, np.bool_),
@@ -104,11 +106,11 @@ def _sequence(name: str, path: TokenPath, here: list[tuple[TokenSpan, Stamp]], t
     )
 
 
-def _column(length: int, here: list[tuple[TokenSpan, Stamp]], name: str) -> Floats | None:
+def _column(length: int, here: list[tuple[TokenSpan, TokenCredit]], name: str) -> Floats | None:
     """[T] what the stamps say under ``name``, 0 elsewhere; None where none of them says anything."""
     column = None
-    for span, stamp in here:
-        values = getattr(stamp, name)
+    for span, credit in here:
+        values = getattr(credit, name)
         if len(values):
             column = np.zeros(length, np.float32) if column is None else column
             column[span.start : span.end] = values
@@ -116,26 +118,26 @@ def _column(length: int, here: list[tuple[TokenSpan, Stamp]], name: str) -> Floa
 
 
 def _observed(
-    column: Floats | None, length: int, here: list[tuple[TokenSpan, Stamp]], path: TokenPath
+    column: Floats | None, length: int, here: list[tuple[TokenSpan, TokenCredit]], path: TokenPath
 ) -> Floats | None:
     """[T] the cross-entropy weights, with those of given tokens: the stretch between a stamped turn and what was sampled
     before it. Nothing predicts a path's first token."""
-    for span, stamp in here:
-        if not stamp.given:
+    for span, credit in here:
+        if not credit.given:
             continue
         start = span.start
         while start > 1 and not path.sampled[start - 1]:
             start -= 1
         column = np.zeros(length, np.float32) if column is None else column
-        column[start : span.start] = stamp.given
+        column[start : span.start] = credit.given
     return column
 
 
-def _named(length: int, here: list[tuple[TokenSpan, Stamp]]) -> dict[str, Floats]:
+def _named(length: int, here: list[tuple[TokenSpan, TokenCredit]]) -> dict[str, Floats]:
     """Further streams by name, [T] or [T, k], 0 where nothing was stamped."""
     found: dict[str, Floats] = {}
-    for span, stamp in here:
-        for name, values in stamp.streams.items():
+    for span, credit in here:
+        for name, values in credit.streams.items():
             array = np.asarray(values, np.float32)
             column = found.setdefault(name, np.zeros((length, *array.shape[1:]), np.float32))
             column[span.start : span.end] = array
@@ -146,6 +148,6 @@ def _or_zeros(column: Floats | None, length: int) -> Floats:
     return np.zeros(length, np.float32) if column is None else column
 
 
-def _kept(kept: tuple[tuple[int, ...], ...]) -> Kept:
+def _kept(kept: tuple[tuple[int, ...], ...]) -> SamplingSupport:
     offsets = np.fromiter(accumulate((len(ids) for ids in kept), initial=0), np.int64, len(kept) + 1)
-    return Kept(offsets, np.fromiter(chain.from_iterable(kept), np.int64, int(offsets[-1])))
+    return SamplingSupport(offsets, np.fromiter(chain.from_iterable(kept), np.int64, int(offsets[-1])))

@@ -23,23 +23,23 @@ import msgspec
 
 from ramify.engine.limits import Limits
 from ramify.errors import ConfigError
-from ramify.inference.http.spec import InferenceSpec
+from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.sandbox.base import SandboxSpec
 from ramify.train.algorithms import ALGORITHMS
 from ramify.train.algorithms.dr_grpo import DrGRPO
 from ramify.train.algorithms.sft import SFT
-from ramify.train.backends.base import Compute, Optim
-from ramify.train.guards import Guard
-from ramify.train.loop import Cadence
-from ramify.train.loss import Loss
-from ramify.train.placement.spec import PlacementSpec
+from ramify.train.backends.base import ComputeSpec, OptimizerSpec
+from ramify.train.guards import TrainingGuard
+from ramify.train.loss import LossSpec
+from ramify.train.placement.placement_spec import PlacementSpec
 from ramify.train.policy_losses import POLICY_LOSSES
 from ramify.train.redacted import redacted
 from ramify.train.rollout import RolloutOptions
-from ramify.train.signals.asking import BUDGET
 from ramify.train.signals.compose import Hybrid
-from ramify.train.signals.reading import signals_of
-from ramify.train.stages import Sample
+from ramify.train.signals.judge_calls import BUDGET
+from ramify.train.signals.signal_reader import signals_of
+from ramify.train.stages import StepSampleSpec
+from ramify.train.training_loop import Schedule
 
 
 class LoraSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -106,7 +106,7 @@ class WarmUpSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
     steps: int = 150
     batch_tokens: int = 2048
-    optim: Optim = Optim()
+    optim: OptimizerSpec = OptimizerSpec()
 
     def __post_init__(self) -> None:
         if self.steps < 1 or self.batch_tokens < 1:
@@ -131,7 +131,7 @@ class SftSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     rewards: to learn from, besides or instead; with ``algorithm.min_reward`` the good ones alone."""
     epochs: int = 1
     batch_tokens: int = 2048
-    optim: Optim = Optim()
+    optim: OptimizerSpec = OptimizerSpec()
     algorithm: SFT = SFT()
 
     def __post_init__(self) -> None:
@@ -149,7 +149,7 @@ class CriticSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     model: Literal["shared", "own"] = "shared"
     """``shared``: a value head on the policy's own layers. ``own``: a second model, which begins as a copy of the policy
     with a value head: twice the memory, and what the critic learns does not move the policy."""
-    optim: Optim | None = None
+    optim: OptimizerSpec | None = None
     """Of a model of its own; None: as the policy's."""
 
 
@@ -157,7 +157,7 @@ class RlSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """Reinforcement learning."""
 
     steps: int = 45
-    sample: Sample = Sample()
+    sample: StepSampleSpec = StepSampleSpec()
     rollout: RolloutOptions = RolloutOptions()
     algorithm: Any = DrGRPO()
     """Implements ``algorithms.base.Algorithm``; on the command line by a name of ``docs/algorithms.md`` or a dotted path."""
@@ -168,9 +168,9 @@ class RlSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """What judges of this run may spend in all."""
     judge_cache: str = ""
     """A folder in which judges' replies are kept, so that a run that is repeated does not pay for them again."""
-    loss: Loss = Loss()
+    loss: LossSpec = LossSpec()
     critic: CriticSpec = CriticSpec()
-    optim: Optim = Optim()
+    optim: OptimizerSpec = OptimizerSpec()
 
     def __post_init__(self) -> None:
         if self.steps < 1:
@@ -230,9 +230,9 @@ class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     limits: Limits = Limits()
     sandbox: SandboxSpec = SandboxSpec()
     evaluate: EvaluateSpec = EvaluateSpec()
-    cadence: Cadence = Cadence()
-    guard: Guard = Guard()
-    compute: Compute = Compute()
+    schedule: Schedule = Schedule()
+    guard: TrainingGuard = TrainingGuard()
+    compute: ComputeSpec = ComputeSpec()
     """How the trainer computes."""
     trackers: tuple[str, ...] = ()
     """Services that are told what is measured, besides ``metrics.jsonl``: of ``trackers.base.TRACKERS``, or

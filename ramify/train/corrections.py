@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
-from ramify.train.policy_losses.base import Formula, Tokens, ratio
+from ramify.train.policy_losses.base import LossFormula, LossTokens, ratio
 from ramify.train.registry import Registry
 
 if TYPE_CHECKING:
@@ -29,37 +29,37 @@ if TYPE_CHECKING:
 _OLD = frozenset({"old_logprobs", "fresh_old"})
 
 
-class Correction(Protocol):
+class OffPolicyCorrection(Protocol):
     """Implemented by every class of this file."""
 
-    def factor(self, tokens: Tokens) -> Tensor:
+    def factor(self, tokens: LossTokens) -> Tensor:
         """[E]"""
         ...
 
 
-class TokenTis(Formula, frozen=True, kw_only=True, tag="token_tis"):
+class TokenTis(LossFormula, frozen=True, kw_only=True, tag="token_tis"):
     """Truncated importance sampling, token by token: min(exp(gap), cap)."""
 
     reads: ClassVar[frozenset[str]] = _OLD
     cap: float = 2.0
 
-    def factor(self, tokens: Tokens) -> Tensor:
+    def factor(self, tokens: LossTokens) -> Tensor:
         return ratio(tokens.old, tokens.sampler).clamp(max=self.cap)
 
 
-class SequenceTis(Formula, frozen=True, kw_only=True, tag="sequence_tis"):
+class SequenceTis(LossFormula, frozen=True, kw_only=True, tag="sequence_tis"):
     """The same for whole sequences: min(exp(sum of gap), cap)."""
 
     reads: ClassVar[frozenset[str]] = _OLD
     whole: ClassVar[bool] = True
     cap: float = 5.0
 
-    def factor(self, tokens: Tokens) -> Tensor:
+    def factor(self, tokens: LossTokens) -> Tensor:
         gap = tokens.sequences.sum(tokens.old - tokens.sampler)
         return ratio(gap, gap.new_zeros(())).clamp(max=self.cap)
 
 
-class IcePop(Formula, frozen=True, kw_only=True, tag="icepop"):
+class IcePop(LossFormula, frozen=True, kw_only=True, tag="icepop"):
     """Tokens whose exp(gap) is out of bounds are masked."""
 
     reads: ClassVar[frozenset[str]] = _OLD
@@ -68,13 +68,13 @@ class IcePop(Formula, frozen=True, kw_only=True, tag="icepop"):
     weigh: bool = False
     """Weigh the others by exp(gap)."""
 
-    def factor(self, tokens: Tokens) -> Tensor:
+    def factor(self, tokens: LossTokens) -> Tensor:
         gap = ratio(tokens.old, tokens.sampler)
         kept = (gap > self.low) & (gap < self.high)
         return gap.masked_fill(~kept, 0.0) if self.weigh else kept.to(gap.dtype)
 
 
-class GeometricMask(Formula, frozen=True, kw_only=True, tag="geometric_mask"):
+class GeometricMask(LossFormula, frozen=True, kw_only=True, tag="geometric_mask"):
     """Sequences whose exp(mean of gap) is out of bounds are masked."""
 
     reads: ClassVar[frozenset[str]] = _OLD
@@ -82,12 +82,12 @@ class GeometricMask(Formula, frozen=True, kw_only=True, tag="geometric_mask"):
     low: float = 0.99
     high: float = 1.01
 
-    def factor(self, tokens: Tokens) -> Tensor:
+    def factor(self, tokens: LossTokens) -> Tensor:
         gap = tokens.sequences.mean(tokens.old - tokens.sampler).exp()
         return ((gap > self.low) & (gap < self.high)).to(gap.dtype)
 
 
-class WorstTokenMask(Formula, frozen=True, kw_only=True, tag="worst_token_mask"):
+class WorstTokenMask(LossFormula, frozen=True, kw_only=True, tag="worst_token_mask"):
     """Sequences with any token whose exp(gap) is out of bounds are masked."""
 
     reads: ClassVar[frozenset[str]] = _OLD
@@ -95,12 +95,12 @@ class WorstTokenMask(Formula, frozen=True, kw_only=True, tag="worst_token_mask")
     low: float = 1e-4
     high: float = 100.0
 
-    def factor(self, tokens: Tokens) -> Tensor:
+    def factor(self, tokens: LossTokens) -> Tensor:
         gap = ratio(tokens.old, tokens.sampler)
         return (~tokens.sequences.any((gap <= self.low) | (gap >= self.high))).to(gap.dtype)
 
 
-class Opsm(Formula, frozen=True, kw_only=True, tag="opsm"):
+class Opsm(LossFormula, frozen=True, kw_only=True, tag="opsm"):
     """Off-policy sequence masking (DeepSeek-V3.2, 2512.02556): tokens with A < 0 of sequences that the policy has moved
     away from since they were sampled, mean of m - l > delta, are masked. Not of o - l: it is 0 in a step of one minibatch,
     and knows neither the sampler's own numerics nor how old its weights are."""
@@ -108,7 +108,7 @@ class Opsm(Formula, frozen=True, kw_only=True, tag="opsm"):
     whole: ClassVar[bool] = True
     delta: float = 0.5
 
-    def factor(self, tokens: Tokens) -> Tensor:
+    def factor(self, tokens: LossTokens) -> Tensor:
         left = tokens.sequences.mean(tokens.sampler - tokens.now.detach()) > self.delta
         return (~(left & (tokens.advantages < 0))).to(tokens.now.dtype)
 

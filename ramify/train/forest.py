@@ -15,10 +15,10 @@ from __future__ import annotations
 from collections.abc import Sequence as Many
 from typing import NamedTuple
 
-from ramify.types.sequence import Ints, Sequence
+from ramify.types.sequence import Ints, TokenSequence
 
 
-class Node(NamedTuple):
+class ForestNode(NamedTuple):
     """Tokens ``[begin, end)``, counted along the path, that the same sequences go through."""
 
     begin: int
@@ -30,7 +30,7 @@ class Node(NamedTuple):
 
 
 class Forest(NamedTuple):
-    nodes: list[Node]
+    nodes: list[ForestNode]
     """In preorder."""
     leaves: list[int]
     """Sequence -> the node that it ends in."""
@@ -42,11 +42,11 @@ class Forest(NamedTuple):
         return sum(node.end - node.begin for node in self.nodes)
 
 
-def forest(sequences: Many[Sequence]) -> Forest:
+def forest(sequences: Many[TokenSequence]) -> Forest:
     """The radix tree of ``sequences``, of which none is empty."""
     keys = [sequence.token_ids.astype(">i8").tobytes() for sequence in sequences]
     order = sorted(range(len(sequences)), key=lambda index: (keys[index], sequences[index].name))
-    growing = _Growing()
+    growing = _GrowingForest()
     ends = [-1] * len(sequences)
     before: Ints | None = None
     for index in order:
@@ -57,7 +57,7 @@ def forest(sequences: Many[Sequence]) -> Forest:
     return Forest(*growing.grown(ends), order)
 
 
-class _Growing:
+class _GrowingForest:
     """The nodes so far, and of them the ones that the last sequence goes through."""
 
     def __init__(self) -> None:
@@ -77,21 +77,21 @@ class _Growing:
             self.path.append(self._new(shared, length, self.path[-1] if self.path else -1, sequence))
         return self.path[-1]
 
-    def grown(self, ends: list[int]) -> tuple[list[Node], list[int]]:
+    def grown(self, ends: list[int]) -> tuple[list[ForestNode], list[int]]:
         """In preorder, children in the order of their ids. A node that was cut has its head behind it in the lists."""
         children: list[list[int]] = [[] for _ in self.begin]
         roots: list[int] = []
         for node, parent in enumerate(self.parent):
             (roots if parent < 0 else children[parent]).append(node)
         rank = [-1] * len(self.begin)
-        nodes: list[Node] = []
+        nodes: list[ForestNode] = []
         stack = roots[::-1]
         while stack:
             node = stack.pop()
             rank[node] = len(nodes)
             parent = self.parent[node]
             nodes.append(
-                Node(self.begin[node], self.end[node], rank[parent] if parent >= 0 else -1, self.sequence[node])
+                ForestNode(self.begin[node], self.end[node], rank[parent] if parent >= 0 else -1, self.sequence[node])
             )
             stack.extend(children[node][::-1])
         return nodes, [rank[end] for end in ends]

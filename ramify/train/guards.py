@@ -7,7 +7,7 @@
 An alarm is said once, when it begins, and again only after it has ceased; while it lasts its metric (``alarm_entropy`` …) is 1.
 What entropy and length are measured against is the mean of the stage's first steps. Decides from numbers alone, so that a
 resumed run decides alike: what is remembered is plain data in the checkpoint. Leaves out which checkpoint is best
-(``checkpoint.py``) and the learning rate's course (``Optim.schedule``).
+(``checkpoint.py``) and the learning rate's course (``OptimizerSpec.schedule``).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import msgspec
 from ramify.errors import ConfigError
 
 
-class Alarms(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class CollapseAlarms(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """When a step counts as a sign of collapse. 0 switches one off."""
 
     zero_variance: float = 0.9
@@ -42,7 +42,7 @@ class Alarms(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             )
 
 
-class Guard(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class TrainingGuard(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What ends a stage of rollouts before its last step."""
 
     patience: int = 0
@@ -57,14 +57,14 @@ class Guard(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """Least entropy of sampled tokens, in nats; 0: any."""
     then: Literal["stop", "warn"] = "stop"
     """What follows from ``max_kl`` and ``min_entropy``."""
-    alarms: Alarms = Alarms()
+    alarms: CollapseAlarms = CollapseAlarms()
 
     def __post_init__(self) -> None:
         if min(self.patience, self.min_delta, self.max_kl, self.min_entropy) < 0:
             raise ConfigError("guard: patience, min_delta, max_kl and min_entropy cannot be negative")
 
 
-class Memory(msgspec.Struct, kw_only=True):
+class GuardState(msgspec.Struct, kw_only=True):
     """What a guard remembers of a stage."""
 
     best: float | None = None
@@ -79,7 +79,7 @@ class Memory(msgspec.Struct, kw_only=True):
     """Alarms that last."""
 
 
-class Told(msgspec.Struct):
+class GuardVerdict(msgspec.Struct):
     """What follows from one step or evaluation."""
 
     metrics: dict[str, float]
@@ -88,23 +88,23 @@ class Told(msgspec.Struct):
     """Why the stage is over; empty where it is not."""
 
 
-def after_evaluation(guard: Guard, memory: Memory, reward: float | None) -> Told:
+def after_evaluation(guard: TrainingGuard, memory: GuardState, reward: float | None) -> GuardVerdict:
     """``memory`` is brought up to date."""
     if reward is None:
-        return Told({}, [])
+        return GuardVerdict({}, [])
     if memory.best is None or reward > memory.best + guard.min_delta:
         memory.best, memory.since_best = reward, 0
     else:
         memory.since_best += 1
     if not guard.patience or memory.since_best < guard.patience:
-        return Told({}, [])
+        return GuardVerdict({}, [])
     why = f"validation has not risen above {memory.best:.4g} in {memory.since_best} evaluations (guard.patience)"
-    return Told({}, [], why)
+    return GuardVerdict({}, [], why)
 
 
-def after_step(guard: Guard, memory: Memory, values: Mapping[str, float]) -> Told:
+def after_step(guard: TrainingGuard, memory: GuardState, values: Mapping[str, float]) -> GuardVerdict:
     """``memory`` is brought up to date."""
-    told = Told({}, [])
+    told = GuardVerdict({}, [])
     for name, is_on, why in _signs(guard.alarms, memory, values):
         told.metrics[f"alarm_{name}"] = float(is_on)
         if is_on and name not in memory.on:
@@ -121,7 +121,7 @@ def after_step(guard: Guard, memory: Memory, values: Mapping[str, float]) -> Tol
     return told
 
 
-def _limits(guard: Guard, values: Mapping[str, float]) -> Iterator[tuple[str, str]]:
+def _limits(guard: TrainingGuard, values: Mapping[str, float]) -> Iterator[tuple[str, str]]:
     """(limit, why it is passed)"""
     kl = max((values[name] for name in ("approx_kl", "ref_kl") if name in values), default=0.0)
     if guard.max_kl and kl > guard.max_kl:
@@ -131,7 +131,7 @@ def _limits(guard: Guard, values: Mapping[str, float]) -> Iterator[tuple[str, st
         yield "min_entropy", f"the entropy is {entropy:.4g}, below guard.min_entropy={guard.min_entropy:g}"
 
 
-def _signs(alarms: Alarms, memory: Memory, values: Mapping[str, float]) -> Iterator[tuple[str, bool, str]]:
+def _signs(alarms: CollapseAlarms, memory: GuardState, values: Mapping[str, float]) -> Iterator[tuple[str, bool, str]]:
     """(alarm, whether it is on, why), of what was measured."""
     share = values.get("zero_variance")
     if alarms.zero_variance and share is not None:
@@ -153,7 +153,7 @@ def _signs(alarms: Alarms, memory: Memory, values: Mapping[str, float]) -> Itera
         yield "length", not 1 / alarms.length < times < alarms.length, why
 
 
-def _remember(alarms: Alarms, memory: Memory, values: Mapping[str, float]) -> None:
+def _remember(alarms: CollapseAlarms, memory: GuardState, values: Mapping[str, float]) -> None:
     names = ("entropy", "length_mean")
     if memory.num < alarms.window and all(name in values for name in names):  # a silent step has no entropy
         memory.num += 1

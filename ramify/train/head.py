@@ -23,7 +23,7 @@ Logits = Callable[[Tensor], Tensor]
 """[n, D] -> fp32 [n, V]"""
 
 
-class Asked(NamedTuple):
+class HeadRequest(NamedTuple):
     """What to compute at each entry."""
 
     targets: Tensor
@@ -36,7 +36,7 @@ class Asked(NamedTuple):
 
 
 def entry_logprobs(
-    h_ED: Tensor, logits: Logits, asked: Asked, num_ids: int, max_elements: int
+    h_ED: Tensor, logits: Logits, asked: HeadRequest, num_ids: int, max_elements: int
 ) -> tuple[Tensor, Tensor]:
     """(log-probabilities [E, j], entropies [E] in nats, zeros where not asked for). ``num_ids`` is V."""
     num = len(h_ED)
@@ -53,7 +53,7 @@ def entry_logprobs(
     return torch.cat(logprobs), torch.cat(entropies)
 
 
-def _chunk(h_nD: Tensor, logits: Logits, asked: Asked) -> tuple[Tensor, Tensor]:
+def _chunk(h_nD: Tensor, logits: Logits, asked: HeadRequest) -> tuple[Tensor, Tensor]:
     z_nV = logits(h_nD)
     if asked.temperature is not None:
         z_nV = z_nV / asked.temperature[:, None]
@@ -77,7 +77,7 @@ def _left_out(offsets: Tensor, ids: Tensor, num_ids: int) -> Tensor:
     return left_out
 
 
-def _part(asked: Asked, start: int, end: int) -> Asked:
+def _part(asked: HeadRequest, start: int, end: int) -> HeadRequest:
     temperature = None if asked.temperature is None else asked.temperature[start:end]
     kept = None if asked.kept is None else (asked.kept[0][start : end + 1], asked.kept[1])
-    return Asked(asked.targets[start:end], temperature, kept, asked.entropy)
+    return HeadRequest(asked.targets[start:end], temperature, kept, asked.entropy)

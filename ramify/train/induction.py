@@ -12,13 +12,13 @@ from collections.abc import Sequence as Many
 
 import numpy as np
 
-from ramify.types.sequence import Sequence
+from ramify.types.sequence import TokenSequence
 
 SHORTEST, LONGEST = 6, 40
 """Tokens of a string: [SHORTEST, LONGEST)."""
 
 
-def induction(step: int, ids: Many[int], num_tokens: int, seed: int = 0) -> list[Sequence]:
+def induction(step: int, ids: Many[int], num_tokens: int, seed: int = 0) -> list[TokenSequence]:
     """The sequences of one step, all of one length: about ``num_tokens`` tokens in all, drawn from ``ids``. The same for
     the same arguments, whenever they are asked for."""
     random = np.random.default_rng((seed, step))
@@ -28,7 +28,7 @@ def induction(step: int, ids: Many[int], num_tokens: int, seed: int = 0) -> list
     weights[length + 1 :] = 1
     none = np.zeros(2 * length, np.float32)
     return [
-        Sequence(
+        TokenSequence(
             name=f"induction/step={step}/row={row}", token_ids=np.concatenate([string, string]), mask=weights > 0,
             sampler_logprobs=none, advantages=none, rl=none, ce=weights,
         )

@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 
 from ramify.errors import ConfigError, RunInUse
-from ramify.store.journal import Writer, this_process
+from ramify.store.journal import JournalWriter, this_process
 
 FILE = ".lock"
 _PATIENCE_S = 0.5
@@ -53,7 +53,7 @@ def locked(out: Path) -> Iterator[None]:
         _remove(missing)
 
 
-def holder(out: Path) -> Writer | None:
+def holder(out: Path) -> JournalWriter | None:
     """The process that writes to the folder ``out`` now; None if there is none."""
     path = out / FILE
     try:
@@ -102,11 +102,11 @@ def _wait(fd: int, path: Path) -> None:
         time.sleep(0.02)
 
 
-def _named(path: Path) -> Writer:
+def _named(path: Path) -> JournalWriter:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Writer)
+        return msgspec.json.decode(path.read_bytes(), type=JournalWriter)
     except (OSError, msgspec.DecodeError):
-        return Writer(0, "a host that it does not name")
+        return JournalWriter(0, "a host that it does not name")
 
 
 def _remove(folders: list[Path]) -> None:

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ramify.errors import ConfigError
-from ramify.inference.weights.base import Adapted, added
+from ramify.inference.weight_sync.base import AdaptedMatrix, added
 
 _ORIGINAL = "parametrizations.weight.original"
 
 
-class LowRank(nn.Module):
+class LoraAdapter(nn.Module):
     """W -> W + scale · B A"""
 
     def __init__(self, weight: Tensor, rank: int, alpha: float, generator: torch.Generator) -> None:
@@ -56,7 +56,7 @@ def attach(
             f"lora.targets={targets}: no linear module is called so; there are {', '.join(sorted(linear))}"
         )
     for module in chosen:
-        parametrize.register_parametrization(module, "weight", LowRank(module.weight, rank, alpha, generator))
+        parametrize.register_parametrization(module, "weight", LoraAdapter(module.weight, rank, alpha, generator))
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
 
@@ -70,7 +70,7 @@ def merged(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield f"{owner}.weight", cast(Tensor, model.get_submodule(owner).weight).detach()
 
 
-def unmerged(model: nn.Module) -> Iterator[tuple[str, Tensor, Adapted | None]]:
+def unmerged(model: nn.Module) -> Iterator[tuple[str, Tensor, AdaptedMatrix | None]]:
     """As ``merged``, with nothing computed yet: (name, the parameter below, it with its adapter or None)."""
     for name, parameter in model.named_parameters():
         owner, _, _ = name.partition(".parametrizations.")
@@ -80,16 +80,16 @@ def unmerged(model: nn.Module) -> Iterator[tuple[str, Tensor, Adapted | None]]:
             yield f"{owner}.weight", parameter, _adapted(model.get_submodule(owner), parameter)
 
 
-def _adapted(linear: nn.Module, base: Tensor) -> Adapted:
+def _adapted(linear: nn.Module, base: Tensor) -> AdaptedMatrix:
     (adapter,) = cast(nn.ModuleDict, linear.parametrizations)["weight"].children()
-    assert isinstance(adapter, LowRank)
-    return Adapted(base.detach(), lambda: (adapter.A.detach(), adapter.B.detach()), adapter.scale)
+    assert isinstance(adapter, LoraAdapter)
+    return AdaptedMatrix(base.detach(), lambda: (adapter.A.detach(), adapter.B.detach()), adapter.scale)
 
 
 @contextlib.contextmanager
 def without(model: nn.Module) -> Iterator[None]:
     """The model as it was before ``attach``: nothing but the adapters has been trained. For one thread alone."""
-    adapters = [module for module in model.modules() if isinstance(module, LowRank)]
+    adapters = [module for module in model.modules() if isinstance(module, LoraAdapter)]
     for each in adapters:
         each.is_off = True
     try:
@@ -100,7 +100,7 @@ def without(model: nn.Module) -> Iterator[None]:
 
 
 def has_adapters(model: nn.Module) -> bool:
-    return any(isinstance(module, LowRank) for module in model.modules())
+    return any(isinstance(module, LoraAdapter) for module in model.modules())
 
 
 def is_chosen(name: str, module: nn.Module, targets: Sequence[str] | str) -> bool:

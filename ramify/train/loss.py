@@ -21,9 +21,9 @@ import msgspec
 from ramify.errors import ConfigError
 from ramify.train.corrections import CORRECTIONS
 from ramify.train.distil_losses import KdKind, forward_kl, reverse_kl, surrogate
-from ramify.train.policy_losses import POLICY_LOSSES, DppoTv, PolicyLoss, Tokens, ratio
-from ramify.train.policy_losses.base import Chooses, Whole
-from ramify.train.policy_losses.critic import ValueLoss, Values
+from ramify.train.policy_losses import POLICY_LOSSES, DppoTv, LossTokens, PolicyLoss, ratio
+from ramify.train.policy_losses.base import SequenceSums, TokenSelectingLoss
+from ramify.train.policy_losses.critic import CriticTokens, ValueLoss
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,7 +32,7 @@ KlKind = Literal["k1", "k2", "k3", "k3+"]
 Old = Literal["auto", "pass", "now", "sampler"]
 
 
-class Loss(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class LossSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What is minimised."""
 
     policy: Any = DppoTv()
@@ -72,7 +72,7 @@ class Loss(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
     @property
     def reads(self) -> frozenset[str]:
-        """What the policy's loss and its corrections need besides the streams of every batch: ``old_logprobs``, ``lag``;
+        """What the policy's loss and its corrections need besides the streams of every batch: ``old_logprobs``, ``staleness``;
         ``fresh_old`` where the sampler's log-probabilities will not do as the old ones."""
         found = (frozenset(getattr(each, "reads", ())) for each in (self.policy, *self.corrections))
         return frozenset[str]().union(*found)
@@ -85,9 +85,11 @@ class Loss(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     @property
     def wants_every_token(self) -> bool:
         """Whether tokens whose advantage is 0 count: for a term that acts on each, or a mean over them."""
-        return bool(self.kl_beta or self.entropy or self.is_over_sequences or isinstance(self.policy, Chooses))
+        return bool(
+            self.kl_beta or self.entropy or self.is_over_sequences or isinstance(self.policy, TokenSelectingLoss)
+        )
 
-    def for_minibatches(self, num: int) -> Loss:
+    def for_minibatches(self, num: int) -> LossSpec:
         """This loss with ``old`` settled, for steps of ``num`` optimizer steps."""
         if self.old != "auto":
             return self
@@ -95,7 +97,7 @@ class Loss(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         return msgspec.structs.replace(self, old="pass" if num > 1 and "old_logprobs" in self.reads else alone)
 
 
-class Entries(NamedTuple):
+class LossEntries(NamedTuple):
     """What a loss sees of a batch; each [E] unless said."""
 
     logprobs: Tensor
@@ -114,9 +116,9 @@ class Entries(NamedTuple):
     """[E] a critic's, with gradient; None where there is none."""
 
 
-def compute(loss: Loss, entries: Entries) -> tuple[Tensor, Tally]:
+def compute(loss: LossSpec, entries: LossEntries) -> tuple[Tensor, LossTally]:
     """The share of the step's loss that these entries have, a scalar with gradient; and what was measured."""
-    tally = Tally()
+    tally = LossTally()
     shares = []
     for name, weighed in _components(loss, entries, tally):
         share = weighed.sum()
@@ -125,13 +127,13 @@ def compute(loss: Loss, entries: Entries) -> tuple[Tensor, Tally]:
     return sum(shares[1:], shares[0]), tally
 
 
-def per_entry(loss: Loss, entries: Entries) -> Tensor:
+def per_entry(loss: LossSpec, entries: LossEntries) -> Tensor:
     """[E] what each entry adds to the loss; for looking at it."""
-    parts = [weighed for _, weighed in _components(loss, entries, Tally())]
+    parts = [weighed for _, weighed in _components(loss, entries, LossTally())]
     return sum(parts[1:], parts[0])
 
 
-def _components(loss: Loss, entries: Entries, tally: Tally) -> Iterator[tuple[str, Tensor]]:
+def _components(loss: LossSpec, entries: LossEntries, tally: LossTally) -> Iterator[tuple[str, Tensor]]:
     """(name, what each entry adds to it); an entry without weight adds 0, whatever its log-probability."""
     for name, formula in (("rl", _reinforce), ("ce", _imitate), ("kd", _distil)):
         if name in entries.denominators:
@@ -152,7 +154,7 @@ def kl_estimate(kind: KlKind, now: Tensor, ref: Tensor) -> Tensor:
     return k3 if kind == "k3" else k2 + (k3 - k2).detach()
 
 
-def _reinforce(loss: Loss, entries: Entries, tally: Tally) -> Tensor:
+def _reinforce(loss: LossSpec, entries: LossEntries, tally: LossTally) -> Tensor:
     policy: PolicyLoss = loss.policy
     streams, tokens = entries.streams, _tokens(loss, entries)
     now, weighs = tokens.now, streams["rl"] != 0
@@ -178,13 +180,13 @@ def _reinforce(loss: Loss, entries: Entries, tally: Tally) -> Tensor:
             raise ConfigError(
                 "a critic learns from returns: the batch has no stream 'returns'; see the algorithm 'ppo'"
             )
-        missed = loss.value.per_token(Values(entries.values, streams["values"], streams["returns"]))
+        missed = loss.value.per_token(CriticTokens(entries.values, streams["values"], streams["returns"]))
         tally.mean("value_loss", missed.detach(), weighs)
         value = value + loss.value.weight * missed
     return value
 
 
-def _tokens(loss: Loss, entries: Entries) -> Tokens:
+def _tokens(loss: LossSpec, entries: LossEntries) -> LossTokens:
     streams, now = entries.streams, entries.logprobs
     sampler, old = streams["sampler_logprobs"], streams.get("old_logprobs")
     if old is None and (loss.old == "pass" or (loss.old == "auto" and "fresh_old" in loss.reads)):
@@ -192,18 +194,24 @@ def _tokens(loss: Loss, entries: Entries) -> Tokens:
                           "'old_logprobs'; attach it, or set loss.old=now where a step is one optimizer step")  # fmt: skip
     if old is None:
         old = now.detach() if loss.old == "now" else sampler
-    whole = None if entries.sequences is None else Whole(*entries.sequences, streams["rl"] != 0)
+    whole = None if entries.sequences is None else SequenceSums(*entries.sequences, streams["rl"] != 0)
     chosen = streams.get("chosen")
-    return Tokens(
-        now, old, sampler, streams["advantages"], whole, None if chosen is None else chosen != 0, streams.get("lag")
+    return LossTokens(
+        now,
+        old,
+        sampler,
+        streams["advantages"],
+        whole,
+        None if chosen is None else chosen != 0,
+        streams.get("staleness"),
     )
 
 
-def _imitate(loss: Loss, entries: Entries, tally: Tally) -> Tensor:
+def _imitate(loss: LossSpec, entries: LossEntries, tally: LossTally) -> Tensor:
     return -entries.logprobs
 
 
-def _distil(loss: Loss, entries: Entries, tally: Tally) -> Tensor:
+def _distil(loss: LossSpec, entries: LossEntries, tally: LossTally) -> Tensor:
     """By several tokens per position: one of ``distil_losses``. By the sampled token
     alone: -sg(l_T - l) rho + pull (l - m)², the reverse KL's policy gradient."""
     if "teacher_logprobs" not in entries.streams:
@@ -219,7 +227,7 @@ def _distil(loss: Loss, entries: Entries, tally: Tally) -> Tensor:
     return -gap * ratio(now, sampler) + loss.kd_pull * (now - sampler).square()
 
 
-class Tally:
+class LossTally:
     """Sums over entries, added up over the batches of a step, from which its metrics are made."""
 
     def __init__(self) -> None:
@@ -234,7 +242,7 @@ class Tally:
     def mean(self, name: str, values: Tensor, weighs: Tensor) -> None:
         self.add(name, values.masked_fill(~weighs, 0.0).sum(), weighs.sum())
 
-    def policy(self, tokens: Tokens, clipped: Tensor, weighs: Tensor) -> None:
+    def policy(self, tokens: LossTokens, clipped: Tensor, weighs: Tensor) -> None:
         """What tells whether off-policy learning goes well, over the entries that weigh."""
         now = tokens.now.detach()
         mismatch = (tokens.old - tokens.sampler if tokens.old is not tokens.sampler else now - tokens.sampler).abs()
@@ -248,7 +256,7 @@ class Tally:
         self.add("rho", rho.sum(), weighs.sum())
         self.add("rho_squared", rho.square().sum(), weighs.sum())
 
-    def merge(self, other: Tally) -> None:
+    def merge(self, other: LossTally) -> None:
         for name, (total, count) in other._sums.items():
             self.add(name, total, count)
         for name, value in other._most.items():
@@ -265,9 +273,9 @@ class Tally:
         else:
             self._most[name] = before.maximum(value)
 
-    def plain(self) -> Tally:
+    def plain(self) -> LossTally:
         """The same in numbers, to be sent elsewhere."""
-        found = Tally()
+        found = LossTally()
         found._sums = {name: (float(total), float(count)) for name, (total, count) in self._sums.items()}
         found._most = {name: float(value) for name, value in self._most.items()}
         return found

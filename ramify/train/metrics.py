@@ -33,7 +33,7 @@ from ramify.types.trajectory import Call, Group, Trajectory
 FILE = "metrics.jsonl"
 
 
-class Measured(msgspec.Struct, frozen=True):
+class StepMetrics(msgspec.Struct, frozen=True):
     """What was measured at one step."""
 
     step: int
@@ -46,10 +46,10 @@ class Measured(msgspec.Struct, frozen=True):
     """Name -> finite number (JSON has no other); ``validation/reward`` and ``test/reward`` are of those streams."""
 
 
-class Metrics:
+class MetricsFile:
     """The run's file, open for appending."""
 
-    def __init__(self, folder: Path, listener: Callable[[Measured], None] | None = None) -> None:
+    def __init__(self, folder: Path, listener: Callable[[StepMetrics], None] | None = None) -> None:
         self.path = folder / FILE
         self._listener = listener
         self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -57,9 +57,9 @@ class Metrics:
         if not _ends_a_line(self.path):
             os.write(self._file, b"\n")  # what was cut off by a kill must not swallow the next line
 
-    def write(self, step: int, stage: str, at_s: float, values: Mapping[str, float]) -> Measured:
+    def write(self, step: int, stage: str, at_s: float, values: Mapping[str, float]) -> StepMetrics:
         finite = {name: _rounded(value) for name, value in values.items() if math.isfinite(value)}
-        measured = Measured(step, stage, round(at_s, 3), finite)
+        measured = StepMetrics(step, stage, round(at_s, 3), finite)
         os.write(self._file, msgspec.json.encode(measured) + b"\n")
         if self._listener is not None:
             self._listener(measured)
@@ -71,12 +71,12 @@ class Metrics:
             self._file = -1
 
 
-def read(folder: Path) -> Iterator[Measured]:
+def read(folder: Path) -> Iterator[StepMetrics]:
     """The lines of a run's folder, in order; a torn one is skipped, and there may be none."""
     path = folder / FILE
     for line in path.read_bytes().splitlines() if path.is_file() else ():
         with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            yield msgspec.json.decode(line, type=Measured)
+            yield msgspec.json.decode(line, type=StepMetrics)
 
 
 def cut(folder: Path, step: int) -> None:
@@ -105,7 +105,7 @@ def _ends_a_line(path: Path) -> bool:
 # --- what rollouts came to -----------------------------------------------------------------------------------------------
 
 
-class Layer(msgspec.Struct, frozen=True):
+class DepthMetrics(msgspec.Struct, frozen=True):
     """The calls of one depth and kind, of some rollouts."""
 
     depth: int
@@ -122,7 +122,7 @@ class Layer(msgspec.Struct, frozen=True):
     """Share that a limit cut short."""
 
 
-def layers(trajectories: Sequence[Trajectory], weights: Mapping[str, float]) -> list[Layer]:
+def layers(trajectories: Sequence[Trajectory], weights: Mapping[str, float]) -> list[DepthMetrics]:
     """By depth and kind. ``weights`` are the task's, by reward name; the root's reward is the rollout's."""
     members: dict[tuple[int, str], list[tuple[Call, float | None]]] = defaultdict(list)
     for tree in trajectories:
@@ -132,13 +132,13 @@ def layers(trajectories: Sequence[Trajectory], weights: Mapping[str, float]) -> 
     return [_layer(depth, kind, members[depth, kind]) for depth, kind in sorted(members)]
 
 
-def _layer(depth: int, kind: str, members: Sequence[tuple[Call, float | None]]) -> Layer:
+def _layer(depth: int, kind: str, members: Sequence[tuple[Call, float | None]]) -> DepthMetrics:
     calls = [call for call, _ in members]
     rewards = [reward for _, reward in members if reward is not None]
     replies = [turn.reply for call in calls for turn in call.turns]
     logprobs = [value for reply in replies for value in reply.logprobs or ()]
     cut_short = sum(call.stop is not None and call.stop.is_truncated() for call in calls)
-    return Layer(
+    return DepthMetrics(
         depth, kind, len(calls), math.fsum(rewards) / len(rewards) if rewards else None, len(replies) / len(calls),
         sum(len(reply.token_ids or ()) for reply in replies) / len(calls),
         -math.fsum(logprobs) / len(logprobs) if logprobs else None, cut_short / len(calls),

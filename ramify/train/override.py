@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from ramify.errors import ConfigError, nearest
+from ramify.train.renamed_fields import new_name
 
 T = TypeVar("T")
 Choices = Mapping[str, Mapping[str, Any]]
@@ -60,7 +61,10 @@ def _set(value: Any, path: Sequence[str], text: str, whole: str, choices: Choice
             raise ConfigError(f"override {whole}={text}: {done} is not set here: set it as a whole, as {done}='{{…}}'")
         raise ConfigError(f"override {whole}={text}: {done} is {value!r}, which has no field '{head}'")
     if head not in value.__struct_fields__:
-        raise ConfigError(f"override {whole}={text}: no field '{head}': {nearest(head, value.__struct_fields__)}")
+        known = nearest(head, value.__struct_fields__)
+        now_called = new_name(whole) or new_name(head)
+        advice = f"it is called {now_called} now" if now_called else known
+        raise ConfigError(f"override {whole}={text}: no field '{head}': {advice}")
     now = getattr(value, head)
     fresh = _set(now, rest, text, whole, choices) if rest else _value(value, head, text, whole, choices)
     try:

@@ -8,7 +8,7 @@ longer than ``max_tokens`` is a piece by itself. Everything here is decided by l
 in any order, give the same batches.
 
 Leaves out what a batch holds (``batch.py``), what its entries mean (``loss.py``) and how a device computes them
-(``policy/forest_attention.py``). Legend: E entries of a batch.
+(``models/forest_attention.py``). Legend: E entries of a batch.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ramify.train.batch import Piece, Writer, entries
-from ramify.train.forest import Forest, Node, forest
-from ramify.types.sequence import Batch, Floats, Sequence
+from ramify.train.batch import BatchPiece, BatchWriter, entries
+from ramify.train.forest import Forest, ForestNode, forest
+from ramify.types.sequence import Batch, Floats, TokenSequence
 
 
-class Cost(msgspec.Struct, frozen=True):
+class ComputeCost(msgspec.Struct, frozen=True):
     """What computing takes, in units of one token's work outside attention."""
 
     pair: float = 2e-3
@@ -43,14 +43,14 @@ class Cost(msgspec.Struct, frozen=True):
         return num + self.pair * (num * begin + num * (num + 1) / 2)
 
 
-class Packing(msgspec.Struct, frozen=True):
+class PackingSpec(msgspec.Struct, frozen=True):
     """How batches are made for one model on one device."""
 
     max_tokens: int = 8192
     """Of a batch; its activations are what bounds memory. Trees beyond are cut."""
     share: bool = True
     """Compute what sequences begin with alike once; False: every path is a row of its own."""
-    cost: Cost = Cost()
+    cost: ComputeCost = ComputeCost()
     fill_tokens: int = 0
     """Trees go into one batch up to so many tokens, and a larger tree has a batch to itself, uncut: a CPU is fastest with a
     few thousand tokens at once, but not by what cutting a tree costs. 0: ``max_tokens``."""
@@ -59,7 +59,7 @@ class Packing(msgspec.Struct, frozen=True):
 
 
 def pack(
-    sequences: Many[Sequence], packing: Packing | None = None, denominators: Mapping[str, float] | None = None
+    sequences: Many[TokenSequence], packing: PackingSpec | None = None, denominators: Mapping[str, float] | None = None
 ) -> list[Batch]:
     """The batches of one optimizer step, of about equal cost. Sequences without any weight are left out.
 
@@ -67,18 +67,18 @@ def pack(
     ValueError where a component has weights and no positive denominator, where a first token has a weight, and where
     some sequences have a named stream and others do not.
     """
-    packing = packing or Packing()
+    packing = packing or PackingSpec()
     learning = [index for index, sequence in enumerate(sequences) if len(entries(sequence))]
     if not learning:
         return []
-    writer = Writer(sequences, learning, denominators)
+    writer = BatchWriter(sequences, learning, denominators)
     trees = _shared(forest([sequences[index] for index in learning]), packing)
     pieces = [piece for tree in trees for piece in _cut(tree, packing)]
     fill_tokens = min(packing.fill_tokens or packing.max_tokens, packing.max_tokens)
     return [writer.batch(bin) for bin in _balanced(pieces, fill_tokens, packing.multiple)]
 
 
-def attach(sequences: Many[Sequence], batches: Many[Batch], name: str, values: Many[Floats]) -> None:
+def attach(sequences: Many[TokenSequence], batches: Many[Batch], name: str, values: Many[Floats]) -> None:
     """Give ``sequences``, from which ``batches`` were packed, the stream ``name``: ``values`` has [E] for each batch. It
     is 0 where a token carries no loss. Of a token with two entries (``batch.py``) it is that of the entry which is drawn
     from: what ratios, a KL and a distillation compare with, while cross-entropy reads no stream."""
@@ -100,7 +100,7 @@ def _is_drawn(batch: Batch) -> npt.NDArray[np.bool_]:
     return found
 
 
-def describe(batches: Many[Batch], sequences: Many[Sequence]) -> dict[str, float]:
+def describe(batches: Many[Batch], sequences: Many[TokenSequence]) -> dict[str, float]:
     """What packing came to: batches, tokens computed, tokens of the sequences, and how many times fewer were computed."""
     computed = sum(len(batch) for batch in batches)
     present = {index for batch in batches for index in batch.sequences}
@@ -117,13 +117,13 @@ def describe(batches: Many[Batch], sequences: Many[Sequence]) -> dict[str, float
 
 
 class _Tree(NamedTuple):
-    stretches: list[Node]
+    stretches: list[ForestNode]
     """In preorder, sequences counted among those that learn."""
     leaves: list[tuple[int, int]]
     """(sequence, the stretch it ends in), in preorder."""
 
 
-def _shared(found: Forest, packing: Packing) -> list[_Tree]:
+def _shared(found: Forest, packing: PackingSpec) -> list[_Tree]:
     """The trees of ``found``, in which a node that does not pay as a stretch of its own is repeated in each child."""
     nodes = found.nodes
     begin = [node.begin for node in nodes]
@@ -163,7 +163,7 @@ def _split_trees(found: Forest, keeps: list[bool], owner: list[int], begin: list
         else:
             tree, parent = place[owner[index]]
         place[index] = (tree, len(trees[tree].stretches))
-        trees[tree].stretches.append(Node(begin[index], node.end, parent, node.sequence))
+        trees[tree].stretches.append(ForestNode(begin[index], node.end, parent, node.sequence))
     first = _first_kept(found, keeps)
     for sequence in sorted(found.order, key=lambda sequence: first[found.leaves[sequence]]):
         tree, stretch = place[first[found.leaves[sequence]]]
@@ -184,9 +184,9 @@ def _first_kept(found: Forest, keeps: list[bool]) -> list[int]:
 # --- what is cut, and what goes together -----------------------------------------------------------------------------
 
 
-def _cut(tree: _Tree, packing: Packing) -> list[Piece]:
+def _cut(tree: _Tree, packing: PackingSpec) -> list[BatchPiece]:
     """Pieces of at most ``max_tokens``, as far as single paths allow; leaf after leaf goes into the piece while it fits."""
-    pieces: list[Piece] = []
+    pieces: list[BatchPiece] = []
     present: set[int] = set()
     leaves: list[tuple[int, int]] = []
     size = 0
@@ -213,7 +213,7 @@ def _missing(tree: _Tree, leaf: int, present: set[int]) -> tuple[list[int], int]
     return missing, num_tokens
 
 
-def _piece(tree: _Tree, present: set[int], leaves: list[tuple[int, int]], cost: Cost) -> Piece:
+def _piece(tree: _Tree, present: set[int], leaves: list[tuple[int, int]], cost: ComputeCost) -> BatchPiece:
     """``present`` stretches as a tree of its own; one that has a single child left becomes one with it."""
     order = sorted(present)
     children = dict.fromkeys(order, 0)
@@ -228,27 +228,27 @@ def _piece(tree: _Tree, present: set[int], leaves: list[tuple[int, int]], cost: 
             begin[index], parent[index] = begin[stretch.parent], parent[stretch.parent]
             absorbed[stretch.parent] = index
     rank: dict[int, int] = {-1: -1}
-    stretches: list[Node] = []
+    stretches: list[ForestNode] = []
     for index in order:
         if index not in absorbed:
             rank[index] = len(stretches)
             stretch = tree.stretches[index]
-            stretches.append(Node(begin[index], stretch.end, rank[parent[index]], stretch.sequence))
+            stretches.append(ForestNode(begin[index], stretch.end, rank[parent[index]], stretch.sequence))
     for index in reversed(order):
         if index in absorbed:
             rank[index] = rank[absorbed[index]]
     num_tokens = sum(stretch.end - stretch.begin for stretch in stretches)
     total = sum(cost.of(stretch.begin, stretch.end) for stretch in stretches)
-    return Piece(stretches, [(sequence, rank[leaf]) for sequence, leaf in leaves], num_tokens, total)
+    return BatchPiece(stretches, [(sequence, rank[leaf]) for sequence, leaf in leaves], num_tokens, total)
 
 
-def _balanced(pieces: list[Piece], fill_tokens: int, multiple: int) -> list[list[Piece]]:
+def _balanced(pieces: list[BatchPiece], fill_tokens: int, multiple: int) -> list[list[BatchPiece]]:
     """Bins of at most ``fill_tokens``, as far as single pieces allow: the dearest piece first, each into the cheapest bin
     that has room for it."""
     order = sorted(range(len(pieces)), key=lambda index: (-pieces[index].cost, index))
     num_bins = -(-sum(piece.num_tokens for piece in pieces) // fill_tokens)
     num_bins += -num_bins % multiple
-    bins: list[list[Piece]] = [[] for _ in range(num_bins)]
+    bins: list[list[BatchPiece]] = [[] for _ in range(num_bins)]
     sizes = [0] * num_bins
     heap = [(0.0, bin) for bin in range(num_bins)]
     for index in order:

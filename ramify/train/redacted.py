@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ramify.secrets import Secrets
+from ramify.secrets import SecretRedactor
 
 _START = "«redacted"
 MARK = f"{_START}»"
@@ -28,7 +28,7 @@ _QUERY = re.compile(rf"([?&](?:[\w.-]*[_.-])?(?:api_?)?(?:{_KINDS}|sig|signature
 
 def redacted(config: Mapping[str, Any]) -> dict[str, Any]:
     """``config``, of plain values, without its secrets. Done twice it is the same."""
-    secrets = Secrets()
+    secrets = SecretRedactor()
     return {key: _redacted(value, str(key), secrets) for key, value in config.items()}
 
 
@@ -46,7 +46,7 @@ def is_cut(value: Any) -> bool:
     return any(map(is_cut, value)) if isinstance(value, list) else isinstance(value, str) and _START in value
 
 
-def _redacted(value: Any, name: str, secrets: Secrets) -> Any:
+def _redacted(value: Any, name: str, secrets: SecretRedactor) -> Any:
     if isinstance(value, Mapping):
         return {key: _redacted(each, str(key), secrets) for key, each in value.items()}
     if isinstance(value, list | tuple):
@@ -58,7 +58,7 @@ def _redacted(value: Any, name: str, secrets: Secrets) -> Any:
     return _GIVEN.sub(rf"\1{MARK}", _QUERY.sub(rf"\1{MARK}", _LOGIN.sub(f"//{MARK}@", secrets.redact(value))))
 
 
-def _items(values: Sequence[Any], name: str, secrets: Secrets) -> Iterator[Any]:
+def _items(values: Sequence[Any], name: str, secrets: SecretRedactor) -> Iterator[Any]:
     before: Any = ""
     for value in values:
         is_given = isinstance(value, str) and isinstance(before, str) and _FLAG.fullmatch(before) is not None

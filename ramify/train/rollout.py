@@ -5,7 +5,7 @@
 Decides the seeds: each rollout has its own, from the run's seed, its name and its item, and never from the time at which
 it began. A rollout that fails is recorded and its group goes on (``attempt`` says what is a failure); so is one that is
 given up, and one that was cut at its deadline, whose reward would depend on how busy the machine is. Leaves out credit
-(``algorithms/``), which weights answer (``loop.py``), and which items come when (``queue.py``).
+(``algorithms/``), which weights answer (``training_loop.py``), and which items come when (``group_queue.py``).
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from ramify.clients.base import Sampling
 from ramify.engine.rlm import RLM
 from ramify.errors import ConfigError
 from ramify.evaluate.attempt import GRACE_S, attempt, is_direct
-from ramify.progress import doing
+from ramify.progress import report_progress
 from ramify.tasks.base import Item, Task
-from ramify.train.placement.runners import Runner
-from ramify.train.room import Gauge, Room
+from ramify.train.concurrency import ConcurrencyController, Gauge
+from ramify.train.placement.rollout_workers import RolloutSource
 from ramify.train.roots import RootCount
 from ramify.types.trajectory import Group, Stop, Trajectory
 
@@ -64,12 +64,12 @@ class RolloutOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         return Sampling(max_tokens, self.temperature, self.top_p, seed=seed, logprobs=True, top_k=self.top_k)
 
 
-class Attempt:
+class RolloutAttempt:
     """One rollout, from when it was asked for to its end."""
 
     def __init__(
-        self, name: str, item: Item, room: Room, run: Callable[[], Coroutine[Any, Any, Trajectory]],
-        over: Callable[[Attempt], None],
+        self, name: str, item: Item, room: ConcurrencyController, run: Callable[[], Coroutine[Any, Any, Trajectory]],
+        over: Callable[[RolloutAttempt], None],
     ) -> None:  # fmt: skip
         """``over`` is called when it has ended, or was given up."""
         self.name = name
@@ -123,10 +123,10 @@ class Attempt:
             self._over(self)
 
 
-class Rolling:
+class GroupRollout:
     """A group on its way: the attempts at one item."""
 
-    def __init__(self, item: Item, attempts: Sequence[Attempt], greedy: Attempt | None) -> None:
+    def __init__(self, item: Item, attempts: Sequence[RolloutAttempt], greedy: RolloutAttempt | None) -> None:
         self.item = item
         self.attempts = [*attempts, *([greedy] if greedy is not None else [])]
         self._greedy = greedy
@@ -154,34 +154,34 @@ class Rolling:
         return any(each.began_at is not None for each in self.attempts)
 
 
-class Rollouts:
+class Rollouter:
     """Rolls items of one task out with one ``RLM``, which its owner keeps open (``async with rlm``), so that all rollouts
     share one sandbox and one client."""
 
     def __init__(
         self, rlm: RLM, task: Task, options: RolloutOptions, *, seed: int = 0, on_stall: Callable[[str], None] = print,
-        greedy: bool = False, gauge: Gauge | None = None, runner: Runner | None = None,
+        greedy: bool = False, gauge: Gauge | None = None, rollout_worker: RolloutSource | None = None,
     ) -> None:  # fmt: skip
         """``on_stall`` is told where a rollout stood that did not end. ``greedy``: one more rollout of each item, at
         temperature 0, beside its group (``Group.greedy``). ``gauge`` tells how full the engine's cache is. ``runner``: who
         rolls out, where that is not this process."""
-        self._runner = runner
+        self._rollout_worker = rollout_worker
         self._rlm, self._task, self._options, self._seed, self._on_stall = rlm, task, options, seed, on_stall
         self._greedy = greedy
         self.per_item = options.group + greedy
         """Attempts at each item, the greedy one among them."""
         followed = gauge if options.min_concurrency else None
-        self.room = Room(options.concurrency, followed, least=options.min_concurrency)
+        self.room = ConcurrencyController(options.concurrency, followed, least=options.min_concurrency)
 
-    def begin(self, item: Item, name: str, over: Callable[[Attempt], None] = lambda _: None) -> Rolling:
+    def begin(self, item: Item, name: str, over: Callable[[RolloutAttempt], None] = lambda _: None) -> GroupRollout:
         """The group ``name`` of attempts at ``item``, each of which begins when there is room for it; ``over`` is called
         after each. To be ended by ``close``."""
 
-        def one(number: int | str) -> Attempt:
+        def one(number: int | str) -> RolloutAttempt:
             whole = f"{name}/rollout={number}"
-            return Attempt(whole, item, self.room, lambda: self._rollout(item, whole, number == "greedy"), over)
+            return RolloutAttempt(whole, item, self.room, lambda: self._rollout(item, whole, number == "greedy"), over)
 
-        return Rolling(
+        return GroupRollout(
             item, [one(number) for number in range(self._options.group)], one("greedy") if self._greedy else None
         )
 
@@ -202,13 +202,13 @@ class Rollouts:
         it while it goes on. ``after`` is done with each group as soon as it is whole, while others go on. Raises only what
         is a bug, or a cancellation."""
 
-        async def whole(rolling: Rolling) -> Group:
+        async def whole(rolling: GroupRollout) -> Group:
             group = await rolling.whole()
             if after is not None:
                 await after(group)
             return group
 
-        with doing(what, len(items) * self.per_item, "attempts") as work:
+        with report_progress(what, len(items) * self.per_item, "attempts") as work:
             names = (f"step={step}/group={index}" for index in range(len(items)))
             begun = [self.begin(item, name, lambda _: work.more()) for item, name in zip(items, names, strict=True)]
             try:
@@ -223,8 +223,8 @@ class Rollouts:
     async def _rollout(self, item: Item, name: str, greedy: bool) -> Trajectory:
         seed = random.Random(f"{self._seed}/{name}/{item.id}").getrandbits(31)
         sampling = self._options.sampling(self._rlm.limits.max_reply_tokens, seed, greedy=greedy)
-        if self._runner is not None:
-            return self._unless_cut(await self._runner.attempt(item, name, sampling))
+        if self._rollout_worker is not None:
+            return self._unless_cut(await self._rollout_worker.attempt(item, name, sampling))
         rollout = await attempt(
             self._rlm, self._task, item, name=name, sampling=sampling, metadata={"rollout": name},
             grace_s=self._options.grace_s, on_stall=self._on_stall, direct=self._options.direct,
@@ -243,6 +243,6 @@ class Rollouts:
         return rollout
 
 
-async def close(attempts: Iterable[Attempt]) -> None:
+async def close(attempts: Iterable[RolloutAttempt]) -> None:
     """End what still goes on."""
     await asyncio.gather(*(each.close() for each in attempts))

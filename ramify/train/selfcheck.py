@@ -10,7 +10,7 @@ field were silent numbers.
     weights       compiling and packing lost none of the weight that the algorithm gave out, and doubled none
 
 A check that fails ends the run with a sentence that names it. That a step's advantages are all zero is no failure: the
-algorithm says why (``Stamping.silence``).
+algorithm says why (``AssignedStep.no_signal``).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ramify.train.backends.base import Backend
 from ramify.train.pack import pack
 from ramify.types.message import Message, Reply
 from ramify.types.sequence import Batch
-from ramify.types.sequence import Sequence as Row
+from ramify.types.sequence import TokenSequence as Row
 from ramify.types.trajectory import Group, Trajectory
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ _LOOKED_AT = 1024
 """Values of each matrix."""
 
 
-class Scored(NamedTuple):
+class EngineScores(NamedTuple):
     """What an engine's scores were when they last changed."""
 
     path: tuple[int, ...]
@@ -58,17 +58,17 @@ class Scored(NamedTuple):
     version: int
 
 
-class Seen:
+class AuditedClient:
     """A client that remembers which ids went through it, as hashes; everything else is the wrapped client's."""
 
-    def __init__(self, client: InferenceClient, oldest: int = 0) -> None:
+    def __init__(self, client: InferenceClient, max_token_staleness: int = 0) -> None:
         """It remembers what went through since ``forget`` was called so many times and once more: rollouts of a later step
         may be over before those of this one are learnt from."""
         self.name, self.window, self.price = client.name, client.window, client.price
         self.client = client
         self.on_reply: Callable[[], None] | None = None
         """Told of each reply."""
-        self._paths: deque[set[int]] = deque([set()], maxlen=oldest + 1)
+        self._paths: deque[set[int]] = deque([set()], maxlen=max_token_staleness + 1)
 
     async def complete(self, request: Request) -> Reply:
         reply = await self.client.complete(request)
@@ -113,7 +113,7 @@ class SelfCheck:
     """The checks of one run."""
 
     def __init__(
-        self, seen: Seen, weights: Callable[[], Weights], prompt: Sequence[Message], tolerance: float = 1e-4,
+        self, seen: AuditedClient, weights: Callable[[], Weights], prompt: Sequence[Message], tolerance: float = 1e-4,
         rounding: float = 0.0, hint: str = "",
     ) -> None:  # fmt: skip
         """``weights`` are the trained ones as the engine should have them; ``prompt`` is what the canary is asked;
@@ -128,7 +128,7 @@ class SelfCheck:
         """Largest difference that a canary has shown."""
         self.good_version: int | None = None
         """Of the last weights that every engine that was there was seen to answer with."""
-        self._scored: dict[str, Scored] = {}
+        self._scored: dict[str, EngineScores] = {}
         """By each engine that says no fingerprint."""
 
     async def engine(self, backend: Backend, in_torch: InTorch) -> None:
@@ -144,7 +144,7 @@ class SelfCheck:
 
     def _looked_at(self) -> tuple[str, Mapping[str, Tensor]]:
         """(fingerprint, some values of each matrix) of the weights that engines should have."""
-        from ramify.policy.fingerprint import fingerprint_of
+        from ramify.models.fingerprint import fingerprint_of
 
         some: dict[str, Tensor] = {}
 
@@ -177,9 +177,9 @@ class SelfCheck:
         scores = await engine.logprobs(path)
         self._compare(engine, np.array(scores), ours_T[1:], "scored", allowed)
         if theirs is None:
-            self._moved(engine, Scored(path, tuple(scores), some, self._seen.client.version))
+            self._moved(engine, EngineScores(path, tuple(scores), some, self._seen.client.version))
 
-    def _moved(self, engine: InferenceClient, now: Scored) -> None:
+    def _moved(self, engine: InferenceClient, now: EngineScores) -> None:
         """Raises TrainError where the engine scores as it did before, though the weights are others by more than rounding can
         hide. Measured since its scores last changed: one small step may be hidden, many are not."""
         before = self._scored.get(engine.name)

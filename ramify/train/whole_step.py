@@ -19,17 +19,17 @@ import numpy as np
 import numpy.typing as npt
 
 from ramify.errors import TrainError
-from ramify.train.loss import Loss
-from ramify.train.policy_losses.base import Chooses, Step
+from ramify.train.loss import LossSpec
+from ramify.train.policy_losses.base import LossStep, TokenSelectingLoss
 from ramify.types.sequence import Batch, Floats
 
 
-def chooses(loss: Loss) -> bool:
+def chooses(loss: LossSpec) -> bool:
     """Whether batches must go through ``choose`` first."""
-    return isinstance(loss.policy, Chooses)
+    return isinstance(loss.policy, TokenSelectingLoss)
 
 
-def choose(batches: Many[Batch], loss: Loss, logprobs: Many[Floats]) -> list[Batch]:
+def choose(batches: Many[Batch], loss: LossSpec, logprobs: Many[Floats]) -> list[Batch]:
     """``batches`` with the stream ``chosen``. ``logprobs`` [E] of each are the policy's as it is now."""
     weighs = [batch.streams["rl"] != 0 for batch in batches]
     wheres = list(zip(batches, weighs, strict=True))
@@ -38,7 +38,7 @@ def choose(batches: Many[Batch], loss: Loss, logprobs: Many[Floats]) -> list[Bat
     old = now if loss.old == "now" else _joined(batch.streams[old_name][where] for batch, where in wheres)
     advantages = _joined(batch.streams["advantages"][where] for batch, where in wheres)
     keys = np.concatenate([_keys(batch)[where] for batch, where in wheres])
-    chosen = loss.policy.choose(Step(now, old, advantages, keys))
+    chosen = loss.policy.choose(LossStep(now, old, advantages, keys))
     found, start = [], 0
     for batch, where in wheres:
         column = np.zeros(len(where), np.float32)

@@ -1,11 +1,28 @@
 """The data that flows through Ramify: no I/O, no behaviour beyond views."""
 
 from ramify.types.message import Message, Reply, ToolCall, Usage, VersionSpan
-from ramify.types.sequence import Batch, Segment, Sequence
-from ramify.types.tokens import TokenPath, TokenSpan
+from ramify.types.sequence import Batch, Segment, TokenSequence
+from ramify.types.token_path import TokenPath, TokenSpan
 from ramify.types.trajectory import Call, Cell, ContextRef, Fork, Group, Parent, Stop, Trajectory, Turn
 
 __all__ = [
-    "Batch", "Call", "Cell", "ContextRef", "Fork", "Group", "Message", "Parent", "Reply", "Segment", "Sequence",
-    "Stop", "TokenPath", "TokenSpan", "ToolCall", "Trajectory", "Turn", "Usage", "VersionSpan",
+    "Batch",
+    "Call",
+    "Cell",
+    "ContextRef",
+    "Fork",
+    "Group",
+    "Message",
+    "Parent",
+    "Reply",
+    "Segment",
+    "Stop",
+    "TokenPath",
+    "TokenSequence",
+    "TokenSpan",
+    "ToolCall",
+    "Trajectory",
+    "Turn",
+    "Usage",
+    "VersionSpan",
 ]  # fmt: skip

@@ -1,6 +1,6 @@
 """What happens in a run, as a stream of small facts: the one source of journal, live views and trajectory.
 
-The engine emits each event before it acts on it. ``Fold`` turns the stream, whole or cut off anywhere, into the
+The engine emits each event before it acts on it. ``TrajectoryFold`` turns the stream, whole or cut off anywhere, into the
 ``Trajectory``; the engine uses the same fold in memory that the store uses on a file.
 
     RunStarted  (CallStarted (Requested (Attempted* Replied CellRan*)* CallEnded))*  RunEnded
@@ -17,12 +17,12 @@ import msgspec
 from ramify.types.message import Message, Reply, Usage
 from ramify.types.trajectory import (
     SCHEMA_VERSION,
+    Annotation,
     Call,
     CallKind,
     Cell,
     ContextRef,
     Fork,
-    Mark,
     Parent,
     Stop,
     Trajectory,
@@ -61,7 +61,7 @@ class CallStarted(Event, frozen=True, tag="CallStarted"):
     context: ContextRef | None = None
 
 
-class Requested(Event, frozen=True, tag="Requested"):
+class RequestStarted(Event, frozen=True, tag="Requested"):
     """A request is about to be sent."""
 
     call: str
@@ -74,7 +74,7 @@ class Requested(Event, frozen=True, tag="Requested"):
     """The limit at which this request asks for the answer with what there is."""
 
 
-class Attempted(Event, frozen=True, tag="Attempted"):
+class AttemptFailed(Event, frozen=True, tag="Attempted"):
     """An attempt to send a request failed."""
 
     call: str
@@ -85,7 +85,7 @@ class Attempted(Event, frozen=True, tag="Attempted"):
     cost: float | None = None
 
 
-class Replied(Event, frozen=True, tag="Replied"):
+class ReplyReceived(Event, frozen=True, tag="Replied"):
     """A reply arrived. Once this is in the journal it is never paid for again."""
 
     call: str
@@ -121,7 +121,7 @@ class ToolAnswered(Event, frozen=True, tag="ToolAnswered"):
     """How long it took."""
 
 
-class Noted(Event, frozen=True, tag="Noted"):
+class NoteAdded(Event, frozen=True, tag="Noted"):
     """Something worth telling a person: a retry, a compaction, a deferred answer."""
 
     call: str
@@ -145,7 +145,7 @@ class RunEnded(Event, frozen=True, tag="RunEnded"):
     """The branch whose answer was chosen; empty where there was nothing to choose."""
 
 
-class Scored(Event, frozen=True, tag="Scored"):
+class ScoreAdded(Event, frozen=True, tag="Scored"):
     """What a run, a call or a turn is worth to somebody. What is scored twice has its later number. ``at_s`` may be long
     after the end, and says nothing of how long the run took."""
 
@@ -166,14 +166,14 @@ class Scored(Event, frozen=True, tag="Scored"):
 
 
 AnyEvent = (
-    RunStarted | CallStarted | Requested | Attempted | Replied | CellRan | ToolAnswered | Noted | CallEnded | RunEnded
-    | Scored
+    RunStarted | CallStarted | RequestStarted | AttemptFailed | ReplyReceived | CellRan | ToolAnswered | NoteAdded | CallEnded | RunEnded
+    | ScoreAdded
 )  # fmt: skip
 TASK = "task"
 """Who scored, where the task did."""
 
 
-class Fold:
+class TrajectoryFold:
     """Events in, ``trajectory`` out; valid after every event, also of a run that was cut off.
 
     A conversation is a second ``RunStarted`` … ``RunEnded`` in the same stream: its call ids go on counting.
@@ -182,7 +182,7 @@ class Fold:
     def __init__(self) -> None:
         self.trajectory = Trajectory(id="", question="")
         self._calls: dict[str, Call] = {}
-        self._asked: dict[str, Requested] = {}
+        self._asked: dict[str, RequestStarted] = {}
 
     def apply(self, event: AnyEvent) -> None:
         match event:
@@ -193,12 +193,12 @@ class Fold:
                 )  # fmt: skip
                 self._calls[event.id] = call
                 self.trajectory.calls.append(call)
-            case Requested():
+            case RequestStarted():
                 self._asked[event.call] = event
-            case Attempted():
+            case AttemptFailed():
                 self._charge(self._calls[event.call], event.usage, event.cost)
                 self.trajectory.errors.append(f"call {event.call}, turn {event.turn}: {event.error}")
-            case Replied():
+            case ReplyReceived():
                 call = self._calls[event.call]
                 asked = self._asked.pop(event.call)
                 turn = Turn(asked.reused, asked.prompt, event.reply, reused_ids=event.reused_ids)
@@ -227,7 +227,7 @@ class Fold:
                 self.trajectory.seconds = event.at_s
                 if self.trajectory.cost is None:
                     self.trajectory.cost = event.cost  # 0 where there is a price and nothing was asked
-            case Scored():
+            case ScoreAdded():
                 note_score(self.trajectory, event)
             case _:
                 pass
@@ -267,7 +267,7 @@ class Fold:
             self.trajectory.cost = (self.trajectory.cost or 0.0) + cost
 
 
-def note_score(trajectory: Trajectory, event: Scored) -> None:
+def note_score(trajectory: Trajectory, event: ScoreAdded) -> None:
     """Put into ``trajectory`` what ``event`` says."""
     if event.rewards and event.turn < 0:
         rewards = trajectory.call_rewards.setdefault(event.call, {}) if event.call else trajectory.rewards
@@ -277,14 +277,14 @@ def note_score(trajectory: Trajectory, event: Scored) -> None:
         trajectory.metrics.update(values)
         values = {}
     if values or event.tokens or event.text:
-        trajectory.marks.append(Mark(event.by, event.call, event.turn, values, event.tokens, event.text))
+        trajectory.marks.append(Annotation(event.by, event.call, event.turn, values, event.tokens, event.text))
 
 
-def scores_of(trajectory: Trajectory, at_s: float) -> list[Scored]:
+def scores_of(trajectory: Trajectory, at_s: float) -> list[ScoreAdded]:
     """The rewards, metrics and marks of ``trajectory`` as the events that give them, for a journal."""
-    calls = [Scored(at_s=at_s, by=TASK, call=id, rewards=given) for id, given in trajectory.call_rewards.items()]
+    calls = [ScoreAdded(at_s=at_s, by=TASK, call=id, rewards=given) for id, given in trajectory.call_rewards.items()]
     marks = [
-        Scored(
+        ScoreAdded(
             at_s=at_s,
             by=each.by,
             call=each.call,
@@ -295,5 +295,5 @@ def scores_of(trajectory: Trajectory, at_s: float) -> list[Scored]:
         )
         for each in trajectory.marks
     ]
-    whole = Scored(at_s=at_s, by=TASK, rewards=trajectory.rewards, values=trajectory.metrics)
+    whole = ScoreAdded(at_s=at_s, by=TASK, rewards=trajectory.rewards, values=trajectory.metrics)
     return [*([whole] if whole.rewards or whole.values else ()), *calls, *marks]

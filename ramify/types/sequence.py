@@ -30,7 +30,7 @@ else:  # numpy comes with the trainer only
     Ints = Floats = Bools = Any
 
 
-class Kept(msgspec.Struct):
+class SamplingSupport(msgspec.Struct):
     """Which ids the sampler could have drawn, token by token, where top-p or top-k cut the vocabulary."""
 
     offsets: Ints
@@ -39,7 +39,7 @@ class Kept(msgspec.Struct):
     """[M]"""
 
 
-class Sequence(msgspec.Struct, eq=False, kw_only=True):
+class TokenSequence(msgspec.Struct, eq=False, kw_only=True):
     """One path through a tree, from its first token to its last."""
 
     token_ids: Ints
@@ -60,7 +60,7 @@ class Sequence(msgspec.Struct, eq=False, kw_only=True):
     """[T] policy version that sampled the token, -1 where it was given; None if unknown."""
     streams: dict[str, Floats] = msgspec.field(default_factory=dict)
     """Further named streams, each [T] or [T, k]: old and reference logprobs, values, teacher top-k."""
-    kept: Kept | None = None
+    kept: SamplingSupport | None = None
     """None where every token was drawn from the whole vocabulary."""
     temperature: float = 1.0
     """That the tokens were sampled at; logits are divided by it before log-probabilities are compared."""
@@ -116,7 +116,7 @@ class Batch(msgspec.Struct, eq=False, kw_only=True):
     """[E, 2] index of the sequence that the entry belongs to, and which of its tokens it is."""
     versions: Ints | None = None
     """[E] policy version that sampled the entry's token; None if unknown."""
-    kept: Kept | None = None
+    kept: SamplingSupport | None = None
     """Of the entries: its offsets are [E + 1]."""
 
     def __post_init__(self) -> None:

@@ -20,10 +20,10 @@ from typing import Any, Literal
 import msgspec
 
 from ramify.types.message import Message, Reply, Usage
-from ramify.types.tokens import PathBuilder, TokenPath
+from ramify.types.token_path import TokenPath, TokenPathBuilder
 
 SCHEMA_VERSION = 2
-"""Of events and trajectories on disk. A reader refuses a newer one, and reads older ones: 2 added ``Scored`` and ``Mark``."""
+"""Of events and trajectories on disk. A reader refuses a newer one, and reads older ones: 2 added ``Scored`` and ``Annotation``."""
 
 CallKind = Literal["rlm", "lm", "leaf", "judge"]
 """``judge``: asked about the call that it stands under, after it had ended; never learnt from."""
@@ -147,7 +147,7 @@ class Call(msgspec.Struct, omit_defaults=True):
     ended_s: float | None = None
 
 
-class Mark(msgspec.Struct, frozen=True, omit_defaults=True):
+class Annotation(msgspec.Struct, frozen=True, omit_defaults=True):
     """What somebody made of a run, a call or a turn, beside its rewards: named numbers, and one short text."""
 
     by: str
@@ -177,7 +177,7 @@ class Trajectory(msgspec.Struct, omit_defaults=True):
     rewards: dict[str, float] = msgspec.field(default_factory=dict)
     call_rewards: dict[str, dict[str, float]] = msgspec.field(default_factory=dict)
     """Call id -> reward name -> reward."""
-    marks: list[Mark] = msgspec.field(default_factory=list)
+    marks: list[Annotation] = msgspec.field(default_factory=list)
     """What was scored beside the rewards, oldest first: of two at one place and of one name the later counts."""
     metrics: dict[str, float] = msgspec.field(default_factory=dict)
     errors: list[str] = msgspec.field(default_factory=list)
@@ -237,7 +237,7 @@ class Trajectory(msgspec.Struct, omit_defaults=True):
         that it continues first. None where that turn has none.
 
         A turn that does not extend the one before cuts the path where they part; ``paths`` has what was cut off."""
-        path = PathBuilder()
+        path = TokenPathBuilder()
         for owner, index, step in self._steps(call, turn):
             path.add(owner, index, step)
         return path.built()
@@ -246,7 +246,7 @@ class Trajectory(msgspec.Struct, omit_defaults=True):
         """The fewest paths that hold every id of ``call``: one, but where a turn does not extend the one before
         (``metrics["split_turns"]`` counts those). What several of them share is sampled once: ``TokenPath.spans`` tell
         which turn of which call sampled what."""
-        path = PathBuilder()
+        path = TokenPathBuilder()
         found = []
         for owner, index, step in self._steps(call, None):
             if owner == call.id and index > 0 and not path.is_extended_by(step):

@@ -14,13 +14,13 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from ramify.viewer.script import APP, STATIC, app, early, module
+from ramify.viewer.page_script import APP, STATIC, app, early, module
 
 _KEEP_ALIVE_S = 15.0
 """Between signs of life on a stream that has no news."""
 
 
-class Assets:
+class StaticAssets:
     """The page's modules and styles: small, so they are kept, and a browser that has them is told so."""
 
     def __init__(self) -> None:

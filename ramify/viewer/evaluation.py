@@ -13,23 +13,23 @@ import msgspec
 
 from ramify.errors import ConfigError
 from ramify.evaluate.record import read
-from ramify.evaluate.report import RIGHT, Report, difference, report
-from ramify.evaluate.run import Evaluation, Outcome
+from ramify.evaluate.report import RIGHT, EvaluationReport, difference, report
+from ramify.evaluate.run import AttemptOutcome, Evaluation
 from ramify.evaluate.statistics import pass_at_k
-from ramify.viewer.library import Library
-from ramify.viewer.tree import cut
+from ramify.viewer.run_library import RunLibrary
+from ramify.viewer.run_tree import cut
 
 MAX_ATTEMPTS = 20_000
 """Rows of attempts that a page gets."""
 MAX_PROBLEMS = 10
 
 
-class Evaluations:
+class EvaluationLibrary:
     """The records of a library. Safe for several threads."""
 
-    def __init__(self, library: Library) -> None:
+    def __init__(self, library: RunLibrary) -> None:
         self._library = library
-        self._known: dict[Path, tuple[tuple[int, int], Report | None]] = {}
+        self._known: dict[Path, tuple[tuple[int, int], EvaluationReport | None]] = {}
         self._lock = threading.Lock()
 
     def shown(self, key: str, other: str = "") -> dict[str, Any]:
@@ -50,7 +50,7 @@ class Evaluations:
             "compared": self._compared(found, other) if other else None, "problems": problems[:MAX_PROBLEMS],
         }  # fmt: skip
 
-    def _report(self, path: Path, found: Evaluation) -> Report | None:
+    def _report(self, path: Path, found: Evaluation) -> EvaluationReport | None:
         """None where no attempt was made yet."""
         stat = path.stat()
         stamp = (stat.st_size, stat.st_mtime_ns)
@@ -69,7 +69,7 @@ class Evaluations:
             return {"name": theirs.stem, "problem": str(error)}
         return {"name": theirs.stem, "difference": figure, "items": items}
 
-    def _attempt(self, outcome: Outcome, record: Path) -> dict[str, Any]:
+    def _attempt(self, outcome: AttemptOutcome, record: Path) -> dict[str, Any]:
         reward = outcome.reward
         return {
             "item": outcome.item, "attempt": outcome.attempt, "kind": outcome.kind, "reward": reward,

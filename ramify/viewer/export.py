@@ -11,20 +11,20 @@ from typing import Any
 import msgspec
 
 from ramify.errors import StoreError
-from ramify.viewer.kinds import Found
+from ramify.viewer.page_script import STATIC, app, hashed
 from ramify.viewer.picture import picture
-from ramify.viewer.script import STATIC, app, hashed
-from ramify.viewer.tokens import tokenizer_of, tokens
+from ramify.viewer.run_kinds import LocatedRun
+from ramify.viewer.token_view import tokenizer_of, tokens
 from ramify.viewer.transcript import transcript
-from ramify.viewer.watch import Watched
+from ramify.viewer.watched_run import WatchedRun
 
 MAX_TEXT = 100_000
 """Characters of one text that go into the file."""
 
 
-def page(found: Found) -> bytes:
+def page(found: LocatedRun) -> bytes:
     """The file. Raises StoreError for a run of which nothing can be read."""
-    run = Watched(found)
+    run = WatchedRun(found)
     run.refresh()
     if not run.tree.order and (problem := run.problem or run.damage):
         raise StoreError(problem)
@@ -45,7 +45,7 @@ def page(found: Found) -> bytes:
     ).encode("utf-8", "backslashreplace")
 
 
-def data(run: Watched) -> dict[str, Any]:
+def data(run: WatchedRun) -> dict[str, Any]:
     """All that the page would ask the server for."""
     calls, known = {}, {}
     for node in run.tree.order:

@@ -15,10 +15,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from ramify.viewer.kinds import Found
 from ramify.viewer.picture import changes
-from ramify.viewer.training import Curves
-from ramify.viewer.watch import Watched
+from ramify.viewer.run_kinds import LocatedRun
+from ramify.viewer.training import TrainingCurves
+from ramify.viewer.watched_run import WatchedRun
 
 INTERVAL_S = 0.02
 """Between looks at a file that is written and followed."""
@@ -31,10 +31,10 @@ _SMALL_BYTES = 1 << 18
 MAX_OPEN = 12
 """Runs that are kept in memory."""
 
-T = TypeVar("T", bound=Watched | Curves)
+T = TypeVar("T", bound=WatchedRun | TrainingCurves)
 
 
-class Feed(Generic[T]):
+class FileFeed(Generic[T]):
     """One file that is looked at, and the pages that follow it."""
 
     def __init__(self, watched: T) -> None:
@@ -83,7 +83,7 @@ class Feed(Generic[T]):
     async def _missed(self, version: int) -> dict[str, Any] | None:
         async with self.lock:
             run = self.watched
-            if isinstance(run, Curves):
+            if isinstance(run, TrainingCurves):
                 return run.data() if run.version != version else None
             missed = [node.index for node in run.tree.order if node.version > version]
             return changes(run, missed) if missed or run.version != version else None
@@ -93,7 +93,7 @@ class Feed(Generic[T]):
         after its end, or gone on with."""
         looks = 0
         while True:
-            is_live = isinstance(self.watched, Curves) or self.watched.is_alive
+            is_live = isinstance(self.watched, TrainingCurves) or self.watched.is_alive
             is_roll_call = looks % _LOOKS_PER_ROLL_CALL == 0
             looks += 1
             if self.watched.size_changed() or (is_roll_call and is_live):
@@ -109,7 +109,7 @@ class Feed(Generic[T]):
         if not self._queues:
             return
         run = self.watched
-        if isinstance(run, Curves):
+        if isinstance(run, TrainingCurves):
             message = run.data() if changed else None
         else:
             told = (run.generation, run.version, run.is_alive, run.problem, run.damage, run.torn)
@@ -122,26 +122,26 @@ class Feed(Generic[T]):
     """What the pages' head was made of when they were last sent it."""
 
 
-class Feeds:
+class FileFeeds:
     """The feeds of a server; the least lately used are given up, unless a page follows them."""
 
     def __init__(self) -> None:
-        self._runs: OrderedDict[str, Feed[Watched]] = OrderedDict()
-        self._trainings: dict[Path, Feed[Curves]] = {}
+        self._runs: OrderedDict[str, FileFeed[WatchedRun]] = OrderedDict()
+        self._trainings: dict[Path, FileFeed[TrainingCurves]] = {}
 
-    def run(self, found: Found) -> Feed[Watched]:
+    def run(self, found: LocatedRun) -> FileFeed[WatchedRun]:
         known = self._runs.get(found.key)
         if known is None or known.watched.path != found.path or known.watched.is_stale():
-            self._runs[found.key] = Feed(Watched(found))
+            self._runs[found.key] = FileFeed(WatchedRun(found))
         self._runs.move_to_end(found.key)
         idle = [key for key, feed in self._runs.items() if not feed._queues]
         for key in idle[: max(0, len(self._runs) - MAX_OPEN)]:
             del self._runs[key]
         return self._runs[found.key]
 
-    def training(self, folder: Path) -> Feed[Curves]:
+    def training(self, folder: Path) -> FileFeed[TrainingCurves]:
         if folder not in self._trainings:
-            self._trainings[folder] = Feed(Curves(folder))
+            self._trainings[folder] = FileFeed(TrainingCurves(folder))
         return self._trainings[folder]
 
     async def close(self) -> None:
@@ -151,7 +151,7 @@ class Feeds:
             await training.close()
 
 
-def _unread(watched: Watched | Curves) -> int:
+def _unread(watched: WatchedRun | TrainingCurves) -> int:
     try:
         return watched.path.stat().st_size - watched.offset
     except OSError:

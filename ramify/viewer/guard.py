@@ -15,7 +15,7 @@ import msgspec
 from aiohttp import web
 
 from ramify.errors import ConfigError, StoreError
-from ramify.viewer.script import early, hashed
+from ramify.viewer.page_script import early, hashed
 
 POLICY = (
     f"default-src 'none'; script-src 'self' {hashed(early())}; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
@@ -33,7 +33,7 @@ class BadRequest(Exception):
     """An address without something that it needs."""
 
 
-class Guard:
+class RequestGuard:
     """Stands before every handler of one server; ``address`` gives where it listens, once it does."""
 
     def __init__(self, host: str, token: str | None, address: Callable[[], tuple[str, int]]) -> None:

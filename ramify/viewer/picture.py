@@ -15,10 +15,10 @@ from typing import Any
 
 import msgspec
 
-from ramify.viewer.tree import Node, as_text, cut
-from ramify.viewer.watch import Watched
+from ramify.viewer.run_tree import CallNode, as_text, cut
+from ramify.viewer.watched_run import WatchedRun
 
-COLUMNS: dict[str, Callable[[Node], Any]] = {
+COLUMNS: dict[str, Callable[[CallNode], Any]] = {
     "id": attrgetter("id"),
     "kind": attrgetter("kind"),
     "turn": lambda node: -1 if node.parent is None else node.parent.turn,
@@ -49,7 +49,7 @@ TEXTS = ("question", "answer")
 _MAX_ERRORS = 200
 
 
-def picture(run: Watched, num_texts: int | None = None) -> dict[str, Any]:
+def picture(run: WatchedRun, num_texts: int | None = None) -> dict[str, Any]:
     """All of the run's first look; questions and answers of the first ``num_texts`` calls alone, where that is given."""
     nodes = run.tree.order
     columns = _columns(run, nodes)
@@ -64,18 +64,18 @@ def picture(run: Watched, num_texts: int | None = None) -> dict[str, Any]:
     }
 
 
-def texts(run: Watched, first: int) -> dict[str, list[str]]:
+def texts(run: WatchedRun, first: int) -> dict[str, list[str]]:
     """What ``picture`` left out: the texts of all calls from ``first`` on."""
     return {name: [COLUMNS[name](node) for node in run.tree.order[first:]] for name in TEXTS}
 
 
-def changes(run: Watched, changed: Iterable[int]) -> dict[str, Any]:
+def changes(run: WatchedRun, changed: Iterable[int]) -> dict[str, Any]:
     """What a page that has ``picture`` needs to follow: the calls that changed, by index, as columns."""
     order = sorted(changed)
     return {"indices": order, "columns": _columns(run, [run.tree.order[index] for index in order]), "head": head(run)}
 
 
-def _columns(run: Watched, nodes: Sequence[Node]) -> dict[str, list[Any]]:
+def _columns(run: WatchedRun, nodes: Sequence[CallNode]) -> dict[str, list[Any]]:
     """``parent`` is an index among the calls before it, or -1."""
     known, scored = run.tree.nodes, run.tree.run.call_rewards
     parents = [known.get(node.parent.call) if node.parent else None for node in nodes]
@@ -99,11 +99,11 @@ def _same(column: list[Any]) -> Any:
     return first if is_plain and column.count(first) == len(column) else column
 
 
-def _scores(node: Node) -> list[tuple[Any, ...]]:
+def _scores(node: CallNode) -> list[tuple[Any, ...]]:
     return [(mark.turn, *each) for mark in node.marks for each in mark.values.items()]
 
 
-def head(run: Watched) -> dict[str, Any]:
+def head(run: WatchedRun) -> dict[str, Any]:
     """What stands above the tree."""
     told, at_s = run.tree.run, run.tree.at_s
     problems = [text for text in (run.problem, run.damage, run.torn) if text]
@@ -123,13 +123,13 @@ def head(run: Watched) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def rewards_of(run: Watched, node: Node) -> dict[str, float]:
+def rewards_of(run: WatchedRun, node: CallNode) -> dict[str, float]:
     """Of a call: its own, else those of the run where it is the first."""
     own = run.tree.run.call_rewards.get(node.id)
     return own or ({} if node.index else run.tree.run.rewards)
 
 
-def state(node: Node) -> str:
+def state(node: CallNode) -> str:
     if node.stop is not None:
         return "done"
     return "asking" if node.asking >= 0 else "running" if node.is_running else "open"

@@ -11,23 +11,23 @@ from contextlib import suppress
 from typing import Any
 
 from ramify.errors import StoreError
-from ramify.store.reading import decode_line, lines
+from ramify.store.journal_reader import decode_line, lines
 from ramify.types.event import (
     AnyEvent,
-    Attempted,
+    AttemptFailed,
     CallEnded,
     CallStarted,
     CellRan,
-    Noted,
-    Replied,
-    Requested,
-    Scored,
+    NoteAdded,
+    ReplyReceived,
+    RequestStarted,
+    ScoreAdded,
     ToolAnswered,
 )
 from ramify.types.message import Message
 from ramify.types.trajectory import Cell, Trajectory
-from ramify.viewer.tree import as_text
-from ramify.viewer.watch import Watched
+from ramify.viewer.run_tree import as_text
+from ramify.viewer.watched_run import WatchedRun
 
 MAX_FOUND = 200
 _MARGIN = 60
@@ -36,7 +36,7 @@ Said = tuple[str, int, str, str]
 """(call, turn, part, text); turn -1 for the call itself."""
 
 
-def search(run: Watched, wanted: str) -> dict[str, Any]:
+def search(run: WatchedRun, wanted: str) -> dict[str, Any]:
     """Where ``wanted`` is said, in any case, in order of the calls; of more than ``MAX_FOUND`` places the first said."""
     found: list[dict[str, Any]] = []
     needle = wanted.lower()
@@ -54,7 +54,7 @@ def search(run: Watched, wanted: str) -> dict[str, Any]:
     return {"found": found, "more": more}
 
 
-def _texts(run: Watched, needle: str) -> Iterator[Said]:
+def _texts(run: WatchedRun, needle: str) -> Iterator[Said]:
     if run.line is not None:
         yield from _of_trajectory(run.tree.run)
         return
@@ -76,20 +76,20 @@ def _of_event(event: AnyEvent) -> Iterator[Said]:
     match event:
         case CallStarted():
             yield event.id, -1, "question", event.question
-        case Requested():
+        case RequestStarted():
             for message in event.prompt:
                 yield event.call, event.turn, message.role, message.content
-        case Replied():
+        case ReplyReceived():
             yield from _of_reply(event.call, event.turn, event.reply.message)
         case CellRan():
             yield from _of_cell(event.call, event.turn, event.result)
         case ToolAnswered():
             yield event.call, event.turn, f"tool {event.name}", event.error or as_text(event.result)
-        case Attempted():
+        case AttemptFailed():
             yield event.call, event.turn, "attempt", event.error
-        case Noted():
+        case NoteAdded():
             yield event.call, -1, "note", event.text
-        case Scored():
+        case ScoreAdded():
             yield event.call, event.turn, f"score by {event.by}", event.text
         case CallEnded():
             yield event.id, -1, "answer", as_text(event.answer)

@@ -14,18 +14,18 @@ from typing import Any
 import msgspec
 
 from ramify.errors import StoreError
-from ramify.train.metrics import FILE, Measured, layers
+from ramify.train.metrics import FILE, StepMetrics, layers
 from ramify.types.trajectory import SCHEMA_VERSION, Trajectory
-from ramify.viewer.tree import as_text, cut
+from ramify.viewer.run_tree import as_text, cut
 
 FINAL = ("first", "last", "best")
 """Stages of evaluations that stand apart from the curves."""
 _STEP = re.compile(r"step-(\d+)\.jsonl")
-_decoder = msgspec.json.Decoder(Measured)
+_decoder = msgspec.json.Decoder(StepMetrics)
 _trajectory = msgspec.json.Decoder(Trajectory)
 
 
-class Curves:
+class TrainingCurves:
     """What was measured so far, brought up to date by reading what the file gained."""
 
     def __init__(self, folder: Path) -> None:
@@ -122,7 +122,9 @@ def samples(folder: Path, step: int, key: str) -> dict[str, Any]:
     """The rollouts of ``step``, best first; ``key`` is how its file is addressed. Raises StoreError where none are kept."""
     path = kept(folder).get(step)
     if path is None:
-        raise StoreError(f"{folder} kept no rollouts of step {step}: cadence.save_rollouts_every says how often they are kept")
+        raise StoreError(
+            f"{folder} kept no rollouts of step {step}: schedule.save_rollouts_every says how often they are kept"
+        )
     rows, problems, trajectories = [], [], []
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):

@@ -11,20 +11,20 @@ from typing import Any
 
 from ramify.types.event import ToolAnswered
 from ramify.types.message import Message
-from ramify.types.trajectory import Cell, Mark, Turn
+from ramify.types.trajectory import Annotation, Cell, Turn
+from ramify.viewer.call_detail import PendingRequest
 from ramify.viewer.picture import fields, rewards_of, state
-from ramify.viewer.tree import as_text
-from ramify.viewer.watch import Watched
-from ramify.viewer.whole import Pending
+from ramify.viewer.run_tree import as_text
+from ramify.viewer.watched_run import WatchedRun
 
 MAX_TEXT = 20_000
 """Characters of one text."""
 
 
-def transcript(run: Watched, id: str, first_turn: int = 0, max_text: int | None = MAX_TEXT) -> dict[str, Any]:
+def transcript(run: WatchedRun, id: str, first_turn: int = 0, max_text: int | None = MAX_TEXT) -> dict[str, Any]:
     """Call ``id`` from ``first_turn`` on. Raises StoreError where there is no such call."""
     whole = run.whole(id)
-    call, node, cut = whole.call, run.tree.nodes[id], _Cut(max_text)
+    call, node, cut = whole.call, run.tree.nodes[id], _TextCutter(max_text)
     return {
         "id": call.id, "kind": call.kind, "model": call.model, "depth": call.depth, "state": state(node),
         "question": cut(call.question), "answer": cut(as_text(call.answer)), "has_answer": call.answer is not None,
@@ -44,7 +44,7 @@ def transcript(run: Watched, id: str, first_turn: int = 0, max_text: int | None 
     }  # fmt: skip
 
 
-class _Cut:
+class _TextCutter:
     """Texts as the page gets them: a string, or ``{"text": …, "chars": N}`` where it was cut."""
 
     def __init__(self, max_text: int | None) -> None:
@@ -57,7 +57,12 @@ class _Cut:
 
 
 def _turn(
-    turn: Turn, index: int, span: Sequence[float], tools: Sequence[ToolAnswered], marks: Sequence[Mark], cut: _Cut
+    turn: Turn,
+    index: int,
+    span: Sequence[float],
+    tools: Sequence[ToolAnswered],
+    marks: Sequence[Annotation],
+    cut: _TextCutter,
 ) -> dict[str, Any]:
     used = [each for each in tools if each.turn == index]
     return {
@@ -70,14 +75,14 @@ def _turn(
     }  # fmt: skip
 
 
-def _message(message: Message, cut: _Cut) -> dict[str, Any]:
+def _message(message: Message, cut: _TextCutter) -> dict[str, Any]:
     return {
         "role": message.role, "content": cut(message.content), "reasoning": cut(message.reasoning or ""),
         "tool_calls": [{"name": call.name, "arguments": cut(call.arguments)} for call in message.tool_calls],
     }  # fmt: skip
 
 
-def _cell(cell: Cell, cut: _Cut) -> dict[str, Any]:
+def _cell(cell: Cell, cut: _TextCutter) -> dict[str, Any]:
     return {
         "code": cut(cell.code), "stdout": cut(cell.stdout), "value": cut(cell.value or ""), "has_value": cell.value is not None,
         "error": cut(cell.error or ""), "seconds": cell.seconds, "stdout_chars": cell.stdout_chars,
@@ -85,7 +90,7 @@ def _cell(cell: Cell, cut: _Cut) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _tool(tool: ToolAnswered, cut: _Cut) -> dict[str, Any]:
+def _tool(tool: ToolAnswered, cut: _TextCutter) -> dict[str, Any]:
     """What a tool of the user's gave to a cell; its result as the session's codec writes it, without the wrapping."""
     result = tool.result
     if isinstance(result, dict) and result.keys() == {"value"}:
@@ -96,11 +101,11 @@ def _tool(tool: ToolAnswered, cut: _Cut) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _mark(mark: Mark) -> dict[str, Any]:
+def _mark(mark: Annotation) -> dict[str, Any]:
     return {"by": mark.by, "values": mark.values, "tokens": list(mark.tokens), "text": mark.text}
 
 
-def _pending(asked: Pending | None, cut: _Cut) -> dict[str, Any] | None:
+def _pending(asked: PendingRequest | None, cut: _TextCutter) -> dict[str, Any] | None:
     if asked is None:
         return None
     prompt = [_message(each, cut) for each in asked.prompt]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ramify.cli.ask import KINDS
-from ramify.cli.exits import Exit
+from ramify.cli.exit_codes import ExitCode
 from ramify.cli.main import COMMANDS, command, split
 from ramify.cli.reference import written
 from ramify.cli.settings import TABLES
@@ -58,7 +58,7 @@ def test_the_file_that_is_shown_is_understood() -> None:
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_names_every_option(shell: Shell, name: str) -> None:
     done = shell.run(*name.split(), "--help")
-    assert (done.code, done.err) == (Exit.ANSWERED, "")
+    assert (done.code, done.err) == (ExitCode.ANSWERED, "")
     assert all(option.long in done.out for option in command(name).options)
     assert max(map(len, done.out.splitlines())) <= 110
 

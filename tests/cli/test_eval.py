@@ -7,8 +7,8 @@ import signal
 import time
 from pathlib import Path
 
-from ramify.cli.exits import Exit
-from ramify.evaluate.record import Records
+from ramify.cli.exit_codes import ExitCode
+from ramify.evaluate.record import EvaluationRecords
 from tests.cli.helpers import Shell
 
 MINE = """
@@ -36,7 +36,7 @@ def start(shell: Shell, script: list[object], *arguments: str) -> tuple[str, ...
 
 def test_figures(shell: Shell) -> None:
     done = shell.run(*start(shell, RIGHT, "--items", "12", "--n", "2"))
-    assert (done.code, done.err) == (Exit.ANSWERED, "")
+    assert (done.code, done.err) == (ExitCode.ANSWERED, "")
     lines = done.out.splitlines()
     assert lines[0] == "my_task.py:teal/test · scripted:script.json · 12 items, 2 attempts each"
     assert lines[1].split() == ["items", "avg@2", "pass@2", "majority@2"]
@@ -59,26 +59,26 @@ def test_json_and_the_difference_from_another(shell: Shell) -> None:
 def test_what_it_refuses(shell: Shell) -> None:
     shell.write("rows.jsonl", '{"question": "a?", "answer": 1}\n{"question": "b?", "gold": 1}\n')
     for arguments, code, message in (
-        (("legder",), Exit.USAGE, "unknown task 'legder': did you mean 'ledger'"),
-        (("ledger", "--split", "tset"), Exit.USAGE, "task 'ledger' has no split 'tset': did you mean 'test'"),
+        (("legder",), ExitCode.USAGE, "unknown task 'legder': did you mean 'ledger'"),
+        (("ledger", "--split", "tset"), ExitCode.USAGE, "task 'ledger' has no split 'tset': did you mean 'test'"),
         (
             ("ledger", "--n", "2", "--k", "3"),
-            Exit.USAGE,
+            ExitCode.USAGE,
             "pass@3 needs at least 3 attempts at each item (n), and there are 2",
         ),
-        (("ledger", "--items", "0"), Exit.USAGE, "evaluate 0 items"),
-        (("ledger", "mutli=1"), Exit.USAGE, "task 'ledger' has no option 'mutli': did you mean 'multi'"),
-        (("ledger", "multi"), Exit.USAGE, "'multi' is no option of a task: write NAME=VALUE"),
-        (("my_task.py:teal", "bad=true"), Exit.USAGE, "task 'teal', item teal/test/0: the right answer"),
-        (("rows.jsonl",), Exit.USAGE, "rows, row 1: there is no column 'answer'; it has question, gold"),
-        ((), Exit.USAGE, "say which task"),
+        (("ledger", "--items", "0"), ExitCode.USAGE, "evaluate 0 items"),
+        (("ledger", "mutli=1"), ExitCode.USAGE, "task 'ledger' has no option 'mutli': did you mean 'multi'"),
+        (("ledger", "multi"), ExitCode.USAGE, "'multi' is no option of a task: write NAME=VALUE"),
+        (("my_task.py:teal", "bad=true"), ExitCode.USAGE, "task 'teal', item teal/test/0: the right answer"),
+        (("rows.jsonl",), ExitCode.USAGE, "rows, row 1: there is no column 'answer'; it has question, gold"),
+        ((), ExitCode.USAGE, "say which task"),
         (
             ("ledger", "--resume", "last"),
-            Exit.USAGE,
+            ExitCode.USAGE,
             "--resume: it goes on as it began; leave out TASK, --model, --sandbox",
         ),
-        (("ledger", "--against", "x"), Exit.USAGE, "there is no evaluation 'x'"),
-        (("ledger", "--against", "x", "--no-store"), Exit.USAGE, "leave out --no-store"),
+        (("ledger", "--against", "x"), ExitCode.USAGE, "there is no evaluation 'x'"),
+        (("ledger", "--against", "x", "--no-store"), ExitCode.USAGE, "leave out --no-store"),
     ):
         shell.write("my_task.py", MINE)
         done = shell.run("eval", *arguments, "--model", shell.model(RIGHT), "--sandbox", "process")
@@ -86,7 +86,7 @@ def test_what_it_refuses(shell: Shell) -> None:
         assert done.err.startswith("ramify: ")
         assert message in done.err, done.err
     none = shell.run("eval", "ledger")
-    assert none.code == Exit.USAGE
+    assert none.code == ExitCode.USAGE
     assert "no model is set" in none.err
     assert not list(Path(shell.env["RAMIFY_HOME"]).glob("evaluations/*"))
 
@@ -97,7 +97,7 @@ def test_a_model_that_always_fails(shell: Shell) -> None:
     refused = [{"match": "", "reply": {"fail": "refused", "text": "no such key"}}]
     words = start(shell, refused, "--items", "10", "--against", before, "--progress", "lines")
     done = shell.run(*(word for word in words if word != "-q"))
-    assert done.code == Exit.ERROR
+    assert done.code == ExitCode.ERROR
     assert done.out.splitlines()[2].split() == ["all", "10", "-"]
     assert "10 of 10 attempts failed and are left out; the first: " in done.out
     assert "no such key" in done.out
@@ -110,18 +110,18 @@ def test_an_interrupted_evaluation_goes_on(shell: Shell) -> None:
     slowly = "lambda answer, item: (time.sleep(0.1), numeric(answer, item))[1]"  # so that it is not over too soon
     shell.write("my_task.py", "import time\n" + MINE.replace("else numeric", f"else ({slowly})"))
     process = shell.start(*(word for word in words if word != "-q"))
-    records = Records(Path(shell.env["RAMIFY_HOME"]))
+    records = EvaluationRecords(Path(shell.env["RAMIFY_HOME"]))
     give_up = time.monotonic() + 100
     while not _num_lines(shell) > 3 and time.monotonic() < give_up:
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=100)
-    assert process.returncode == Exit.STOPPED
+    assert process.returncode == ExitCode.STOPPED
     begun = records.load("last")
     assert 0 < len(begun.outcomes) < 120
     assert f"go on with it: ramify eval --resume {records.path('last').stem}" in err.decode()
     done = shell.run("eval", "--resume", "last", "--json", "--concurrency", "16", "-q")
-    assert done.code == Exit.ANSWERED, done.err
+    assert done.code == ExitCode.ANSWERED, done.err
     found = json.loads(done.out)
     assert (found["attempts"], found["failed"]) == (120, 0)
     again = records.load("last")

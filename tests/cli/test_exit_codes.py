@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ramify.cli.exits import Exit
+from ramify.cli.exit_codes import ExitCode
 from ramify.cli.main import COMMANDS, run, split
 
 M = ["-m", "scripted:script.json"]
@@ -129,7 +129,7 @@ def test_wrong_command_lines(
         code = run([*name.split(), *arguments])
         out, err = capfd.readouterr()
         said = [line for line in err.splitlines() if "warning" not in line]
-        assert (code, out, len(said)) == (Exit.USAGE, "", 1), (arguments, err)
+        assert (code, out, len(said)) == (ExitCode.USAGE, "", 1), (arguments, err)
         assert says in said[0], (arguments, err)
         assert "internal error" not in err
         assert split([*name.split(), *arguments])[0] == name

@@ -10,8 +10,17 @@ import struct
 import termios
 
 from ramify.cli.live import budget_row
-from ramify.cli.tree import Tree
-from ramify.types.event import AnyEvent, CallEnded, CallStarted, CellRan, Noted, Replied, Requested, RunStarted
+from ramify.cli.terminal_tree import TerminalTree
+from ramify.types.event import (
+    AnyEvent,
+    CallEnded,
+    CallStarted,
+    CellRan,
+    NoteAdded,
+    ReplyReceived,
+    RequestStarted,
+    RunStarted,
+)
 from ramify.types.message import Message, Reply
 from ramify.types.trajectory import Cell, Parent, Stop
 from tests.cli.helpers import Shell, code
@@ -23,8 +32,8 @@ def started(id: str, kind: str = "rlm", parent: Parent | None = AT_ROOT) -> Call
     return CallStarted(id=id, kind=kind, model="a:m", depth=int(parent is not None), question="q", parent=parent)  # type: ignore[arg-type]
 
 
-def tree(*events: AnyEvent) -> Tree:
-    made = Tree()
+def tree(*events: AnyEvent) -> TerminalTree:
+    made = TerminalTree()
     for event in events:
         made.apply(event)
     return made
@@ -41,14 +50,14 @@ def test_a_node_follows_its_call() -> None:
     reply = Reply(Message("assistant", code("x = 1")))
     steps: list[tuple[AnyEvent, tuple[int, str, str]]] = [
         (started("0", parent=None), (0, "starting", "")),
-        (Requested(call="0", turn=0, reused=0, prompt=(), prompt_hash=""), (1, "asking", "")),
-        (Replied(call="0", turn=0, reply=reply), (1, "running code", "x = 1")),
+        (RequestStarted(call="0", turn=0, reused=0, prompt=(), prompt_hash=""), (1, "asking", "")),
+        (ReplyReceived(call="0", turn=0, reply=reply), (1, "running code", "x = 1")),
         (CellRan(call="0", turn=0, cell=0, result=Cell("x = 1")), (1, "running code", "x = 1")),
-        (Requested(call="0", turn=1, reused=2, prompt=(), prompt_hash="", last_word=Stop.DEADLINE), (2, "last word", "x = 1")),
+        (RequestStarted(call="0", turn=1, reused=2, prompt=(), prompt_hash="", last_word=Stop.DEADLINE), (2, "last word", "x = 1")),
         (CellEnded := CallEnded(id="0", stop=Stop.DEADLINE), (2, "done", "x = 1")),
     ]  # fmt: skip
     assert CellEnded
-    watched = Tree()
+    watched = TerminalTree()
     for event, expected in steps:
         watched.apply(event)
         node = watched.nodes["0"]
@@ -59,7 +68,7 @@ def test_where_replies_are_code_they_are_shown_whole() -> None:
     watched = tree(
         RunStarted(id="r", question="q", started_at=0.0, config={"scaffold": {"raw_code": True}}),
         started("0", parent=None), started("0:1", parent=None),
-        Replied(call="0", turn=0, reply=Reply(Message("assistant", "x = 1"))),
+        ReplyReceived(call="0", turn=0, reply=Reply(Message("assistant", "x = 1"))),
     )  # fmt: skip
     assert [(node.id, node.code, node.state) for node in watched.nodes.values()] == [
         ("0", "x = 1", "running code"),
@@ -70,7 +79,7 @@ def test_where_replies_are_code_they_are_shown_whole() -> None:
 def test_what_does_not_fit_is_left_out_ended_ones_first() -> None:
     children: list[AnyEvent] = [started(f"0.{n}") for n in range(6)]
     watched = tree(
-        started("0", parent=None), *children, CallEnded(id="0.0", stop=Stop.FINAL), Noted(call="0", text="hm")
+        started("0", parent=None), *children, CallEnded(id="0.0", stop=Stop.FINAL), NoteAdded(call="0", text="hm")
     )
     nodes, hidden = watched.shown(4)
     assert ([node.id for node in nodes], hidden, watched.notice) == (["0", "0.1", "0.2", "0.3"], 3, "hm")

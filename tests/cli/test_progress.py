@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from ramify.cli.exits import Exit
-from ramify.cli.progress import bar
-from ramify.progress import Doing
+from ramify.cli.exit_codes import ExitCode
+from ramify.cli.progress_screen import bar
+from ramify.progress import ProgressState
 from tests.cli.helpers import SESSION_SCRIPT, Shell
 from tests.cli.test_eval import MINE, RIGHT
 
@@ -38,21 +38,21 @@ def lines_of(err: str) -> list[dict[str, Any]]:
 
 
 def test_a_bar() -> None:
-    work = Doing(0, "evaluating", 250, 1000, "attempts", "average 0.81", False)
+    work = ProgressState(0, "evaluating", 250, 1000, "attempts", "average 0.81", False)
     drawn = "━" * 6 + "─" * 18
     assert bar(work, 20.0, 100) == f"evaluating   {drawn} 250 of 1,000 attempts · average 0.81 · 1 min left"
-    resumed = Doing(0, "rl", 250, 1000, "steps", "", False, first=200)  # fifty in twenty seconds
+    resumed = ProgressState(0, "rl", 250, 1000, "steps", "", False, first=200)  # fifty in twenty seconds
     assert bar(resumed, 20.0, 100).endswith("250 of 1,000 steps · 5 min left")
-    reading = Doing(0, "reading", 12_300_000, None, "bytes", "a\x1b]0;title\x07.txt", False)
+    reading = ProgressState(0, "reading", 12_300_000, None, "bytes", "a\x1b]0;title\x07.txt", False)
     assert bar(reading, 0.0, 100).split("─ ")[-1] == "12.3 MB · a.txt"
     assert len(bar(reading, 3.0, 30)) == 30
-    assert bar(Doing(0, "starting", 0, None, "", "", False), 4.0, 80).endswith("─ 4 s")
+    assert bar(ProgressState(0, "starting", 0, None, "", "", False), 4.0, 80).endswith("─ 4 s")
 
 
 def test_ask_as_json_lines(shell: Shell) -> None:
     shell.write("log.txt", "abc")
     done = shell.ask(SESSION_SCRIPT, "--no-direct", "--progress", "json", "how long?", "log.txt")
-    assert (done.code, done.out) == (Exit.ANSWERED, "3\n")
+    assert (done.code, done.out) == (ExitCode.ANSWERED, "3\n")
     lines = lines_of(done.err)
     reading = [line for line in lines if line["event"] == "progress"]
     assert [(line["what"], line["done"], line["over"]) for line in reading] == [
@@ -94,11 +94,11 @@ def test_piped_there_are_lines_and_no_control_character(shell: Shell) -> None:
     assert "attempts" not in silent.err
     assert shell.run(*evaluating(shell, "--items", "2", "-q", "--progress", "json")).err == ""
     wrong = shell.run(*evaluating(shell, "--progress", "jsno"))
-    assert (wrong.code, "--progress jsno: did you mean 'json'?" in wrong.err) == (Exit.USAGE, True)
+    assert (wrong.code, "--progress jsno: did you mean 'json'?" in wrong.err) == (ExitCode.USAGE, True)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, Exit.STOPPED), (signal.SIGTERM, Exit.TERMINATED)])
-def test_the_terminal_is_left_as_it_was(shell: Shell, number: int, code: Exit) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, ExitCode.STOPPED), (signal.SIGTERM, ExitCode.TERMINATED)])
+def test_the_terminal_is_left_as_it_was(shell: Shell, number: int, code: ExitCode) -> None:
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
     process = shell.start(*evaluating(shell, "--items", "5000", "--concurrency", "2"), stdout=theirs, stderr=theirs)

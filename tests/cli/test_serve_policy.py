@@ -13,7 +13,7 @@ import pytest
 from ramify.cli.main import command
 from ramify.cli.parser import UsageError
 from ramify.errors import ConfigError
-from ramify.policy.load import save
+from ramify.models.load import save
 from tests.inference.helpers import policy
 
 RAMIFY = [sys.executable, "-m", "ramify"]

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from ramify.cli.exits import Exit
+from ramify.cli.exit_codes import ExitCode
 from tests.cli.helpers import Shell
 
 ASKING = """
@@ -32,9 +32,9 @@ async def blocked():
 """
 PROGRAM = """
 import asyncio, sys, threading
-from ramify.cli.asking import Interrupts
-from ramify.cli.notes import Notes
-from ramify.cli.progress import Screen
+from ramify.cli.ask_runner import RunInterrupts
+from ramify.cli.stderr_notes import StderrNotes
+from ramify.cli.progress_screen import ProgressScreen
 from ramify.cli.serving import on_stop
 
 def ready():
@@ -76,7 +76,7 @@ def ended_by(shell: Shell, program: str, number: signal.Signals, times: int) -> 
 @pytest.mark.parametrize("command", [ASKING, SERVING, VIEW], ids=["ask", "serve", "live view"])
 def test_one_sigterm_ends_a_blocked_command(shell: Shell, command: str, block: str) -> None:
     program = PROGRAM.format(blocked=command.format(block=block))
-    assert ended_by(shell, program, signal.SIGTERM, 1) == Exit.TERMINATED
+    assert ended_by(shell, program, signal.SIGTERM, 1) == ExitCode.TERMINATED
 
 
 @pytest.mark.parametrize("block", [IN_A_TASK, IN_A_CALLBACK, IN_A_LOCK], ids=["task", "callback", "lock"])

@@ -60,11 +60,11 @@ RECIPE = """
 import msgspec
 from ramify.train.config import EvaluateSpec
 from ramify.train.rollout import RolloutOptions
-from ramify.train.stages import Sample
+from ramify.train.stages import StepSampleSpec
 from tests.train.small import small
 
 def run():
-    rl = msgspec.structs.replace(small().rl, steps=1, sample=Sample(items=2), rollout=RolloutOptions(group=2))
+    rl = msgspec.structs.replace(small().rl, steps=1, sample=StepSampleSpec(items=2), rollout=RolloutOptions(group=2))
     return small(warmup=None, rl=rl, evaluate=EvaluateSpec(num=3, final=()))
 """
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ramify.cli import text
-from ramify.cli.measures import parse_age, parse_size
+from ramify.cli import terminal_text
+from ramify.cli.parse_units import parse_age, parse_size
 from ramify.errors import ConfigError
 
 
@@ -27,20 +27,32 @@ from ramify.errors import ConfigError
     ],
 )
 def test_clean(given: str, shown: str) -> None:
-    assert text.clean(given) == shown
+    assert terminal_text.clean(given) == shown
 
 
 def test_one_line() -> None:
-    assert text.one_line("a\n  b\x1b[1m c", 80) == "a b c"
-    assert text.one_line("x" * 100, 10) == "x" * 9 + "…"
+    assert terminal_text.one_line("a\n  b\x1b[1m c", 80) == "a b c"
+    assert terminal_text.one_line("x" * 100, 10) == "x" * 9 + "…"
 
 
 def test_numbers() -> None:
-    assert [text.count(n) for n in (0, 999, 9_999, 45_210, 1_234_567)] == ["0", "999", "9,999", "45.2k", "1.23M"]
-    assert [text.dollars(d) for d in (None, 0.0, 0.00004, 0.0123, 2.5)] == ["-", "$0.00", "$4.0e-05", "$0.012", "$2.50"]
-    assert [text.seconds(s) for s in (0, 0.053, 59.7, 125)] == ["0 s", "0.053 s", "1 min", "2 min 5 s"]
-    assert [text.ticking(s) for s in (0.053, 59.71, 125)] == ["0.1 s", "59.7 s", "2 min 5 s"]
-    assert [text.size(b) for b in (5, 12_345, 3_400_000_000)] == ["5 B", "12.3 kB", "3.4 GB"]
+    assert [terminal_text.count(n) for n in (0, 999, 9_999, 45_210, 1_234_567)] == [
+        "0",
+        "999",
+        "9,999",
+        "45.2k",
+        "1.23M",
+    ]
+    assert [terminal_text.dollars(d) for d in (None, 0.0, 0.00004, 0.0123, 2.5)] == [
+        "-",
+        "$0.00",
+        "$4.0e-05",
+        "$0.012",
+        "$2.50",
+    ]
+    assert [terminal_text.seconds(s) for s in (0, 0.053, 59.7, 125)] == ["0 s", "0.053 s", "1 min", "2 min 5 s"]
+    assert [terminal_text.ticking(s) for s in (0.053, 59.71, 125)] == ["0.1 s", "59.7 s", "2 min 5 s"]
+    assert [terminal_text.size(b) for b in (5, 12_345, 3_400_000_000)] == ["5 B", "12.3 kB", "3.4 GB"]
 
 
 def test_measures() -> None:

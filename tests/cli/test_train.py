@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from ramify.cli.curves import Curves, curve, line
-from ramify.train.checkpoint import Checkpoints
-from ramify.train.metrics import Measured, read
+from ramify.cli.curves import TerminalCurves, curve, line
+from ramify.train.checkpoint import CheckpointStore
+from ramify.train.metrics import StepMetrics, read
 from tests.cli.helpers import Shell
 
 RECIPE = "from tests.train.small import small as run\n"
@@ -38,7 +38,7 @@ def test_a_run_is_carried_out_and_gone_on_with(shell: Shell) -> None:
 @pytest.mark.slow
 def test_a_run_that_is_interrupted_says_how_to_go_on(shell: Shell) -> None:
     recipe = shell.write("small.py", RECIPE)
-    running = shell.start("train", recipe, "--out", "out", *SHORT, "rl.steps=100000", "cadence.evaluate_every=1")
+    running = shell.start("train", recipe, "--out", "out", *SHORT, "rl.steps=100000", "schedule.evaluate_every=1")
     assert running.stderr is not None
     for text in iter(running.stderr.readline, b""):
         if b"validation/reward" in text and b" rl " in text:
@@ -48,7 +48,7 @@ def test_a_run_that_is_interrupted_says_how_to_go_on(shell: Shell) -> None:
     assert running.returncode == 130, err.decode()
     assert err.decode().splitlines()[-1] == "stopped; go on with: ramify train --resume out"
     out = shell.folder / "out"
-    latest = Checkpoints(out).latest()
+    latest = CheckpointStore(out).latest()
     assert latest is not None
     assert [row for row in read(out) if row.stage == "rl"]
 
@@ -92,14 +92,14 @@ def test_curves() -> None:
     assert curve([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█"
     assert curve([0, 0, 7, 7], 2) == "▁█"
     assert (curve([3, 3], 5), curve([], 5)) == ("▁▁", "")
-    curves = Curves("tiny")
+    curves = TerminalCurves("tiny")
     for step in range(1, 5):
-        curves.add(Measured(step, "sft", step, {"loss": 1 / step, "lr": 1}))
-    curves.add(Measured(4, "first", 4, {"validation/reward": 0.25, "test/reward": 0.2}))
+        curves.add(StepMetrics(step, "sft", step, {"loss": 1 / step, "lr": 1}))
+    curves.add(StepMetrics(4, "first", 4, {"validation/reward": 0.25, "test/reward": 0.2}))
     for step in (5, 6):
-        curves.add(Measured(step, "rl", step, {"reward": 0.1 * step}))
-    curves.add(Measured(6, "rl", 7, {"validation/reward": 0.5}))
-    curves.add(Measured(6, "last", 8, {"test/reward": 0.45, "test/count": 1}))
+        curves.add(StepMetrics(step, "rl", step, {"reward": 0.1 * step}))
+    curves.add(StepMetrics(6, "rl", 7, {"validation/reward": 0.5}))
+    curves.add(StepMetrics(6, "last", 8, {"test/reward": 0.45, "test/count": 1}))
     assert curves.rows(70) == [
         "tiny · rl · step 6 · 8 s",
         "reward        ▁█ 0.6",
@@ -112,5 +112,5 @@ def test_curves() -> None:
 
 
 def test_one_measurement_in_a_line() -> None:
-    row = Measured(5, "rl", 61.25, {"reward": 0.51239, "lr": 1e-3, "validation/reward": 0.75})
+    row = StepMetrics(5, "rl", 61.25, {"reward": 0.51239, "lr": 1e-3, "validation/reward": 0.75})
     assert line(row) == "    61.2 s  rl 5  reward 0.5124  validation/reward 0.75"

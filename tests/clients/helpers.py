@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from ramify.clients.base import Request, Sampling
-from ramify.clients.loopback import Exchange, Loopback
+from ramify.clients.loopback import LoopbackExchange, LoopbackServer
 from ramify.types.message import Message, Usage
 
 
@@ -51,10 +51,10 @@ def request(text: str = "hi there", max_tokens: int = 64, **options: Any) -> Req
 class Says:
     """A server that answers every request with what ``tell`` returns: (status, body, headers)."""
 
-    def __init__(self, tell: Callable[[Exchange], tuple[int, bytes, dict[str, str]]]) -> None:
-        self.asked: list[Exchange] = []
+    def __init__(self, tell: Callable[[LoopbackExchange], tuple[int, bytes, dict[str, str]]]) -> None:
+        self.asked: list[LoopbackExchange] = []
         self._tell = tell
-        self._http = Loopback(self._handle)
+        self._http = LoopbackServer(self._handle)
 
     @property
     def root(self) -> str:
@@ -67,7 +67,7 @@ class Says:
     async def __aexit__(self, *exc: object) -> None:
         await self._http.close()
 
-    def _handle(self, exchange: Exchange) -> None:
+    def _handle(self, exchange: LoopbackExchange) -> None:
         self.asked.append(exchange)
         status, body, headers = self._tell(exchange)
         kind = headers.pop("content-type", "application/json")

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from ramify.clients.base import Price, Request, Sampling, Tool
-from ramify.clients.pool import Pool
+from ramify.clients.pool import ClientPool
 from ramify.errors import BadReply, ConfigError, ModelError, RateLimited, Refused, ReplyLost, ServerFailed, Unreachable
 from ramify.types.message import Message, Reply, ToolCall, Usage
 from tests.clients.helpers import Books, Says, request, run
@@ -33,7 +33,7 @@ def exchange(asked, *answers):
 
     async def main():
         async with Says(lambda _: left.pop(0)) as server:
-            pool = Pool(keys={"anthropic": KEY}, base_urls={"anthropic": server.root}, max_attempts=1)
+            pool = ClientPool(keys={"anthropic": KEY}, base_urls={"anthropic": server.root}, max_attempts=1)
             client, outcomes = pool.client("anthropic:claude-x"), []
             for each in asked:
                 try:
@@ -111,7 +111,7 @@ def test_thinking_and_tools_go_there_and_back():
     async def main():
         left = [sent([thinking, text("let me see"), use], "tool_use"), sent([text("done")])]
         async with Says(lambda _: left.pop(0)) as server:
-            pool = Pool(keys={"anthropic": KEY}, base_urls={"anthropic": server.root})
+            pool = ClientPool(keys={"anthropic": KEY}, base_urls={"anthropic": server.root})
             client = pool.client("anthropic:claude-x")
             first = await client.complete(request("go"))
             answer = Message("tool", "seen", tool_call_id="t1")
@@ -201,7 +201,7 @@ def test_a_model_that_takes_no_schema_is_asked_without():
 def test_connections_that_fail_or_break():
     async def main():
         async with Says(lambda each: each.drop() or (200, b"", {})) as server:
-            pool = Pool(keys={"anthropic": KEY}, base_urls={"anthropic": server.root}, max_attempts=1)
+            pool = ClientPool(keys={"anthropic": KEY}, base_urls={"anthropic": server.root}, max_attempts=1)
             client, kinds = pool.client("anthropic:claude-x"), []
             with pytest.raises(ReplyLost, match="broke before the reply was whole"):
                 await pool.ask(client, request(), Books())
@@ -217,7 +217,7 @@ def test_no_key_is_said(monkeypatch):
     for name in ("ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(ConfigError, match="anthropic:m: no API key: set ANTHROPIC_API_KEY"):
-        Pool().client("anthropic:m")
+        ClientPool().client("anthropic:m")
 
 
 @pytest.mark.parametrize(

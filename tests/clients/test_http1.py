@@ -5,9 +5,9 @@ import contextlib
 
 import pytest
 
-from ramify.clients.http1 import Http1
-from ramify.clients.https import Https
-from ramify.clients.wire import route_to
+from ramify.clients.http1 import Http1Client
+from ramify.clients.http_pool import route_to
+from ramify.clients.https import HttpsClient
 from ramify.errors import BadReply, ReplyLost, Unreachable
 from tests.clients.helpers import run
 
@@ -58,14 +58,14 @@ class Raw:
 
 
 class Way:
-    """``Http1`` or ``Https`` behind one face."""
+    """``Http1Client`` or ``HttpsClient`` behind one face."""
 
     def __init__(self, kind):
         self._http = kind(*LIMITS)
 
     async def post(self, url, body=b"{}"):
         route = route_to(url, {"Authorization": "Bearer key"})
-        if isinstance(self._http, Http1):
+        if isinstance(self._http, Http1Client):
             return await self._http.post("m", route.origin, body)
         return await self._http.post("m", route.url, route.headers, None, body)
 
@@ -73,7 +73,7 @@ class Way:
         await self._http.close()
 
 
-@pytest.fixture(params=[Http1, Https])
+@pytest.fixture(params=[Http1Client, HttpsClient])
 def way(request, monkeypatch):
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
@@ -160,12 +160,12 @@ def test_answers_that_break_or_never_end(way, answer, error):
 )  # fmt: skip
 def test_what_is_not_http_is_said(answer):
     with pytest.raises(BadReply, match="m: the reply is not HTTP: "):
-        asked(lambda: Way(Http1), answer)
+        asked(lambda: Way(Http1Client), answer)
 
 
 def test_compression_that_was_not_asked_for_is_said():
     with pytest.raises(BadReply, match="m: the reply is compressed"):
-        asked(lambda: Way(Http1), OK.replace(b"X-Thing: Value", b"Content-Encoding: br"))
+        asked(lambda: Way(Http1Client), OK.replace(b"X-Thing: Value", b"Content-Encoding: br"))
 
 
 def test_nobody_listens(way):

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ramify.clients.http1 import Http1
+from ramify.clients.http1 import Http1Client
 from ramify.errors import BadReply, ModelError, ReplyLost
 from tests.clients.helpers import run
 from tests.clients.test_http1 import OK, Raw, Way
@@ -27,7 +27,7 @@ async def outcome(answer, piece=None, close=False, again=True):
 
     The server leaves the connection open, so that nothing but what it sent can end the first request."""
     async with Raw(answer, OK, piece=piece, close=close) as server:
-        network = Way(Http1)
+        network = Way(Http1Client)
         try:
             first = (await network.post(server.url)).body
         except ModelError as error:
@@ -191,7 +191,7 @@ def test_header_values_are_joined_and_stripped_of_blanks_alone():
     async def main():
         answer = LINE + b"A: 1\r\na:\t2 \r\nB:\xa0\r\nContent-Length: 0\r\n\r\n"
         async with Raw(answer) as server:
-            network = Way(Http1)
+            network = Way(Http1Client)
             got = await network.post(server.url)
             await network.close()
             return got.headers
@@ -263,7 +263,7 @@ def test_valid_replies_are_read_as_the_standard_library_reads_them(reply, piece)
 
     async def main():
         async with Raw(answer, answer, piece=piece, close=close) as server:
-            network = Way(Http1)
+            network = Way(Http1Client)
             ours = await network.post(server.url)
             await network.close()
             theirs = await asyncio.to_thread(asked_by_the_standard_library, server.url)

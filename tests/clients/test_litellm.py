@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from ramify.clients.base import Price
-from ramify.clients.pool import Pool
+from ramify.clients.pool import ClientPool
 from ramify.clients.scripted import dropped, no_usage, rate_limited, refused
 from ramify.clients.scripted_server import ScriptedServer
 from ramify.errors import ConfigError, ModelError
@@ -15,7 +15,7 @@ from tests.clients.helpers import Books, request, run
 def test_the_missing_extra_names_itself(monkeypatch):
     monkeypatch.setitem(sys.modules, "litellm", None)
     with pytest.raises(ConfigError, match=r"^litellm:x/y needs LiteLLM: pip install 'ramify\[litellm\]'$"):
-        Pool().client("litellm:x/y")
+        ClientPool().client("litellm:x/y")
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -32,7 +32,7 @@ def test_replies_failures_prices_and_windows():
             no_usage("x"),
         ]
         async with ScriptedServer(script) as server:
-            pool = Pool(max_attempts=1, keys={"litellm": "key-0123456789"}, base_urls={"litellm": server.url})
+            pool = ClientPool(max_attempts=1, keys={"litellm": "key-0123456789"}, base_urls={"litellm": server.url})
             client, outcomes, books = pool.client("litellm:openai/gpt-4o-mini"), [], Books()
             for _ in script:
                 try:

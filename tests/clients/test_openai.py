@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from ramify.clients.base import Request, Sampling, Tool
-from ramify.clients.pool import Pool
+from ramify.clients.pool import ClientPool
 from ramify.clients.scripted_server import ScriptedServer
 from ramify.errors import BadReply, ConfigError, ModelError, RateLimited, Refused, ReplyLost, ServerFailed
 from ramify.types.message import Message, Reply, ToolCall, Usage
@@ -18,7 +18,7 @@ def sent(asked, provider="vllm", *, key=KEY):
 
     async def main():
         async with ScriptedServer(["ok"]) as server:
-            pool = Pool(base_urls={provider: server.url}, keys={provider: key} if key else None)
+            pool = ClientPool(base_urls={provider: server.url}, keys={provider: key} if key else None)
             await pool.ask(pool.client(f"{provider}:org/model"), asked, Books())
             await pool.close()
             return server.requests[0]
@@ -31,7 +31,7 @@ def answer(body, status=200, **headers):
 
     async def main():
         async with says(body if isinstance(body, bytes) else msgspec.json.encode(body), status, **headers) as server:
-            pool = Pool(max_attempts=1, base_urls={"openai": server.root + "/v1"}, keys={"openai": KEY})
+            pool = ClientPool(max_attempts=1, base_urls={"openai": server.root + "/v1"}, keys={"openai": KEY})
             try:
                 return await pool.client("openai:m").complete(request())
             except ModelError as error:
@@ -275,7 +275,7 @@ def test_a_server_that_wants_the_newer_field_gets_it():
 
     async def main():
         async with Says(tell) as server:
-            pool = Pool(base_urls={"openai": server.root})
+            pool = ClientPool(base_urls={"openai": server.root})
             for _ in range(2):
                 await pool.ask(pool.client("openai:m"), request(), Books())
             await pool.close()
@@ -286,7 +286,7 @@ def test_a_server_that_wants_the_newer_field_gets_it():
 
 def test_the_key_is_in_no_repr():
     async def main():
-        pool = Pool(keys={"openai": KEY})
+        pool = ClientPool(keys={"openai": KEY})
         client = pool.client("openai:m")
         return repr(client) + repr(vars(client))
 
@@ -295,13 +295,13 @@ def test_the_key_is_in_no_repr():
 
 def test_a_key_that_cannot_be_one():
     with pytest.raises(ConfigError, match="OPENAI_API_KEY has spaces"):
-        Pool(keys={"openai": "my key"}).client("openai:m")
+        ClientPool(keys={"openai": "my key"}).client("openai:m")
 
 
 def test_an_address_in_the_name_is_said_once():
     async def main(name, **providers):
         async with says(b'{"detail": "no such field"}', 422) as server:
-            pool = Pool(max_attempts=1, base_urls=dict.fromkeys(providers, server.root))
+            pool = ClientPool(max_attempts=1, base_urls=dict.fromkeys(providers, server.root))
             try:
                 with pytest.raises(Refused) as caught:
                     await pool.client(name.format(url=server.root)).complete(request())

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ramify.clients.base import Price
-from ramify.clients.pool import Pool
+from ramify.clients.pool import ClientPool
 from ramify.clients.scripted import (
     ScriptedClient,
     cut,
@@ -52,7 +52,7 @@ class Naps:
 def pool(**options):
     options.setdefault("sleep", Naps())
     options.setdefault("rng", random.Random(0))
-    return Pool(**options)
+    return ClientPool(**options)
 
 
 def ask(script, **options):
@@ -335,4 +335,4 @@ def test_a_script_file_is_a_model(tmp_path):
 @pytest.mark.parametrize("options", [{"max_in_flight": 0}, {"max_attempts": 0}, {"timeout_s": 0}])
 def test_limits_of_zero_are_refused(options):
     with pytest.raises(ConfigError, match="is 0: give"):
-        Pool(**options)
+        ClientPool(**options)

@@ -3,8 +3,8 @@ import re
 import pytest
 
 from ramify.clients.base import Price
-from ramify.clients.pool import Pool
-from ramify.clients.prices import Entry, PriceTable
+from ramify.clients.pool import ClientPool
+from ramify.clients.prices import PriceEntry, PriceTable
 from ramify.errors import ConfigError
 from ramify.types.message import Usage
 
@@ -29,7 +29,7 @@ def test_every_packaged_entry_says_when_and_whence():
 
 
 def test_names():
-    table = PriceTable({"openai:m": Entry(1.0, 2.0, window=100, also=("openrouter:openai/m",))})
+    table = PriceTable({"openai:m": PriceEntry(1.0, 2.0, window=100, also=("openrouter:openai/m",))})
     names = ["openai:m", "openai:m-2025-08-07", "openai:m@https://proxy/v1", "openrouter:openai/m"]
     assert [table.price(name) for name in names] == [Price(1.0, 2.0)] * 4
     assert (table.price("openai:other"), table.window("openai:other")) == (None, None)
@@ -44,7 +44,7 @@ def test_a_file_of_ones_own_wins(tmp_path, monkeypatch):
     assert (table.price("openai:gpt-5"), table.price("vllm:m")) == (Price(2.0, 4.0), Price(0.0, 0.0))
     assert (table.window("vllm:m"), table.window("vllm:n")) == (9, 9)
     assert table.price("openai:gpt-5-mini") is not None
-    client = Pool(prices=table, keys={"openai": "key-123"}).client("openai:gpt-5")
+    client = ClientPool(prices=table, keys={"openai": "key-123"}).client("openai:gpt-5")
     assert client.price == Price(2.0, 4.0)
 
 

@@ -4,7 +4,7 @@ import json
 import pytest
 
 from ramify.clients.base import Client
-from ramify.clients.script import Rule, Script
+from ramify.clients.script import Script, ScriptRule
 from ramify.clients.scripted import ScriptedClient, dropped, html, no_usage, rate_limited, stalled
 from ramify.errors import ConfigError, ModelError, RateLimited, Refused
 from ramify.types.message import Message, Reply, ToolCall, Usage
@@ -47,7 +47,7 @@ def test_functions_plain_and_async():
 
 
 def test_rules_look_at_the_last_message_and_repeat_their_last_reply():
-    client = ScriptedClient([Rule("cap.tal", ("Paris", "Rome")), Rule("^no", rate_limited()), "else"])
+    client = ScriptedClient([ScriptRule("cap.tal", ("Paris", "Rome")), ScriptRule("^no", rate_limited()), "else"])
     assert outcomes(client, "capital?", "a\ncapital", "capital", "no", "x") == [
         "Paris",
         "Rome",

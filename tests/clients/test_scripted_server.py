@@ -12,7 +12,7 @@ import urllib.request
 import msgspec
 import pytest
 
-from ramify.clients.pool import Pool
+from ramify.clients.pool import ClientPool
 from ramify.clients.scripted import cut, dropped, html, malformed, no_choices, rate_limited, refused, server_error
 from ramify.clients.scripted_server import ScriptedServer
 from ramify.errors import ConfigError
@@ -115,7 +115,7 @@ def test_a_reply_survives_the_wire_whole():
 
     async def main():
         async with ScriptedServer([given]) as server:
-            pool = Pool(base_urls={"vllm": server.url})
+            pool = ClientPool(base_urls={"vllm": server.url})
             reply = await pool.ask(pool.client("vllm:m"), request(), Books())
             await pool.close()
             return msgspec.structs.replace(reply, seconds=0.0, cost=None)
@@ -132,7 +132,7 @@ def test_async_scripts_run_side_by_side():
             return "x"
 
         async with ScriptedServer(script) as server:
-            pool = Pool(base_urls={"vllm": server.url})
+            pool = ClientPool(base_urls={"vllm": server.url})
             await asyncio.gather(*(pool.ask(pool.client("vllm:m"), request(), Books()) for _ in range(5)))
             await pool.close()
             return server.most_in_flight

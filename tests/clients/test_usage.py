@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from ramify.clients.pool import Pool
+from ramify.clients.pool import ClientPool
 from ramify.clients.scripted import ScriptedClient
 from ramify.types.message import Message, Reply, Usage
 from tests.clients.helpers import Books, request, run, says
@@ -54,7 +54,7 @@ def booked(body: bytes) -> tuple[Usage, float | None, str]:
     async def main() -> tuple[Usage, float | None, str]:
         async with says(body) as server:
             pool, books = (
-                Pool(base_urls={"openai": server.root}, keys={"openai": "k-12345"}),
+                ClientPool(base_urls={"openai": server.root}, keys={"openai": "k-12345"}),
                 Books(),
             )
             reply = await pool.ask(pool.client("openai:m"), request(), books)
@@ -100,6 +100,6 @@ def test_a_client_of_ones_own_is_not_believed_either() -> None:
             Usage(5, 2, reasoning_tokens=3, calls=1),
         ]
         client = ScriptedClient([Reply(Message("assistant", "x"), each) for each in odd])
-        return [(await Pool().ask(client, request(), Books())).usage for _ in odd]
+        return [(await ClientPool().ask(client, request(), Books())).usage for _ in odd]
 
     assert run(main()) == [MOST] * 3

@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from ramify.clients.loopback import Loopback
-from ramify.clients.pool import Pool
-from ramify.clients.wire import proxy_for
+from ramify.clients.http_pool import proxy_for
+from ramify.clients.loopback import LoopbackServer
+from ramify.clients.pool import ClientPool
 from ramify.errors import ConfigError, Unreachable
 from tests.clients.helpers import Books, Says, request, run
 
@@ -29,7 +29,7 @@ def bare_environment(monkeypatch):
 
 def test_naming_models_imports_no_http_library():
     code = (
-        "import sys; from ramify.clients.pool import Pool; Pool(keys={'openai': 'key-123'}).client('openai:gpt-5');"
+        "import sys; from ramify.clients.pool import ClientPool; ClientPool(keys={'openai': 'key-123'}).client('openai:gpt-5');"
         "print([name for name in ('aiohttp', 'anthropic', 'litellm', 'asyncio') if name in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "['asyncio']\n"
@@ -64,7 +64,7 @@ def test_a_request_goes_through_the_proxy(monkeypatch):
     async def main():
         async with Says(lambda _: (200, REPLY, {})) as proxy:
             monkeypatch.setenv("http_proxy", proxy.root.replace("//", "//user:pass@"))
-            pool = Pool()
+            pool = ClientPool()
             await pool.ask(pool.client("vllm:m@http://model.invalid/v1"), request(), Books())
             await pool.close()
             return proxy.asked[0].path, proxy.asked[0].headers["proxy-authorization"]
@@ -77,7 +77,7 @@ def test_a_proxy_that_is_down_is_named_without_its_password(monkeypatch):
         async with Says(lambda _: (200, REPLY, {})) as proxy:
             root = proxy.root
         monkeypatch.setenv("http_proxy", root.replace("//", "//user:pass@"))
-        pool = Pool(max_attempts=1)
+        pool = ClientPool(max_attempts=1)
         with pytest.raises(Unreachable) as caught:
             await pool.ask(pool.client("vllm:m@http://model.invalid/v1"), request(), Books())
         await pool.close()
@@ -108,9 +108,9 @@ def test_certificate_authorities_of_the_environment(variable, certificate, monke
     async def main():
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(pem, key)
-        http = Loopback(lambda exchange: exchange.send(200, REPLY), tls=context)
+        http = LoopbackServer(lambda exchange: exchange.send(200, REPLY), tls=context)
         await http.start()
-        pool, told = Pool(), []
+        pool, told = ClientPool(), []
         try:
             client = pool.client(f"vllm:m@https://localhost:{http.port}/v1")
             return (await pool.ask(client, request(), Books(), told.append)).message.content
@@ -140,7 +140,7 @@ def test_a_missing_bundle_is_named(variable, value, message, monkeypatch):
     monkeypatch.setenv(variable, value)
 
     async def main():
-        pool = Pool(keys={"openai": "key-123"})
+        pool = ClientPool(keys={"openai": "key-123"})
         with pytest.raises(ConfigError, match=message):
             await pool.ask(pool.client("openai:m@https://localhost:1/v1"), request(), Books())
         await pool.close()

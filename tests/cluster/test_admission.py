@@ -1,4 +1,4 @@
-"""The simulated queue decides as the real one does: what it took when is played to ``train/queue.py``, event by event."""
+"""The simulated queue decides as the real one does: what it took when is played to ``train/group_queue.py``, event by event."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 from simpy import Environment
 
-from ramify.cluster import admission
-from ramify.cluster.engine import Engine
-from ramify.cluster.play import Stage
-from ramify.cluster.rate import Rate
-from ramify.cluster.simulate import Setting
-from ramify.cluster.trees import CallShape, Rollout, TurnShape
+from ramify.cluster import simulated_queue
+from ramify.cluster.rate import EngineRate
+from ramify.cluster.rollout_shapes import CallShape, RolloutShape, TurnShape
+from ramify.cluster.simulate import SimulationSetting
+from ramify.cluster.simulated_engine import SimulatedEngine
+from ramify.cluster.simulated_rollout import SimulatedStage
 from ramify.tasks.base import Item
-from ramify.train.queue import Queue
-from ramify.train.rollout import Rolling
-from ramify.train.room import Room
-from ramify.train.stages import Sample
+from ramify.train.concurrency import ConcurrencyController
+from ramify.train.group_queue import GroupQueue
+from ramify.train.rollout import GroupRollout
+from ramify.train.stages import StepSampleSpec
 from ramify.types.trajectory import Group, Trajectory
 
 NUM_STEPS = 12
@@ -28,7 +28,7 @@ Event = tuple[str, Any]
 """("whole", number of a group) or ("taken", numbers of a step's groups) or ("newer", step)"""
 
 
-class _Noting(admission.Queue):
+class _Noting(simulated_queue.SimulatedQueue):
     """Says when a group became whole."""
 
     events: list[Event]
@@ -38,18 +38,18 @@ class _Noting(admission.Queue):
         self.events.append(("whole", next(each.number for each in self._open if attempt in each.attempts)))
 
 
-def simulated(sample: Sample, is_silent: Callable[[int], bool], seed: int) -> list[Event]:
+def simulated(sample: StepSampleSpec, has_no_signal: Callable[[int], bool], seed: int) -> list[Event]:
     env, draw, events = Environment(), random.Random(seed), []
-    rate = Rate(((1.0, 1.0),))
+    rate = EngineRate(((1.0, 1.0),))
     took = [draw.choice([1, 2, 3, 30]) + draw.random() for _ in range(500)]
-    rules = Setting(
+    rules = SimulationSetting(
         items=sample.items, group=1, concurrency=99, staleness=sample.max_staleness, max_items=sample.max_items,
-        late=sample.late,
+        grace_steps=sample.grace_steps,
     )  # fmt: skip
-    stage = Stage(env, [Engine(env, rate, 99)], rate, 99, 99)
+    stage = SimulatedStage(env, [SimulatedEngine(env, rate, 99)], rate, 99, 99)
 
-    def drawn(number: int) -> tuple[list[Rollout], bool]:
-        return [Rollout((CallShape((TurnShape(0, 0, 0),), took[number]),))], is_silent(number)
+    def drawn(number: int) -> tuple[list[RolloutShape], bool]:
+        return [RolloutShape((CallShape((TurnShape(0, 0, 0),), took[number]),))], has_no_signal(number)
 
     queue = _Noting(env, stage, rules, drawn, 1, NUM_STEPS)
     queue.events = events
@@ -80,23 +80,23 @@ class _Attempt:
 class _Rollouts:
     """Groups of one attempt, which ends when a test says so."""
 
-    per_item, room = 1, Room(99)
+    per_item, room = 1, ConcurrencyController(99)
 
     def __init__(self) -> None:
         self.begun: dict[str, _Attempt] = {}
 
-    def begin(self, item: Item, name: str, over: Any) -> Rolling:
+    def begin(self, item: Item, name: str, over: Any) -> GroupRollout:
         attempt = self.begun[item.id] = _Attempt()
         attempts: Any = [attempt]
-        return Rolling(item, attempts, None)
+        return GroupRollout(item, attempts, None)
 
 
-async def check(sample: Sample, is_silent: Callable[[int], bool], events: list[Event]) -> int:
+async def check(sample: StepSampleSpec, has_no_signal: Callable[[int], bool], events: list[Event]) -> int:
     """Has the real queue go through ``events``; the number of steps that were compared."""
     items = [Item("?", "", id=str(number)) for number in range(500)]
     rollouts: Any = _Rollouts()
-    silent = lambda group: is_silent(int(group.task))  # noqa: E731
-    queue = Queue(rollouts, items, sample, NUM_STEPS, next_item=0, is_silent=silent)
+    zero_variance = lambda group: has_no_signal(int(group.task))  # noqa: E731
+    queue = GroupQueue(rollouts, items, sample, NUM_STEPS, next_item=0, has_no_signal=zero_variance)
     num, taking = 0, asyncio.create_task(queue.take(0))
     for index, (what, which) in enumerate(events):
         await _settle()
@@ -126,12 +126,12 @@ async def _settle() -> None:
 
 
 @pytest.mark.parametrize("max_items", [0, 7])
-@pytest.mark.parametrize(("staleness", "late"), [(0, 4), (1, 0), (1, 4), (2, 1)])
-def test_both_take_the_same_groups_at_the_same_events(staleness: int, late: int, max_items: int) -> None:
-    def is_silent(number: int) -> bool:
+@pytest.mark.parametrize(("staleness", "grace_steps"), [(0, 4), (1, 0), (1, 4), (2, 1)])
+def test_both_take_the_same_groups_at_the_same_events(staleness: int, grace_steps: int, max_items: int) -> None:
+    def has_no_signal(number: int) -> bool:
         return bool(max_items) and random.Random(f"silent/{number}").random() < 0.4
 
-    sample = Sample(items=3, max_items=max_items, max_staleness=staleness, late=late)
+    sample = StepSampleSpec(items=3, max_items=max_items, max_staleness=staleness, grace_steps=grace_steps)
     for seed in range(3):
-        events = simulated(sample, is_silent, seed)
-        assert asyncio.run(check(sample, is_silent, events)) == NUM_STEPS
+        events = simulated(sample, has_no_signal, seed)
+        assert asyncio.run(check(sample, has_no_signal, events)) == NUM_STEPS

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from simpy import Environment, Event
 
-from ramify.cluster.cores import Cores
-from ramify.cluster.engine import Engine
-from ramify.cluster.kept import Kept
-from ramify.cluster.rate import Rate
-from ramify.inference.local.pace import Paces
-from ramify.train import processors
-from ramify.train.processors import Meter, Spent
+from ramify.cluster.cores import SimulatedCores
+from ramify.cluster.rate import EngineRate
+from ramify.cluster.simulated_cache import SimulatedCache
+from ramify.cluster.simulated_engine import SimulatedEngine
+from ramify.inference.local.step_timing import StepTimings
+from ramify.train import cpu_seconds
+from ramify.train.cpu_seconds import CpuMeter, CpuSeconds
 
 
 def ends(env: Environment, **events: Event) -> dict[str, float]:
@@ -29,7 +29,7 @@ def ends(env: Environment, **events: Event) -> dict[str, float]:
 def test_sessions_share_what_cores_there_are() -> None:
     """Three of 2, 2 and 5 s on two cores: at two thirds each until 3 s, when the last has 3 s left and a core to itself."""
     env = Environment()
-    cores = Cores(env, 2, None)
+    cores = SimulatedCores(env, 2, None)
     found = ends(env, a=cores.session(2.0), b=cores.session(2.0), c=cores.session(5.0))
     assert found == pytest.approx({"a": 3, "b": 3, "c": 6})
     cores.settle()
@@ -39,8 +39,8 @@ def test_sessions_share_what_cores_there_are() -> None:
 def test_engine_and_loop_take_turns() -> None:
     """Ten tokens of a second; 2 s of the loop take 4, of which the engine has half; on the other core a session."""
     env = Environment()
-    engine = Engine(env, Rate(((1.0, 1.0),)), 1)
-    cores = Cores(env, 2, engine)
+    engine = SimulatedEngine(env, EngineRate(((1.0, 1.0),)), 1)
+    cores = SimulatedCores(env, 2, engine)
     found = ends(env, reply=engine.sample(0, 0, 10), loop=cores.loop(2.0), session=cores.session(3.0))
     assert found == pytest.approx({"session": 3, "loop": 4, "reply": 12})
     assert not engine.wants
@@ -50,8 +50,8 @@ def test_engine_and_loop_take_turns() -> None:
 def test_one_core_for_all() -> None:
     """Engine and session at half a core each until the session has had its 2 s."""
     env = Environment()
-    engine = Engine(env, Rate(((1.0, 1.0),)), 1)
-    cores = Cores(env, 1, engine)
+    engine = SimulatedEngine(env, EngineRate(((1.0, 1.0),)), 1)
+    cores = SimulatedCores(env, 1, engine)
     assert ends(env, reply=engine.sample(0, 0, 5), session=cores.session(2.0)) == pytest.approx(
         {"session": 4, "reply": 7}
     )
@@ -59,7 +59,7 @@ def test_one_core_for_all() -> None:
 
 def test_slots_hold_what_the_real_ones_do() -> None:
     """Two slots: a call comes back to its own, a sibling copies what it shares, a third takes the slot that waited longest."""
-    kept, first = Kept(2, 64), np.arange(20, dtype=np.int32)
+    kept, first = SimulatedCache(2, 64), np.arange(20, dtype=np.int32)
 
     def asked(ids: Any, affinity: str) -> int:
         admitted = kept.admit(ids, affinity)
@@ -79,14 +79,14 @@ def test_slots_hold_what_the_real_ones_do() -> None:
 def test_sequences_wait_for_room_in_the_cache() -> None:
     """64 tokens: two sequences of up to 32 at a time, one of up to 64."""
     env = Environment()
-    engine = Engine(env, Rate(((1.0, 1.0),)), 8, cache_tokens=64)
+    engine = SimulatedEngine(env, EngineRate(((1.0, 1.0),)), 8, cache_tokens=64)
     found = ends(env, a=engine.sample(0, 10, 10), b=engine.sample(0, 20, 10), c=engine.sample(0, 40, 10),
                  d=engine.sample(0, 10, 5))  # fmt: skip
     assert found == {"a": 10, "b": 10, "c": 20, "d": 25}
 
 
 def test_what_steps_cost_is_counted_by_kind() -> None:
-    paces = Paces()
+    paces = StepTimings()
     for sequences, read, cpu_s in ((5, 0, 0.5), (8, 0, 1.0), (3, 40, 2.0), (0, 7, 0.25)):
         paces.note(sequences, read, cpu_s)
     assert [(each.sequences, each.reads, each.steps, each.tokens, each.read, each.cpu_s) for each in paces.taken()] == [
@@ -96,8 +96,8 @@ def test_what_steps_cost_is_counted_by_kind() -> None:
 
 
 def test_what_was_spent_is_written_and_cut(tmp_path: Path) -> None:
-    paces = Paces()
-    meter = Meter(paces.taken)
+    paces = StepTimings()
+    meter = CpuMeter(paces.taken)
     paces.note(9, 9, 9.0)
     meter.restart()
     paces.note(1, 0, 0.5)
@@ -107,6 +107,6 @@ def test_what_was_spent_is_written_and_cut(tmp_path: Path) -> None:
     assert spent.loop_s > 0
     assert spent.cores >= 1
     for step in (1, 2, 3):
-        processors.write(tmp_path, Spent(step=step, cores=2, loop_s=0.5, sessions_s=1.5, engine=spent.engine))
-    processors.cut(tmp_path, 2)
-    assert [(each.step, each.sessions_s) for each in processors.read(tmp_path)] == [(1, 1.5), (2, 1.5)]
+        cpu_seconds.write(tmp_path, CpuSeconds(step=step, cores=2, loop_s=0.5, sessions_s=1.5, engine=spent.engine))
+    cpu_seconds.cut(tmp_path, 2)
+    assert [(each.step, each.sessions_s) for each in cpu_seconds.read(tmp_path)] == [(1, 1.5), (2, 1.5)]

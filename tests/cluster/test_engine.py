@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 from simpy import Environment
 
-from ramify.cluster.engine import Engine, Spans, pick
-from ramify.cluster.rate import Rate
+from ramify.cluster.rate import EngineRate
+from ramify.cluster.simulated_engine import SimulatedEngine, Spans, pick
 
-STEADY = Rate(((1.0, 1.0),))
+STEADY = EngineRate(((1.0, 1.0),))
 """A step takes a second, however many."""
-SLOWER = Rate(((1.0, 1.0), (2.0, 1.5)), prompt_token_s=0.1)
+SLOWER = EngineRate(((1.0, 1.0), (2.0, 1.5)), prompt_token_s=0.1)
 """1 s alone, 1.5 s for two, 2 s for three."""
 
 Ended = list[tuple[float, Spans]]
 
 
-def ends(engine: Engine, env: Environment, asked: list[tuple[float, int, int]]) -> Ended:
+def ends(engine: SimulatedEngine, env: Environment, asked: list[tuple[float, int, int]]) -> Ended:
     """``asked``: (at, prompt tokens, sampled) of each request."""
     found: Ended = [(0.0, [])] * len(asked)
 
@@ -41,7 +41,7 @@ def env() -> Environment:
 
 
 def test_one_slot_takes_one_after_the_other(env: Environment) -> None:
-    engine = Engine(env, STEADY, 1)
+    engine = SimulatedEngine(env, STEADY, 1)
     found = ends(engine, env, [(0, 0, 3), (1, 0, 2), (10, 0, 4)])
     assert found == [(3, [(0, 3)]), (5, [(0, 2)]), (14, [(0, 4)])]
     assert (engine.busy_s, engine.sequence_s, engine.sampled, engine.in_flight) == (9, 9, 9, 0)
@@ -49,19 +49,19 @@ def test_one_slot_takes_one_after_the_other(env: Environment) -> None:
 
 def test_two_slots_share_a_pace(env: Environment) -> None:
     """Alone until 2: 2 tokens. Two until the second has its 2 after 3 s. Alone again for 10 - 4 tokens."""
-    found = ends(Engine(env, SLOWER, 2), env, [(0, 0, 10), (2, 0, 2)])
+    found = ends(SimulatedEngine(env, SLOWER, 2), env, [(0, 0, 10), (2, 0, 2)])
     assert [at for at, _ in found] == [2 + 3 + 6, 2 + 3]
 
 
 def test_a_prompt_holds_everybody_up(env: Environment) -> None:
     """The second's prompt takes 1 s, in which the first stands still."""
-    found = ends(Engine(env, SLOWER, 2), env, [(0, 0, 10), (2, 10, 2)])
+    found = ends(SimulatedEngine(env, SLOWER, 2), env, [(0, 0, 10), (2, 10, 2)])
     assert [at for at, _ in found] == [2 + 1 + 3 + 6, 2 + 1 + 3]
 
 
 def test_a_step_with_more_than_was_measured_goes_on_along_the_line(env: Environment) -> None:
     assert [SLOWER.step_s(b) for b in (0.5, 1, 1.5, 2, 3, 4)] == [1, 1, 1.25, 1.5, 2, 2.5]
-    assert [at for at, _ in ends(Engine(env, SLOWER, 9), env, [(0, 0, 2)] * 3)] == [4, 4, 4]
+    assert [at for at, _ in ends(SimulatedEngine(env, SLOWER, 9), env, [(0, 0, 2)] * 3)] == [4, 4, 4]
 
 
 def at(env: Environment, seconds: float, act: Callable[[], object]) -> None:
@@ -74,13 +74,13 @@ def at(env: Environment, seconds: float, act: Callable[[], object]) -> None:
 
 def test_new_weights_are_read_again_and_noted(env: Environment) -> None:
     """At 4 the first has 4 tokens after a prompt of 10 that took 1 s: 3 of them, and 13 tokens are read again in 1.3 s."""
-    engine = Engine(env, SLOWER, 2)
+    engine = SimulatedEngine(env, SLOWER, 2)
     at(env, 4, lambda: engine.take(7))
     assert ends(engine, env, [(0, 10, 5)]) == [(4 + 1.3 + 2, [(0, 3), (7, 2)])]
 
 
 def test_it_stands_still_while_paused(env: Environment) -> None:
-    engine = Engine(env, STEADY, 1)
+    engine = SimulatedEngine(env, STEADY, 1)
     at(env, 2, engine.pause)
     at(env, 5, engine.resume)
     assert [end for end, _ in ends(engine, env, [(0, 0, 3), (1, 0, 1), (3, 0, 1)])] == [6, 7, 8]
@@ -88,7 +88,7 @@ def test_it_stands_still_while_paused(env: Environment) -> None:
 
 
 def test_what_is_cancelled_frees_its_slot(env: Environment) -> None:
-    engine = Engine(env, STEADY, 1)
+    engine = SimulatedEngine(env, STEADY, 1)
     first = engine.sample(0, 0, 100, "first")
     second = engine.sample(0, 0, 5, "first")
     at(env, 4, lambda: engine.cancel("first"))
@@ -97,7 +97,7 @@ def test_what_is_cancelled_frees_its_slot(env: Environment) -> None:
 
 
 def test_a_tree_begins_at_the_engine_with_least_to_do(env: Environment) -> None:
-    engines = [Engine(env, STEADY, 1) for _ in range(3)]
+    engines = [SimulatedEngine(env, STEADY, 1) for _ in range(3)]
     engines[0].sample(0, 0, 1)
     assert [engines.index(pick(engines)) for _ in range(4)] == [1, 2, 1, 2]
 
@@ -105,7 +105,7 @@ def test_a_tree_begins_at_the_engine_with_least_to_do(env: Environment) -> None:
 def test_littles_law(env: Environment) -> None:
     """Sequences in the engine on average are arrivals a second times the seconds that each stays."""
     draw, stays = random.Random(3), []
-    engine = Engine(env, Rate(((1.0, 0.1), (10.0, 0.4)), prompt_token_s=1e-3), 1000)
+    engine = SimulatedEngine(env, EngineRate(((1.0, 0.1), (10.0, 0.4)), prompt_token_s=1e-3), 1000)
 
     def one() -> Generator[Any, Any, None]:
         came = env.now

@@ -8,20 +8,20 @@ from pathlib import Path
 
 import pytest
 
-from ramify.build.run import train
-from ramify.cli.exits import Exit
+from ramify.build.execute import train
+from ramify.cli.exit_codes import ExitCode
 from ramify.cli.parser import UsageError
-from ramify.cli.simulate import COMMAND
-from ramify.cluster.measured import measured
-from ramify.cluster.simulate import Setting, simulate
+from ramify.cli.simulate_command import COMMAND
+from ramify.cluster.simulate import SimulationSetting, simulate
+from ramify.cluster.simulation_inputs import measured
 from ramify.errors import ConfigError
-from ramify.train.checkpoint import Checkpoints, State
+from ramify.train.checkpoint import CheckpointState, CheckpointStore
 from ramify.train.config import EvaluateSpec, SftSpec, TaskSpec
-from ramify.train.groups import Account
-from ramify.train.groups import write as write_accounts
-from ramify.train.loop import Cadence
-from ramify.train.metrics import Metrics
-from ramify.train.sft import write
+from ramify.train.group_records import GroupRecord
+from ramify.train.group_records import write as write_accounts
+from ramify.train.metrics import MetricsFile
+from ramify.train.sft_data import write
+from ramify.train.training_loop import Schedule
 from ramify.types.message import Message, Reply, Usage
 from ramify.types.trajectory import Call, Cell, Trajectory, Turn
 from tests.train.small import small
@@ -41,7 +41,7 @@ def rollout(name: str, started_at: float, tokens: int) -> Trajectory:
 def folder(out: Path, steps: int = 4, items: int = 3, group: int = 2, **rollouts: object) -> Path:
     """A synchronous run: after its second step it evaluates. Rollouts begin together, the longest has 100 tokens."""
     out.mkdir()
-    draw, metrics, at_s = random.Random(0), Metrics(out), 0.0
+    draw, metrics, at_s = random.Random(0), MetricsFile(out), 0.0
     (out / "rollouts").mkdir()
     for step in range(1, steps + 1):
         lengths = [100, *(draw.randrange(5, 100) for _ in range(items * group - 1))]
@@ -57,10 +57,13 @@ def folder(out: Path, steps: int = 4, items: int = 3, group: int = 2, **rollouts
             at_s += EVALUATE_S
             metrics.write(step, "rl", at_s, {"evaluate_s": EVALUATE_S})
     metrics.close()
-    sample, told = {"items": items, "max_items": 9, "straggle": 3.0, **rollouts}, {"group": group, "concurrency": 64}
-    state = State(step=steps, config={"rl": {"sample": sample, "rollout": told}, "policy": {"slots": 32}})
-    Checkpoints(out).save(state, {})
-    accounts = [Account(number=number, item="i", version=0, outcome="silent" if number % 3 == 0 else "learnt", rollouts=[])
+    sample, told = (
+        {"items": items, "max_items": 9, "straggler_factor": 3.0, **rollouts},
+        {"group": group, "concurrency": 64},
+    )
+    state = CheckpointState(step=steps, config={"rl": {"sample": sample, "rollout": told}, "policy": {"slots": 32}})
+    CheckpointStore(out).save(state, {})
+    accounts = [GroupRecord(number=number, item="i", version=0, outcome="silent" if number % 3 == 0 else "learnt", rollouts=[])
                 for number in range(9)]  # fmt: skip
     write_accounts(out, accounts, 1)
     return out
@@ -78,7 +81,7 @@ def test_what_a_folder_says(tmp_path: Path) -> None:
         1,
         1,
     )
-    assert (sizes.staleness, sizes.max_items, sizes.straggle) == (0, 9, 3.0)
+    assert (sizes.staleness, sizes.max_items, sizes.straggler_factor) == (0, 9, 3.0)
     assert found.rate.step_s(3) == pytest.approx(TOKEN_S)
     assert found.rate.prompt_token_s == pytest.approx(0, abs=1e-9)
     assert found.step_s == pytest.approx([1.3 + 3.5] * 3)
@@ -87,14 +90,14 @@ def test_what_a_folder_says(tmp_path: Path) -> None:
     assert found.learn(random.Random(0), sum(each.learnt for each in found.groups[0]) * 3, 1)[0] == pytest.approx(
         3, rel=0.5
     )
-    assert found.silent == pytest.approx(1 / 3)
+    assert found.zero_variance == pytest.approx(1 / 3)
     assert len(measured(tmp_path / "run", last=1).groups) == 3
 
 
 def test_the_run_itself_is_predicted(tmp_path: Path) -> None:
     found = measured(folder(tmp_path / "run"))
-    found.silent = 0.0
-    same = Setting(items=3, group=2, concurrency=64, slots=32)
+    found.zero_variance = 0.0
+    same = SimulationSetting(items=3, group=2, concurrency=64, slots=32)
     steps = [simulate(found, same, steps=12, in_order=in_order).step_mean_s for in_order in (True, False)]
     assert steps == [pytest.approx(1.3 + 3.5, rel=0.1), pytest.approx(1.3 + 3.5, rel=0.2)]
 
@@ -105,18 +108,18 @@ def test_a_real_run_is_read(tmp_path: Path) -> None:
         EvaluateSpec(num=1, final=()),
     )
     train(
-        small(warmup=None, sft=sft, evaluate=evaluate, cadence=Cadence(evaluate_every=0, save_rollouts_every=1)), tmp_path / "run",
+        small(warmup=None, sft=sft, evaluate=evaluate, schedule=Schedule(evaluate_every=0, save_rollouts_every=1)), tmp_path / "run",
         say=lambda _: None,
     )  # fmt: skip
     found = measured(tmp_path / "run")
     assert (found.sizes.items, found.sizes.group, found.sizes.concurrency, found.sizes.slots) == (2, 3, 1, 16)
     assert (len(found.groups), len(found.step_s)) == (8, 3)
     assert found.learn_base_s + found.learn_token_s > 0
-    assert simulate(found, Setting(items=2, group=3, concurrency=1), steps=2).step_s > 0
+    assert simulate(found, SimulationSetting(items=2, group=3, concurrency=1), steps=2).step_s > 0
     assert found.host is not None
     assert found.host.request_s > 0
     assert len(found.computed_s) == 4
-    same = Setting(items=2, group=3, concurrency=1, slots=16, keeps=True, embedded=True)
+    same = SimulationSetting(items=2, group=3, concurrency=1, slots=16, keeps=True, embedded=True)
     once = simulate(found, same, steps=2, in_order=True)
     assert 0.3 < once.computed_s / (sum(found.computed_s) / 4) < 3
 
@@ -125,8 +128,8 @@ def test_a_real_run_is_read(tmp_path: Path) -> None:
     ("lacks", "says"),
     [
         ("all", r"nowhere is not a run's folder: give the --out of ramify train"),
-        ("metrics.jsonl", r"no metrics.jsonl with steps of reinforcement learning: .*cadence\.rollouts=1"),
-        ("rollouts", r"no kept rollouts of its 4 steps: train with cadence\.rollouts=1"),
+        ("metrics.jsonl", r"no metrics.jsonl with steps of reinforcement learning: .*schedule\.save_rollouts_every=1"),
+        ("rollouts", r"no kept rollouts of its 4 steps: train with schedule\.save_rollouts_every=1"),
         ("a step", r"run has one step of reinforcement learning, .* give a run of at least two"),
         ("sense", r"step-000002.jsonl holds something else than trajectories"),
     ],
@@ -148,7 +151,7 @@ def test_a_folder_that_says_too_little(tmp_path: Path, lacks: str, says: str) ->
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = str(folder(tmp_path / "run"))
-    assert COMMAND.call([run, "--devices", "3", "--staleness", "0,1", "--steps", "3"]) == Exit.ANSWERED
+    assert COMMAND.call([run, "--devices", "3", "--staleness", "0,1", "--steps", "3"]) == ExitCode.ANSWERED
     said = capsys.readouterr().out.splitlines()
     assert said[0] == "by 24 rollouts of 12 groups; the run had 3 groups of 2 per step"
     head = next(
@@ -161,10 +164,23 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     hours = [float(line.replace(" shared", "").split()[6]) for line in said[head + 1 : -1]]
     assert hours == sorted(hours, reverse=True)
     assert said[-1].startswith("most steps per hour: ")
-    asked = [run, "--engines", "1,2", "--slots", "4", "--straggle", "0", "--steps", "3", "--seed", "5", "--json"]
-    assert COMMAND.call(asked) == Exit.ANSWERED
+    asked = [
+        run,
+        "--engines",
+        "1,2",
+        "--slots",
+        "4",
+        "--straggler-factor",
+        "0",
+        "--steps",
+        "3",
+        "--seed",
+        "5",
+        "--json",
+    ]
+    assert COMMAND.call(asked) == ExitCode.ANSWERED
     first = capsys.readouterr().out
-    assert COMMAND.call(asked) == Exit.ANSWERED
+    assert COMMAND.call(asked) == ExitCode.ANSWERED
     assert capsys.readouterr().out == first
     told = json.loads(first)
     assert [(each["setting"]["engines"], each["setting"]["slots"]) for each in told["predicted"]] == [(1, 4), (2, 4)]
@@ -184,9 +200,9 @@ def test_more_than_can_be_played(tmp_path: Path) -> None:
 def test_evaluations_count_in_hours_alone(tmp_path: Path) -> None:
     """7 s after every second step of 4.8."""
     found = measured(folder(tmp_path / "run"))
-    found.silent = 0.0
+    found.zero_variance = 0.0
     plain, evaluated = (
-        simulate(found, Setting(items=3, group=2, concurrency=64, slots=32, evaluate=every), steps=6)
+        simulate(found, SimulationSetting(items=3, group=2, concurrency=64, slots=32, evaluate=every), steps=6)
         for every in (0, 2)
     )
     assert evaluated.step_mean_s == pytest.approx(plain.step_mean_s)
@@ -204,8 +220,8 @@ def test_evaluations_count_in_hours_alone(tmp_path: Path) -> None:
         (["--devices", "0"], "--devices 0: give 1 or more"),
         (["--engine-devices", "2"], "--engine-devices says how --devices are split: give --devices, too"),
         (["--engines", "1,,2"], "--engines 1,,2: give numbers with commas between, as 1,2,4"),
-        (["--straggle", "nan"], "--straggle nan: times the median, at least 1, or 0 for never"),
-        (["--late", "-1"], "--late -1: give 0 or more"),
+        (["--straggler-factor", "nan"], "--straggler-factor nan: times the median, at least 1, or 0 for never"),
+        (["--grace-steps", "-1"], "--grace-steps -1: give 0 or more"),
     ],
 )
 def test_options_that_make_no_sense(tmp_path: Path, options: list[str], says: str) -> None:

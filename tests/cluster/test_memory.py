@@ -10,13 +10,13 @@ import torch
 
 from ramify.cluster import memory
 from ramify.cluster.devices import device_of
-from ramify.cluster.shape import Shape, config_of, shape_of
-from ramify.inference.http.spec import InferenceSpec
+from ramify.cluster.shape import ModelShape, config_of, shape_of
+from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.inference.local.generation import Generation
-from ramify.train.backends.base import Compute, Optim, Shard
-from ramify.train.backends.single import Single
+from ramify.train.backends.base import ComputeSpec, OptimizerSpec, ShardSpec
+from ramify.train.backends.single import SingleBackend
 from ramify.train.config import LoraSpec, PolicySpec, RlSpec, Run
-from ramify.train.loss import Loss
+from ramify.train.loss import LossSpec
 from ramify.train.pack import pack
 from tests.inference import helpers
 from tests.train.backends.small import CONFIG, policy, tree
@@ -35,18 +35,18 @@ def half(**changes: Any) -> Run:
     return Run(**(fields | changes))
 
 
-def stepped(optim: Optim) -> Single:
+def stepped(optim: OptimizerSpec) -> SingleBackend:
     """A backend after one step, so that its optimizer has its state."""
-    single = Single(policy(), optim, Compute(precision="fp32"))
+    single = SingleBackend(policy(), optim, ComputeSpec(precision="fp32"))
     rows = tree()
-    single.forward_backward(pack(rows, single.packing, {"rl": 9.0, "ce": 3.0}), Loss())
+    single.forward_backward(pack(rows, single.packing, {"rl": 9.0, "ce": 3.0}), LossSpec())
     single.optim_step()
     return single
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_what_a_trainer_holds(kind: Any) -> None:
-    optim = Optim(kind=kind)
+    optim = OptimizerSpec(kind=kind)
     run = small(warmup=None, sft=None, rl=RlSpec(optim=optim))
     found = memory.of_rank(run, shape_of(CONFIG), CPU, ranks=1).parts
     single = stepped(optim)
@@ -89,9 +89,9 @@ def test_half_a_billion_by_hand() -> None:
     the last norm                                                                    896
                                                                              494,032,768
     """
-    run = half(compute=Compute(backend="fsdp", shard=Shard(ranks=4), max_tokens=16_384))
+    run = half(compute=ComputeSpec(backend="fsdp", shard=ShardSpec(ranks=4), max_tokens=16_384))
     shape = shape_of(config_of(run))
-    assert shape == Shape(
+    assert shape == ModelShape(
         parameters=494_032_768, inside=24 * 14_909_440, products=24 * 14_909_440 + 136_134_656,
         largest_layer=14_912_384, outside=136_135_552, layers=24, width=896, mlp=4864, heads=14, head_size=64, kv_heads=2,
         vocabulary=151_936, window=32_768,
@@ -122,7 +122,7 @@ def test_adapters_are_all_that_is_trained() -> None:
 
 
 def test_a_second_model_is_counted() -> None:
-    rl = RlSpec(loss=Loss(kl_beta=0.1))
+    rl = RlSpec(loss=LossSpec(kl_beta=0.1))
     with_kl, without = (memory.of_rank(small(rl=each), shape_of(CONFIG), CPU, 1).parts for each in (rl, RlSpec()))
     assert with_kl["reference"] == with_kl["weights"]
     assert "reference" not in without

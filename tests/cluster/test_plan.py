@@ -12,24 +12,24 @@ import pytest
 from ramify.cli.main import command
 from ramify.cli.parser import UsageError
 from ramify.cluster import steps
-from ramify.cluster.devices import Device, Shares, device_of
-from ramify.cluster.plan import Options, lines, plan
-from ramify.cluster.shape import Shape
-from ramify.cluster.steps import Tokens
+from ramify.cluster.devices import DeviceEfficiency, DeviceSpec, device_of
+from ramify.cluster.plan import PlanOptions, lines, plan
+from ramify.cluster.shape import ModelShape
+from ramify.cluster.steps import StepTokens
 from ramify.errors import ConfigError
-from ramify.inference.http.spec import InferenceSpec
+from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.sandbox.base import SandboxSpec
-from ramify.train.backends.base import Compute, Shard
-from ramify.train.checkpoint import Checkpoints, State
+from ramify.train.backends.base import ComputeSpec, ShardSpec
+from ramify.train.checkpoint import CheckpointState, CheckpointStore
 from ramify.train.config import Run, plain
-from ramify.train.metrics import Metrics
-from ramify.train.placement.spec import PlacementSpec, Pool, Role
-from ramify.train.stages import Sample
+from ramify.train.metrics import MetricsFile
+from ramify.train.placement.placement_spec import NodePool, PlacementSpec, RoleSpec
+from ramify.train.stages import StepSampleSpec
 from tests.cluster.test_memory import half
 from tests.train.small import small
 
 TOGETHER = PlacementSpec(
-    pools={"main": Pool(nodes=1, gpus=2, cpus=8)}, trainer=Role(gpus=1), inference=Role(gpus=1),
+    pools={"main": NodePool(nodes=1, gpus=2, cpus=8)}, trainer=RoleSpec(gpus=1), inference=RoleSpec(gpus=1),
     colocate=(("trainer", "inference"),),
 )  # fmt: skip
 RECIPE = """
@@ -37,17 +37,17 @@ from tests.cluster.test_plan import placed
 def run():
     return placed()
 """
-TOY = Shape(
+TOY = ModelShape(
     parameters=1000, inside=800, products=1000, largest_layer=400, outside=200, layers=2, width=10, mlp=20, heads=2,
     head_size=5, kv_heads=1, vocabulary=20, window=100,
 )  # fmt: skip
-SLOW = Device("slow", 1, tflops=1e-6, gb_per_s=1e-3)
+SLOW = DeviceSpec("slow", 1, tflops=1e-6, gb_per_s=1e-3)
 """A million FLOP and a million bytes a second."""
 
 
 def placed(**changes: Any) -> Run:
     fields: dict[str, Any] = {
-        "compute": Compute(backend="fsdp", shard=Shard(ranks=2), max_tokens=8192), "inference": InferenceSpec(num=2),
+        "compute": ComputeSpec(backend="fsdp", shard=ShardSpec(ranks=2), max_tokens=8192), "inference": InferenceSpec(num=2),
         "placement": TOGETHER,
     }  # fmt: skip
     return half(**(fields | changes))
@@ -55,7 +55,7 @@ def placed(**changes: Any) -> Run:
 
 def test_a_plan_says_who_goes_where_and_what_each_holds() -> None:
     found = plan(placed())
-    assert [(seat.pool, seat.node, [tuple(each) for each in seat.members]) for seat in found.seats] == [
+    assert [(placement_slot.pool, placement_slot.node, [tuple(each) for each in placement_slot.members]) for placement_slot in found.placement_slots] == [
         ("main", 0, [("trainer", 0), ("inference", 0)]), ("main", 0, [("trainer", 1), ("inference", 1)]),
     ]  # fmt: skip
     assert [(part.role, part.count, part.device) for part in found.parts] == [
@@ -75,22 +75,22 @@ def test_a_plan_says_who_goes_where_and_what_each_holds() -> None:
     weak = plan(placed(sandbox=SandboxSpec("process", allow_weaker=True)))
     assert weak.parts[-1].limits["all together, each at its limit"] == 128 * (2 << 30)
     assert found.too_large == []
-    small_ones = plan(placed(), Options(device="l4"))
+    small_ones = plan(placed(), PlanOptions(device="l4"))
     assert "share a device of 24 GB and hold" in small_ones.too_large[-1]
 
 
 def test_nodes_may_be_said_for_the_only_pool() -> None:
-    four = placed(compute=Compute(backend="fsdp", shard=Shard(ranks=4)), inference=InferenceSpec(num=4))
+    four = placed(compute=ComputeSpec(backend="fsdp", shard=ShardSpec(ranks=4)), inference=InferenceSpec(num=4))
     with pytest.raises(ConfigError, match="trainer and inference 4 x 1 = 4 GPUs, and it has 1 x 2 = 2"):
         plan(four)
-    assert [seat.node for seat in plan(four, Options(nodes=2)).seats] == [0, 0, 1, 1]
+    assert [placement_slot.node for placement_slot in plan(four, PlanOptions(nodes=2)).placement_slots] == [0, 0, 1, 1]
 
 
 def test_engines_over_two_gpus_share_them_with_two_ranks() -> None:
     """Half of an engine on each GPU; what both hold is held against one device."""
-    over_two = msgspec.structs.replace(TOGETHER, inference=Role(gpus=2))
+    over_two = msgspec.structs.replace(TOGETHER, inference=RoleSpec(gpus=2))
     one = InferenceSpec(num=1, engine="vllm")
-    found = plan(placed(placement=over_two, inference=one), Options(device="l4"))
+    found = plan(placed(placement=over_two, inference=one), PlanOptions(device="l4"))
     text = "\n".join(lines(found))
     assert "  seat 0: 2 GPUs, 3 CPUs: trainer 0, trainer 1, inference 0\n" in text
     rank, engine = found.parts[0].memory, found.parts[2].memory
@@ -113,23 +113,23 @@ def test_seconds_by_hand() -> None:
     run = small(policy=msgspec.structs.replace(small().policy, slots=8), rl=msgspec.structs.replace(
         small().rl, rollout=msgspec.structs.replace(small().rl.rollout, concurrency=64)
     ))  # fmt: skip
-    tokens, shares = Tokens(400, 600, 10, "given"), Shares(0.5, 0.5, 0.5)
+    tokens, shares = StepTokens(400, 600, 10, "given"), DeviceEfficiency(0.5, 0.5, 0.5)
     found = steps.seconds(run, TOY, 2, 1, (SLOW, SLOW), tokens, shares=shares, link_gb_per_s=1e-5)
     assert (found.learning, found.sampling, found.sync) == pytest.approx((18.0, 8.4, 0.4))
     assert found.step == pytest.approx(26.8)
-    apart = msgspec.structs.replace(run, rl=msgspec.structs.replace(run.rl, sample=Sample(max_staleness=1)))
+    apart = msgspec.structs.replace(run, rl=msgspec.structs.replace(run.rl, sample=StepSampleSpec(max_staleness=1)))
     assert steps.seconds(
         apart, TOY, 2, 1, (SLOW, SLOW), tokens, shares=shares, link_gb_per_s=1e-5
     ).step == pytest.approx(18.4)  # fmt: skip
-    again = msgspec.structs.replace(run, compute=Compute(recompute=True))
+    again = msgspec.structs.replace(run, compute=ComputeSpec(recompute=True))
     assert steps.seconds(again, TOY, 2, 1, (SLOW, SLOW), tokens, shares=shares).learning == pytest.approx(24.0)
 
 
 def test_seconds_from_a_run_that_was(tmp_path: Path) -> None:
     """One rank learnt 300 tokens a second and one engine sampled 50: two of both halve the seconds."""
-    checkpoints = Checkpoints(tmp_path, 1, 0)
-    checkpoints.save(State(step=3, config=plain(small())), {})
-    written = Metrics(tmp_path)
+    checkpoints = CheckpointStore(tmp_path, 1, 0)
+    checkpoints.save(CheckpointState(step=3, config=plain(small())), {})
+    written = MetricsFile(tmp_path)
     for step, work_s in enumerate((40.0, 4.0, 4.0)):  # the first step is not like the others
         values = {
             "work_s": work_s,
@@ -140,28 +140,28 @@ def test_seconds_from_a_run_that_was(tmp_path: Path) -> None:
         }
         written.write(step, "rl", 0.0, values)
     written.close()
-    found = plan(placed(), Options(measured=tmp_path))
+    found = plan(placed(), PlanOptions(measured=tmp_path))
     assert found.seconds is not None
     assert (found.seconds.sampling, found.seconds.learning) == (2.0, 1.0)
     assert found.tokens.rollouts == 10
     assert f"measured over 2 steps of {tmp_path}" in "\n".join(lines(found))
     (tmp_path / "metrics.jsonl").write_text("")
-    silent = Metrics(tmp_path)
+    zero_variance = MetricsFile(tmp_path)
     for step in range(3):
-        silent.write(step, "rl", 0.0, {"work_s": 4.0, "learn_s": 0.0, "sampled_tokens": 200.0})
-    silent.close()
+        zero_variance.write(step, "rl", 0.0, {"work_s": 4.0, "learn_s": 0.0, "sampled_tokens": 200.0})
+    zero_variance.close()
     with pytest.raises(ConfigError, match=r"in no step that counts of .* was anything learnt"):
-        plan(placed(), Options(measured=tmp_path))
+        plan(placed(), PlanOptions(measured=tmp_path))
     with pytest.raises(ConfigError, match=r"--measured .*nowhere is no run's folder: it has no metrics\.jsonl"):
-        plan(placed(), Options(measured=tmp_path / "nowhere"))
+        plan(placed(), PlanOptions(measured=tmp_path / "nowhere"))
     (tmp_path / "metrics.jsonl").write_text("")
     with pytest.raises(ConfigError, match="has no step of reinforcement learning"):
-        plan(placed(), Options(measured=tmp_path))
+        plan(placed(), PlanOptions(measured=tmp_path))
 
 
 def test_shares_and_devices_that_are_none() -> None:
     with pytest.raises(ConfigError, match=r"train=1\.5 must be above 0 and at most 1"):
-        Shares(train=1.5)
+        DeviceEfficiency(train=1.5)
     with pytest.raises(ConfigError, match="there is no device 'h10': did you mean 'h100'"):
         device_of("h10")
 
@@ -173,7 +173,7 @@ def test_the_command_prints_it(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert told.call([str(recipe), "--json", "--device", "h200", "--mfu", "0.5"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["parts"][0]["device"] == "h200"
-    assert found["seats"][0]["members"] == [["trainer", 0], ["inference", 0]]
+    assert found["placement_slots"][0]["members"] == [["trainer", 0], ["inference", 0]]
     assert told.call([str(recipe)]) == 0
     assert "  seat 1: 1 GPUs, 2 CPUs: trainer 1, inference 1\n" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="= 2 GPUs, and it has 1 x 1 = 1"):

@@ -12,25 +12,25 @@ from simpy import Environment
 
 from ramify import ScriptedClient
 from ramify.cluster.calibrate import calibrate
-from ramify.cluster.engine import Engine
-from ramify.cluster.rate import Asked, Rate, admitted, fit, from_steps
+from ramify.cluster.rate import EngineRate, MeasuredRequest, admitted, fit, from_steps
+from ramify.cluster.simulated_engine import SimulatedEngine
 from ramify.errors import ConfigError
 
-TRUE = Rate(((1.0, 0.011), (32.0, 0.042)), prompt_token_s=2e-4, request_s=0.03)
+TRUE = EngineRate(((1.0, 0.011), (32.0, 0.042)), prompt_token_s=2e-4, request_s=0.03)
 
 
-def served(rate: Rate, slots: int, num: int = 400, engines: int = 1) -> list[Asked]:
+def served(rate: EngineRate, slots: int, num: int = 400, engines: int = 1) -> list[MeasuredRequest]:
     env, draw = Environment(), random.Random(0)
-    servers = [Engine(env, rate, slots) for _ in range(engines)]
-    found: list[Asked] = []
+    servers = [SimulatedEngine(env, rate, slots) for _ in range(engines)]
+    found: list[MeasuredRequest] = []
 
-    def user(engine: Engine) -> Generator[Any, Any, None]:
+    def user(engine: SimulatedEngine) -> Generator[Any, Any, None]:
         for _ in range(num // (8 * engines)):
             yield env.timeout(draw.expovariate(0.5))
             began, new, sampled = env.now, draw.randrange(500), draw.randrange(1, 200)
             yield env.timeout(rate.request_s)
             yield engine.sample(new, new, sampled)
-            found.append(Asked(began, env.now, new, sampled))
+            found.append(MeasuredRequest(began, env.now, new, sampled))
 
     for engine in servers:
         for _ in range(8):
@@ -49,18 +49,23 @@ def test_the_rate_is_found_again(engines: int) -> None:
 
 def test_what_waited_for_a_slot_is_not_the_engines_time() -> None:
     """Two slots: the third has one when the first is over, the fourth when the second is."""
-    asked = [Asked(0, 4, 0, 4), Asked(1, 6, 0, 5), Asked(2, 9, 0, 5), Asked(3, 8, 0, 2)]
+    asked = [
+        MeasuredRequest(0, 4, 0, 4),
+        MeasuredRequest(1, 6, 0, 5),
+        MeasuredRequest(2, 9, 0, 5),
+        MeasuredRequest(3, 8, 0, 2),
+    ]
     assert [each.begun_s for each in admitted(asked, 2)] == [0, 1, 4, 6]
     assert admitted(asked, None) == asked
     crowded = fit(served(TRUE, 4, 1600), slots=4)
     assert [crowded.step_s(b) for b in (2, 4)] == pytest.approx([TRUE.step_s(b) for b in (2, 4)], rel=0.15)
-    with pytest.raises(ConfigError, match=r"^0 of 9 requests say how fast .*cadence\.rollouts=1.* --calibrate"):
-        fit([Asked(0.0, 1.0, 5, 0)] * 9, slots=4)
+    with pytest.raises(ConfigError, match=r"^0 of 9 requests say how fast .*schedule\.save_rollouts_every=1.* --calibrate"):
+        fit([MeasuredRequest(0.0, 1.0, 5, 0)] * 9, slots=4)
 
 
 def test_nothing_is_faster_than_nothing() -> None:
     """More at once was measured faster, by chance; no number of a rate is below zero."""
-    asked = [Asked(t * 10.0, t * 10.0 + 2.0 - 0.1 * (t % 3), t % 3, 10) for t in range(12)]
+    asked = [MeasuredRequest(t * 10.0, t * 10.0 + 2.0 - 0.1 * (t % 3), t % 3, 10) for t in range(12)]
     found = fit(asked)
     assert min(found.points[0][1], found.prompt_token_s, found.request_s) >= 0
     assert from_steps([(4, 0.02), (1, 0.01), (2, 0.009)], 0.0).points == ((1, 0.01), (2, 0.01), (4, 0.02))

@@ -5,30 +5,30 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from ramify.cluster.choose import Split, best, choices, predict, splits
-from ramify.cluster.measured import Measured, Sizes
-from ramify.cluster.rate import Rate
-from ramify.cluster.simulate import Setting, quantile, simulate
-from ramify.cluster.trees import CallShape, CellShape, Rollout, TurnShape
+from ramify.cluster.rate import EngineRate
+from ramify.cluster.rollout_shapes import CallShape, CellShape, RolloutShape, TurnShape
+from ramify.cluster.search_settings import DeviceSplit, best, choices, predict, splits
+from ramify.cluster.simulate import SimulationSetting, quantile, simulate
+from ramify.cluster.simulation_inputs import RunSizes, SimulationInputs
 from ramify.errors import ConfigError
 
-SIZES = Sizes(items=1, group=1, concurrency=9, on_wire=9, engines=1, slots=9, ranks=1, staleness=0)
+SIZES = RunSizes(items=1, group=1, concurrency=9, on_wire=9, engines=1, slots=9, ranks=1, staleness=0)
 
 
-def plain(tokens: int) -> Rollout:
-    return Rollout((CallShape((TurnShape(0, 0, tokens),)),))
+def plain(tokens: int) -> RolloutShape:
+    return RolloutShape((CallShape((TurnShape(0, 0, tokens),)),))
 
 
-def world(*lengths: list[int], step_s: float = 1.0, learn_s: float = 2.0, publish_s: float = 0.5) -> Measured:
+def world(*lengths: list[int], step_s: float = 1.0, learn_s: float = 2.0, publish_s: float = 0.5) -> SimulationInputs:
     """``lengths``: of the replies of each group."""
-    return Measured(
-        groups=[[plain(tokens) for tokens in group] for group in lengths], rate=Rate(((1.0, step_s),)), sizes=SIZES,
+    return SimulationInputs(
+        groups=[[plain(tokens) for tokens in group] for group in lengths], rate=EngineRate(((1.0, step_s),)), sizes=SIZES,
         learn_base_s=learn_s, learn_token_s=0.0, publish_s=[publish_s],
     )  # fmt: skip
 
 
-def setting(**changes: object) -> Setting:
-    base = Setting(items=1, group=1, concurrency=9, slots=9)
+def setting(**changes: object) -> SimulationSetting:
+    base = SimulationSetting(items=1, group=1, concurrency=9, slots=9)
     return msgspec.structs.replace(base, **changes)
 
 
@@ -70,7 +70,7 @@ def test_children_hold_no_slot_and_no_place_on_the_wire() -> None:
     leaf = [CallShape((TurnShape(0, 0, tokens),)) for tokens in (3, 1)]
     cell = CellShape(0.5, ((leaf[0], leaf[0]), (leaf[1],)))
     root = CallShape((TurnShape(0, 0, 2, cells=(cell,)), TurnShape(0, 0, 2)), host_s=0.25)
-    measured = msgspec.structs.replace(world([1], learn_s=0.0, publish_s=0.0), groups=[[Rollout((root,))]])
+    measured = msgspec.structs.replace(world([1], learn_s=0.0, publish_s=0.0), groups=[[RolloutShape((root,))]])
     assert simulate(measured, setting(), steps=1).step_s == 2 + 0.25 + 0.5 + 3 + 1 + 2
     assert simulate(measured, setting(slots=1, on_wire=1), steps=1).step_s == 2 + 0.25 + 0.5 + 6 + 1 + 2
 
@@ -105,26 +105,26 @@ def test_work_does_not_depend_on_where_it_is_done(steps: int) -> None:
     assert len({each.step_s for each in found}) == 3
 
 
-@pytest.mark.parametrize(("staleness", "late"), [(0, 4), (1, 0), (1, 2), (3, 0)])
-def test_nothing_is_staler_than_it_may_be(staleness: int, late: int) -> None:
-    asked = setting(group=2, items=2, staleness=staleness, late=late, concurrency=5)
+@pytest.mark.parametrize(("staleness", "grace_steps"), [(0, 4), (1, 0), (1, 2), (3, 0)])
+def test_nothing_is_staler_than_it_may_be(staleness: int, grace_steps: int) -> None:
+    asked = setting(group=2, items=2, staleness=staleness, grace_steps=grace_steps, concurrency=5)
     found = simulate(LONG, asked, steps=30)
-    assert found.staleness_max <= asked.oldest
+    assert found.staleness_max <= asked.max_token_staleness
     assert (found.staleness > 0) is (staleness > 0)
 
 
 def test_stragglers_are_given_up() -> None:
     """One group in five has a rollout of 40 s, where the median is 7: it is cut at 14."""
     waits = simulate(LONG, setting(group=2, items=2), steps=40)
-    cut = simulate(LONG, setting(group=2, items=2, straggle=2.0), steps=40)
+    cut = simulate(LONG, setting(group=2, items=2, straggler_factor=2.0), steps=40)
     assert waits.stragglers == 0
     assert 0.1 < cut.stragglers < 1.5
     assert cut.step_90_s < 0.6 * waits.step_90_s
 
 
 def test_dynamic_sampling_takes_further_groups() -> None:
-    silent = msgspec.structs.replace(world([10]), silent=0.5)
-    found = simulate(silent, setting(items=4, max_items=16), steps=40)
+    zero_variance = msgspec.structs.replace(world([10]), zero_variance=0.5)
+    found = simulate(zero_variance, setting(items=4, max_items=16), steps=40)
     assert found.step_mean_s > 12.5 * 1.5
     assert found.sampled_per_s > 1.5 * found.learnt_per_s
 
@@ -136,8 +136,8 @@ def test_more_ranks_learn_faster_by_what_scaling_leaves() -> None:
 
 
 def test_splits_and_the_best_of_them() -> None:
-    assert splits(3) == [Split(1, 2), Split(2, 1), Split(3, 3, shared=True)]
-    assert splits(4, 2) == [Split(1, 2), Split(2, 4, shared=True)]
+    assert splits(3) == [DeviceSplit(1, 2), DeviceSplit(2, 1), DeviceSplit(3, 3, shared=True)]
+    assert splits(4, 2) == [DeviceSplit(1, 2), DeviceSplit(2, 4, shared=True)]
     with pytest.raises(ConfigError, match="1 devices have no room for an engine of 2"):
         splits(1, 2)
     measured = world(*[[20] * 8] * 3, learn_s=1.0)
@@ -151,11 +151,12 @@ def test_splits_and_the_best_of_them() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"engines": 0}, {"staleness": -1}, {"late": -1}, {"straggle": 0.5}, {"items": 3, "max_items": 2}]
+    "changes",
+    [{"engines": 0}, {"staleness": -1}, {"grace_steps": -1}, {"straggler_factor": 0.5}, {"items": 3, "max_items": 2}],
 )
 def test_what_cannot_be_simulated(changes: dict[str, float]) -> None:
     with pytest.raises(ConfigError):
-        Setting(**({"items": 1, "group": 1, "concurrency": 1} | changes))  # type: ignore[arg-type]
+        SimulationSetting(**({"items": 1, "group": 1, "concurrency": 1} | changes))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="steps=0"):
         simulate(LONG, setting(), steps=0)
 

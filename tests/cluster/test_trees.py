@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ramify.cluster.trees import CallShape, CellShape, Rollout, TurnShape, shape_of
+from ramify.cluster.rollout_shapes import CallShape, CellShape, RolloutShape, TurnShape, shape_of
 from ramify.types.message import Message, Reply, Usage
 from ramify.types.trajectory import Call, Cell, Parent, Trajectory, Turn
 
@@ -48,5 +48,5 @@ def test_waves_and_waits() -> None:
 def test_a_rollout_walks_its_calls() -> None:
     leaf = CallShape((TurnShape(1, 1, 1),))
     root = CallShape((TurnShape(1, 1, 2, cells=(CellShape(0.0, ((leaf, leaf), (leaf,))),)),))
-    assert Rollout((root,)).sampled == 5
-    assert list(Rollout((root,)).calls()) == [root, leaf, leaf, leaf]
+    assert RolloutShape((root,)).sampled == 5
+    assert list(RolloutShape((root,)).calls()) == [root, leaf, leaf, leaf]

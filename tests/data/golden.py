@@ -11,22 +11,22 @@ from pathlib import Path
 
 import msgspec
 
-from ramify.secrets import Secrets
-from ramify.store.line import encode_line
+from ramify.secrets import SecretRedactor
+from ramify.store.event_line import encode_line
 from ramify.types.event import (
     AnyEvent,
-    Attempted,
+    AttemptFailed,
     CallEnded,
     CallStarted,
     CellRan,
-    Fold,
-    Noted,
-    Replied,
-    Requested,
+    NoteAdded,
+    ReplyReceived,
+    RequestStarted,
     RunEnded,
     RunStarted,
-    Scored,
+    ScoreAdded,
     ToolAnswered,
+    TrajectoryFold,
 )
 from ramify.types.message import Message, Reply, ToolCall, Usage, VersionSpan
 from ramify.types.trajectory import Cell, ContextRef, Fork, Parent, Stop
@@ -40,13 +40,15 @@ HASHES = {("0", 0): "11" * 32, ("0", 1): "12" * 32, ("0", 2): "13" * 32, ("0", 3
           ("0.1", 0): "22" * 32, ("0.2", 0): "23" * 32, ("1", 0): "31" * 32}  # fmt: skip
 
 
-def ask(at_s: float, call: str, turn: int, reused: int, *prompt: Message) -> Requested:
-    return Requested(at_s=at_s, call=call, turn=turn, reused=reused, prompt=prompt, prompt_hash=HASHES[call, turn])
+def ask(at_s: float, call: str, turn: int, reused: int, *prompt: Message) -> RequestStarted:
+    return RequestStarted(at_s=at_s, call=call, turn=turn, reused=reused, prompt=prompt, prompt_hash=HASHES[call, turn])
 
 
-def say(at_s: float, call: str, turn: int, text: str, usage: Usage, cost: float | None, **more: object) -> Replied:
+def say(
+    at_s: float, call: str, turn: int, text: str, usage: Usage, cost: float | None, **more: object
+) -> ReplyReceived:
     reply = Reply(Message("assistant", text), usage, model="model-1", cost=cost, seconds=0.25)
-    return Replied(at_s=at_s, call=call, turn=turn, reply=msgspec.structs.replace(reply, **more))
+    return ReplyReceived(at_s=at_s, call=call, turn=turn, reply=msgspec.structs.replace(reply, **more))
 
 
 def events() -> list[AnyEvent]:
@@ -76,9 +78,9 @@ def _batch() -> list[AnyEvent]:
         CallStarted(at_s=1.0, id="0.1", kind="lm", model="scripted:leaf", depth=1, question="part 2 …", parent=here),
         ask(1.0, "0.0", 0, 0, Message("user", "part 1 …")),
         ask(1.0, "0.1", 0, 0, Message("user", "part 2 …")),
-        Attempted(at_s=1.25, call="0.1", turn=0, error="connection closed", usage=Usage(24, 64, calls=1, unknown_calls=1),
+        AttemptFailed(at_s=1.25, call="0.1", turn=0, error="connection closed", usage=Usage(24, 64, calls=1, unknown_calls=1),
                   cost=0.0005),
-        Noted(at_s=1.25, call="0.1", text="trying again in 0.5 s"),
+        NoteAdded(at_s=1.25, call="0.1", text="trying again in 0.5 s"),
         say(1.25, "0.0", 0, "no failure", Usage(10, 3, calls=1), None, prompt_ids=(1, 5, 9), token_ids=(7, 8, 2),
             logprobs=(-0.125, -2.5, 0.0), versions=(VersionSpan(0, 2, 4), VersionSpan(2, 3, 5))),
         CallEnded(at_s=1.25, id="0.0", stop=Stop.FINAL, answer="no failure"),
@@ -94,13 +96,13 @@ def _batch() -> list[AnyEvent]:
 
 def _child() -> list[AnyEvent]:
     return [
-        Noted(at_s=2.25, call="0", text="the history was compacted from 6 messages to 2"),
+        NoteAdded(at_s=2.25, call="0", text="the history was compacted from 6 messages to 2"),
         ask(2.25, "0", 2, 1, Message("user", "So far: host-7 at 03:14.")),
         say(2.5, "0", 2, "```repl\nrlm_query('check', part)\n```", Usage(60, 12, calls=1), 0.0005),
         CallStarted(at_s=2.5, id="0.2", kind="rlm", model="scripted:root", depth=1, question="check",
                     parent=Parent("0", 2, 0), context=PART),
         ask(2.5, "0.2", 0, 0, Message("system", "You have `context`."), Message("user", "check")),
-        Attempted(at_s=2.75, call="0.2", turn=0, error="HTTP 400: prompt too long"),
+        AttemptFailed(at_s=2.75, call="0.2", turn=0, error="HTTP 400: prompt too long"),
         CallEnded(at_s=2.75, id="0.2", stop=Stop.ERROR, error="Refused: prompt too long"),
         CellRan(at_s=2.75, call="0", turn=2, cell=0,
                 result=Cell("rlm_query('check', part)", error="SubcallError: Refused: prompt too long")),
@@ -132,21 +134,23 @@ def _second_question() -> list[AnyEvent]:
 def _scores() -> list[AnyEvent]:
     """Minutes after the end: by the task, and by signals that look at single turns."""
     return [
-        Scored(at_s=60.0, by="task", rewards={"correct": 1.0}, values={"f1": 0.75}),
-        Scored(at_s=60.0, by="task", call="0.2", rewards={"correct": 0.0}),
-        Scored(
+        ScoreAdded(at_s=60.0, by="task", rewards={"correct": 1.0}, values={"f1": 0.75}),
+        ScoreAdded(at_s=60.0, by="task", call="0.2", rewards={"correct": 0.0}),
+        ScoreAdded(
             at_s=90.0, by="process", call="0", turn=1, values={"process": 0.5}, text="asks about both parts at once"
         ),
-        Scored(at_s=90.0, by="hindsight", call="0.0", turn=0, tokens={"gap": [0.25, -1.5, 0.0]}, text="Name the host."),
+        ScoreAdded(
+            at_s=90.0, by="hindsight", call="0.0", turn=0, tokens={"gap": [0.25, -1.5, 0.0]}, text="Name the host."
+        ),
     ]
 
 
 def journal_bytes() -> bytes:
-    return b"".join(encode_line(event, Secrets(environ={})) for event in events())
+    return b"".join(encode_line(event, SecretRedactor(environ={})) for event in events())
 
 
 def trajectory_bytes() -> bytes:
-    fold = Fold()
+    fold = TrajectoryFold()
     for event in events():
         fold.apply(event)
     return msgspec.json.format(msgspec.json.encode(fold.trajectory), indent=1) + b"\n"

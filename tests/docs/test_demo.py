@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from ramify.inference.base import TINY
-from ramify.train.metrics import Measured
+from ramify.train.metrics import StepMetrics
 from tests.train.test_recipes import SHORT
 
 ROOT = Path(__file__).parents[2]
@@ -109,7 +109,7 @@ def test_a_trained_policy_is_measured_and_asked(tmp_path):
     """A run that is over is not trained again. Its policy here is the packaged one, which its recipe made elsewhere."""
     run = tmp_path / "run"
     shutil.copytree(TINY, run / "policy")
-    rows = [Measured(1, stage, 1.0, {"test/reward": share}) for stage, share in (("first", 0.04), ("last", 0.91))]
+    rows = [StepMetrics(1, stage, 1.0, {"test/reward": share}) for stage, share in (("first", 0.04), ("last", 0.91))]
     (run / "metrics.jsonl").write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
     said = ran(tmp_path, str(DEMO), "--train", "--out", "run", "--questions", "64")
     lines = [" ".join(line.split()) for line in said.splitlines()]

@@ -10,7 +10,7 @@ import pytest
 
 from ramify import SandboxSpec, Stop, Store
 from ramify.engine.branch import Branches
-from ramify.types.event import AnyEvent, CallStarted, CellRan, Noted, Requested, ToolAnswered
+from ramify.types.event import AnyEvent, CallStarted, CellRan, NoteAdded, RequestStarted, ToolAnswered
 from ramify.types.message import Message, ToolCall
 from tests.engine.helpers import SCAFFOLD, client, code, rlm
 
@@ -88,11 +88,13 @@ def test_variables_are_back_and_nothing_was_asked_twice(provider: str, tmp_path:
 
     events = list(store.events("last"))
     assert len(_all(events, CellRan)) == 7 + 2
-    assert len(_all(events, Requested)) == 6 + 3 + 2
+    assert len(_all(events, RequestStarted)) == 6 + 3 + 2
     assert len(_all(events, ToolAnswered)) == 2
     assert [call.id for call in result.trajectory.calls] == ["0", *(f"0.{n}" for n in range(5))]
     assert [event.id for event in _all(events, CallStarted)] == [call.id for call in result.trajectory.calls]
-    assert [event.text for event in _all(events, Noted)] == ["the session died and was rebuilt: 4 cells were run again"]
+    assert [event.text for event in _all(events, NoteAdded)] == [
+        "the session died and was rebuilt: 4 cells were run again"
+    ]
     assert store.load("last") == result.trajectory
 
     assert (replayed.answer, replayed.usage, ticker.num) == (result.answer, result.usage, 2)

@@ -139,7 +139,10 @@ def seen(name: str) -> list[Any]:
     model = ScriptedClient(script, window=scenario.get("window", 128_000))
     scaffold = scenario.get("scaffold", Scaffold(direct_chars=0))
     limits = scenario.get("limits", Limits())
-    with rlm(model, scaffold=scaffold, limits=limits, **scenario.get("options", {})) as asked, contextlib.suppress(RamifyError):
+    with (
+        rlm(model, scaffold=scaffold, limits=limits, **scenario.get("options", {})) as asked,
+        contextlib.suppress(RamifyError),
+    ):
         asked.completion(scenario.get("context", TEXT), "What is in it?")
     requests = sorted(model.requests, key=lambda request: json.dumps(_plain(request)))
     return [_plain(one) for one in requests if not any(_goes_on(one, other) for other in requests)]

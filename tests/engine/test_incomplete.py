@@ -12,7 +12,7 @@ import pytest
 from ramify import RLM, Limits, RamifyError, Stop
 from ramify.clients.base import Price
 from ramify.clients.scripted_server import ScriptedServer
-from ramify.engine.running import Result
+from ramify.engine.run_handle import Result
 from ramify.errors import ReplyCut, ReplyFiltered
 from ramify.types.message import Message, Reply, ToolCall, Usage
 from tests.clients.helpers import Says, run, says

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ramify.clients.base import Price
-from ramify.engine.limits import Amount, Ledger, Limits, bound
+from ramify.engine.limits import Ledger, Limits, ResourceAmount, bound
 from ramify.errors import ConfigError, LimitReached
 from ramify.types.message import Usage
 from ramify.types.trajectory import Stop
@@ -33,19 +33,19 @@ def test_default_cost_cap_holds_only_where_there_are_prices() -> None:
 
 def test_bound_takes_the_dearest_way_to_bill_a_prompt() -> None:
     price = Price(input=1.0, output=2.0, cached=0.1, cache_write=1.25)
-    assert bound(1_000_000, 500_000, price) == Amount(1, 1_500_000, 1.25 + 1.0)
-    assert bound(10, 5, None) == Amount(1, 15, 0.0)
+    assert bound(1_000_000, 500_000, price) == ResourceAmount(1, 1_500_000, 1.25 + 1.0)
+    assert bound(10, 5, None) == ResourceAmount(1, 15, 0.0)
 
 
 def test_a_request_waits_for_what_may_be_freed_and_is_refused_when_it_cannot() -> None:
     async def scenario() -> list[str]:
         ledger = Ledger(Limits(max_calls=2), priced=False)
-        ledger.hold(Amount(calls=1))
+        ledger.hold(ResourceAmount(calls=1))
         seen: list[str] = []
 
         async def ask(name: str) -> None:
             try:
-                await ledger.reserve(Amount(calls=1))
+                await ledger.reserve(ResourceAmount(calls=1))
                 seen.append(f"{name} in")
             except LimitReached as reached:
                 seen.append(f"{name} {reached.stop}")
@@ -54,10 +54,10 @@ def test_a_request_waits_for_what_may_be_freed_and_is_refused_when_it_cannot() -
         waiting = [asyncio.create_task(ask(name)) for name in "bc"]
         await asyncio.sleep(0)
         assert seen == ["a in"]
-        ledger.free(Amount(calls=1))
+        ledger.free(ResourceAmount(calls=1))
         await asyncio.sleep(0)
         assert seen == ["a in", "b in"]
-        ledger.settle(Amount(calls=1), Usage(calls=1), None)
+        ledger.settle(ResourceAmount(calls=1), Usage(calls=1), None)
         await asyncio.gather(*waiting)
         return seen
 
@@ -65,17 +65,17 @@ def test_a_request_waits_for_what_may_be_freed_and_is_refused_when_it_cannot() -
 
 
 def test_a_cancelled_wait_leaves_no_reservation() -> None:
-    async def scenario() -> Amount:
+    async def scenario() -> ResourceAmount:
         ledger = Ledger(Limits(max_calls=1), priced=False)
-        await ledger.reserve(Amount(1))
-        waiting = asyncio.create_task(ledger.reserve(Amount(1)))
+        await ledger.reserve(ResourceAmount(1))
+        waiting = asyncio.create_task(ledger.reserve(ResourceAmount(1)))
         await asyncio.sleep(0)
-        ledger.free(Amount(1))  # admits the waiter, which is cancelled before it runs again
+        ledger.free(ResourceAmount(1))  # admits the waiter, which is cancelled before it runs again
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
         return ledger.outstanding
 
-    assert asyncio.run(scenario()) == Amount(0, 0, 0.0)
+    assert asyncio.run(scenario()) == ResourceAmount(0, 0, 0.0)
 
 
 @settings(max_examples=60, deadline=None)
@@ -93,7 +93,7 @@ def test_no_schedule_passes_a_limit(seed: int, max_calls: int, max_tokens: int, 
         rng = random.Random(seed)
         limits = Limits(max_calls=max_calls, max_tokens=max_tokens, max_cost=max_cents / 100)
         ledger = Ledger(limits, priced=True)
-        ledger.hold(Amount(held, 5 * held, 0.001 * held))
+        ledger.hold(ResourceAmount(held, 5 * held, 0.001 * held))
 
         def check() -> None:
             total = ledger.spent.plus(ledger.outstanding).plus(ledger.held)
@@ -102,7 +102,7 @@ def test_no_schedule_passes_a_limit(seed: int, max_calls: int, max_tokens: int, 
             assert total.cost <= max_cents / 100 * (1 + 1e-6)
 
         async def asker() -> bool:
-            amount = Amount(1, rng.randint(1, 60), rng.random() / 20)
+            amount = ResourceAmount(1, rng.randint(1, 60), rng.random() / 20)
             try:
                 await ledger.reserve(amount)
             except LimitReached as reached:

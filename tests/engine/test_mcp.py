@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ramify.engine.mcp import McpTools, function_name, recorded
+from ramify.engine.mcp_tools import McpTools, function_name, recorded
 from ramify.errors import ConfigError
 from tests.engine.helpers import code, rlm
 

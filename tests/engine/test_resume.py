@@ -16,7 +16,7 @@ import pytest
 from ramify import RLM, Limits, RamifyError, Scaffold, Stop, Store
 from ramify.clients.scripted_server import ScriptedServer
 from ramify.errors import ConfigError, LimitReached, ReplayDiverged
-from ramify.types.event import Attempted, Replied, Requested
+from ramify.types.event import AttemptFailed, ReplyReceived, RequestStarted
 from ramify.types.message import Message
 from tests.engine.helpers import SCAFFOLD, by_role, client, code, rlm
 
@@ -90,7 +90,7 @@ async def _kill_and_resume(tmp_path: Path) -> None:
 
 
 def _replied(store: Store) -> int:
-    return sum(isinstance(event, Replied) for event in store.events("last"))
+    return sum(isinstance(event, ReplyReceived) for event in store.events("last"))
 
 
 def _last_message(request: Any) -> str:
@@ -121,7 +121,9 @@ def test_a_replay_asks_no_model_and_repeats_failures_tools_and_last_words(tmp_pa
     assert (again.stop, again.response, again.usage) == (result.stop, result.response, result.usage)
     assert silent.requests == []
     assert next(num_calls) == 1, "the tool was not called again"
-    assert [type(e) for e in store.events("last") if isinstance(e, Attempted | Requested)].count(Attempted) == 1
+    assert [type(e) for e in store.events("last") if isinstance(e, AttemptFailed | RequestStarted)].count(
+        AttemptFailed
+    ) == 1
 
 
 def test_a_replay_that_asks_something_else_diverges(tmp_path: Path) -> None:

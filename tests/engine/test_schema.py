@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from ramify.engine.regex import Pattern, Unsupported
-from ramify.engine.typed import Mismatch, answer_type
+from ramify.engine.regex import RegexPattern, UnsupportedRegex
+from ramify.engine.typed import TypeMismatch, answer_type
 from ramify.errors import ConfigError
 
 LEVELS = 30
@@ -36,7 +36,7 @@ def doubling(keyword: str, last: Any, **more: Any) -> dict[str, Any]:
 def test_what_would_take_for_ever_is_refused_by_a_count(schema: dict[str, Any], value: Any, trusted: bool) -> None:
     kind = answer_type(schema, trusted=trusted)
     assert kind is not None
-    with pytest.raises(Mismatch, match="too many steps"):
+    with pytest.raises(TypeMismatch, match="too many steps"):
         kind.convert(value)
 
 
@@ -77,18 +77,18 @@ def test_legitimate_schemas_work(schema: dict[str, Any], fits: Any, not_fits: An
     kind = answer_type(schema, trusted=trusted)
     assert kind is not None
     assert kind.convert(fits) == fits
-    with pytest.raises(Mismatch, match=r"at \$"):
+    with pytest.raises(TypeMismatch, match=r"at \$"):
         kind.convert(not_fits)
 
 
 def test_a_value_that_cannot_be_written_is_a_mismatch_and_no_crash() -> None:
     kind = answer_type({"type": "string"})
     assert kind is not None
-    with pytest.raises(Mismatch, match="cannot be checked"):
+    with pytest.raises(TypeMismatch, match="cannot be checked"):
         kind.convert(10**5000)
-    with pytest.raises(Mismatch, match="not JSON"):
+    with pytest.raises(TypeMismatch, match="not JSON"):
         answer_type({"type": "array"}).read("[" * 100_000)  # type: ignore[union-attr]
-    with pytest.raises(Mismatch, match="not JSON"):
+    with pytest.raises(TypeMismatch, match="not JSON"):
         answer_type({"type": "array"}).read("```" + "\n" * 100_000)  # type: ignore[union-attr]
 
 
@@ -116,7 +116,7 @@ EXPRESSIONS = [
 
 @pytest.mark.parametrize("text", EXPRESSIONS)
 def test_expressions_mean_what_they_mean_to_python(text: str) -> None:
-    draw, ours, theirs = random.Random(0), Pattern(text), re.compile(text)
+    draw, ours, theirs = random.Random(0), RegexPattern(text), re.compile(text)
     for _ in range(200):
         said = "".join(draw.choice("abcdfo1.-@ \n") for _ in range(draw.randrange(9)))
         assert ours.search(said, lambda _: None) == bool(theirs.search(said)), said
@@ -125,9 +125,9 @@ def test_expressions_mean_what_they_mean_to_python(text: str) -> None:
 def test_steps_of_an_expression_grow_with_the_text_and_not_beyond() -> None:
     def steps(num: int) -> int:
         spent: list[int] = []
-        Pattern("(a+)+$").search("a" * num + "b", spent.append)
+        RegexPattern("(a+)+$").search("a" * num + "b", spent.append)
         return sum(spent)
 
     assert steps(200) < 5 * steps(100)
-    with pytest.raises(Unsupported, match="nothing to repeat"):
-        Pattern("*")
+    with pytest.raises(UnsupportedRegex, match="nothing to repeat"):
+        RegexPattern("*")

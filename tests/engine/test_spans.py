@@ -14,7 +14,7 @@ import pytest
 from ramify import RLM, Limits, Sampling, SandboxSpec, Scaffold, ScriptedClient
 from ramify.clients.base import Price
 from ramify.clients.scripted import refused
-from ramify.engine.spans import Spans
+from ramify.engine.spans import SpanListener
 
 pytest.importorskip("opentelemetry.sdk", reason="the extra otel")
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
@@ -63,7 +63,7 @@ def spans_of(question: str, content: bool | None = None) -> list[ReadableSpan]:
             tools={"grep": lambda word: [word]},
         )
         async with rlm:
-            listener = Spans(provider.get_tracer("test"), content)
+            listener = SpanListener(provider.get_tracer("test"), content)
             await rlm.start("text " + SECRET, question, on_event=listener).result()
 
     asyncio.run(run())
@@ -176,7 +176,7 @@ with RLM(ScriptedClient(lambda messages: "7")) as rlm, tracer.start_as_current_s
 
 async def served():
     import aiohttp
-    from ramify.serve.runs import RunServer
+    from ramify.serve.run_server import RunServer
     rlm = RLM(ScriptedClient(lambda messages: "7"))
     async with RunServer(rlm, name="m", port=0) as server, aiohttp.ClientSession() as http:
         headers = {"traceparent": "00-0123456789abcdef0123456789abcdef-00f067aa0ba902b7-01"}

@@ -281,7 +281,7 @@ def test_a_long_history_is_summarised_and_goes_on_in_a_new_branch() -> None:
 
 def test_the_names_that_a_tool_cannot_have_are_those_of_the_session() -> None:
     from ramify.engine import prelude
-    from ramify.engine.tools import RESERVED
+    from ramify.engine.tool_set import RESERVED
 
     assert {*prelude.__all__, "context"} == RESERVED
 

@@ -14,7 +14,7 @@ from ramify.engine.observe import terse
 from ramify.engine.scaffold import SCAFFOLDS
 from ramify.errors import ConfigError, ModelError
 from ramify.sandbox.base import Session
-from ramify.tasks.base import Start
+from ramify.tasks.base import TaskStart
 from ramify.types.message import Message
 from ramify.types.trajectory import Cell
 from tests.engine.helpers import client, rlm
@@ -204,7 +204,7 @@ def test_a_task_prepares_every_session() -> None:
         seen.append(session)
         await session.set("K", len(seen), reserved=True)
 
-    start = Start(context="alpha", tools={"double": lambda x: 2 * x, "base": 40}, on_session=on_session)
+    start = TaskStart(context="alpha", tools={"double": lambda x: 2 * x, "base": 40}, on_session=on_session)
     script: Any = [
         "A=rlm_query('x')\nprint(A)", "FINAL(double(K))", "import os\nos._exit(1)", "print(K, base)", "FINAL(K+base)",
     ]  # fmt: skip

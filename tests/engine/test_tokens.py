@@ -9,11 +9,11 @@ import msgspec
 import pytest
 
 from ramify import Scaffold, Store
-from ramify.clients.base import Known
-from ramify.clients.scripted import ByteIds
+from ramify.clients.base import KnownPrefix
+from ramify.clients.scripted import ByteTokenIds
 from ramify.engine.branch import Branches
 from ramify.types import Message, Reply, TokenSpan, Trajectory
-from ramify.types.event import Replied
+from ramify.types.event import ReplyReceived
 from tests.engine.helpers import SCAFFOLD, by_role, client, code, rlm
 
 
@@ -38,8 +38,8 @@ def test_a_turn_stores_only_new_ids_and_the_next_request_names_them_all() -> Non
     assert stored == [(0, (1, 2, 3), (10, 11)), (5, (4,), (12,)), (7, (5, 6), (13, 14))]
     assert [request.known for request in model.requests] == [
         None,
-        Known(3, (1, 2, 3, 10, 11)),
-        Known(5, (1, 2, 3, 10, 11, 4, 12)),
+        KnownPrefix(3, (1, 2, 3, 10, 11)),
+        KnownPrefix(5, (1, 2, 3, 10, 11, 4, 12)),
     ]
     [path] = trajectory.paths(trajectory.root)
     assert path.ids == (1, 2, 3, 10, 11, 4, 12, 5, 6, 13, 14)
@@ -59,7 +59,7 @@ def test_a_client_that_tokenises_anew_is_counted_and_split() -> None:
         trajectory = r.completion("text", "?").trajectory
     stored = [(turn.reused_ids, turn.reply.prompt_ids) for turn in trajectory.root.turns]
     assert stored == [(0, (1, 2, 3)), (4, (99, 4)), (7, (5,))]
-    assert model.requests[2].known == Known(5, (1, 2, 3, 10, 99, 4, 12))
+    assert model.requests[2].known == KnownPrefix(5, (1, 2, 3, 10, 99, 4, 12))
     assert [row.ids for row in trajectory.paths(trajectory.root)] == [
         (1, 2, 3, 10, 11),
         (1, 2, 3, 10, 99, 4, 12, 5, 13),
@@ -81,7 +81,7 @@ def test_a_reply_without_ids_begins_the_path_anew() -> None:
         (0, None),
         (0, (1, 2, 10, 3, 7, 4)),
     ]
-    assert [request.known for request in model.requests] == [None, Known(3, (1, 2, 10)), None]
+    assert [request.known for request in model.requests] == [None, KnownPrefix(3, (1, 2, 10)), None]
 
 
 ROOT_LINES = [code("a = llm_query('hé?')"), code("b = rlm_query('child', 'part')"), code("FINAL(a + b)")]
@@ -98,7 +98,7 @@ def recursive(messages: tuple[Message, ...]) -> str:
 
 def test_a_whole_tree_with_plain_calls_and_children_is_stored_journalled_and_replayed(tmp_path: Path) -> None:
     store = Store(tmp_path)
-    model = client(recursive, ids=ByteIds(version=7))
+    model = client(recursive, ids=ByteTokenIds(version=7))
     with rlm(model, store=store) as r:
         result = r.completion("text", "?")
         again = r.replay("last")
@@ -131,14 +131,14 @@ def _tokens(trajectory: Trajectory) -> list[Any]:
 
 def test_a_run_that_was_cut_off_anywhere_goes_on_with_the_same_ids(tmp_path: Path) -> None:
     store = Store(tmp_path / "whole")
-    with rlm(client(recursive, ids=ByteIds()), store=store) as r:
+    with rlm(client(recursive, ids=ByteTokenIds()), store=store) as r:
         whole = r.completion("text", "?").trajectory
     journal = next((tmp_path / "whole").rglob("*.jsonl"))
     lines = journal.read_bytes().splitlines(keepends=True)
     at_replies = [index for index, line in enumerate(lines) if b'"type":"Replied"' in line]
     for num_lines in (at_replies[0] + 1, at_replies[1], at_replies[2] + 1, at_replies[3]):
         journal.write_bytes(b"".join(lines[:num_lines]))
-        model = client(recursive, ids=ByteIds())
+        model = client(recursive, ids=ByteTokenIds())
         with rlm(model, store=store) as r:
             resumed = r.resume("last").trajectory
         assert _tokens(resumed) == _tokens(whole)
@@ -152,9 +152,11 @@ def test_a_journal_grows_by_what_each_turn_adds(tmp_path: Path) -> None:
     def size(num_turns: int) -> int:
         store = Store(tmp_path / str(num_turns))
         lines = [code("x = 1  # " + "long " * 200)] * (num_turns - 1) + [code("FINAL(1)")]
-        with rlm(client(lines, ids=ByteIds()), store=store, limits={"max_turns": 50}) as r:
+        with rlm(client(lines, ids=ByteTokenIds()), store=store, limits={"max_turns": 50}) as r:
             r.completion("text", "?")
-        return sum(len(msgspec.json.encode(event)) for event in store.events("last") if isinstance(event, Replied))
+        return sum(
+            len(msgspec.json.encode(event)) for event in store.events("last") if isinstance(event, ReplyReceived)
+        )
 
     first, second, third = size(2), size(20), size(38)
     assert abs((third - second) - (second - first)) < 0.01 * third, "quadratic growth would treble the second half"
@@ -162,7 +164,7 @@ def test_a_journal_grows_by_what_each_turn_adds(tmp_path: Path) -> None:
 
 def test_branches_share_the_ids_up_to_where_they_part() -> None:
     replies = iter([code("x = [1]"), *[code(f"x.append({i})\nFINAL(x)") for i in range(3)]])
-    model = client(lambda messages: next(replies), ids=ByteIds())
+    model = client(lambda messages: next(replies), ids=ByteTokenIds())
     with rlm(model) as r:
         trajectory = r.completion("text", "?", search=Branches(3, turn=1)).trajectory
     paths = [trajectory.path(call) for call in trajectory.calls]
@@ -178,7 +180,7 @@ def test_branches_share_the_ids_up_to_where_they_part() -> None:
 
 
 def test_a_conversation_goes_on_with_the_ids_of_the_question_before() -> None:
-    model = client([code("x = 1"), code("FINAL(x)"), code("FINAL(x + 1)")], ids=ByteIds())
+    model = client([code("x = 1"), code("FINAL(x)"), code("FINAL(x + 1)")], ids=ByteTokenIds())
     with rlm(model) as r, r.conversation("text") as c:
         c.ask("?")
         c.ask("and one more?")
@@ -199,7 +201,7 @@ def test_a_summary_splits_the_path_but_is_no_error() -> None:
             return code("FINAL(x)")
         return code("x = 1  # " + "padding " * 30)
 
-    model = client(script, window=1000, ids=ByteIds())
+    model = client(script, window=1000, ids=ByteTokenIds())
     scaffold = Scaffold(name="test", system="You drive.", direct_chars=0, compact_at=0.5)
     with rlm(model, scaffold=scaffold, limits={"max_reply_tokens": 200}) as r:
         result = r.completion("text", "?")
@@ -213,14 +215,14 @@ def test_a_summary_splits_the_path_but_is_no_error() -> None:
 
 
 def test_a_client_that_only_knows_text_is_told_apart() -> None:
-    model = client(by_role([code("x = 1"), code("FINAL(x)")]), ids=ByteIds(keeps_ids=False))
+    model = client(by_role([code("x = 1"), code("FINAL(x)")]), ids=ByteTokenIds(keeps_ids=False))
     with rlm(model, scaffold=SCAFFOLD) as r:
         trajectory = r.completion("text", "?").trajectory
     assert trajectory.metrics == {"split_turns": 1, "retokenised_turns": 1}
 
 
 def test_cached_replies_carry_their_ids(tmp_path: Path) -> None:
-    model = client(by_role([code("a = llm_query('a')"), code("FINAL(a)")] * 2), ids=ByteIds())
+    model = client(by_role([code("a = llm_query('a')"), code("FINAL(a)")] * 2), ids=ByteTokenIds())
     with rlm(model, store=Store(tmp_path)) as r:
         first = r.completion("text", "?", cache=True)
         second = r.completion("text", "?", cache=True)
@@ -230,7 +232,7 @@ def test_cached_replies_carry_their_ids(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("keeps_ids", [True, False])
 def test_scripted_ids_are_one_per_byte(keeps_ids: bool) -> None:
-    ids = ByteIds(keeps_ids=keeps_ids)
+    ids = ByteTokenIds(keeps_ids=keeps_ids)
     from ramify.clients.base import Request
 
     user, reply, more = Message("user", "hi"), Reply(Message("assistant", "ok")), Message("user", "?")
@@ -238,7 +240,7 @@ def test_scripted_ids_are_one_per_byte(keeps_ids: bool) -> None:
     assert (first.prompt_ids, first.token_ids) == ((257, 104, 105, 260, 258), (111, 107, 260))
     assert first.prompt_ids is not None
     assert first.token_ids is not None
-    known = Known(2, (*first.prompt_ids, *first.token_ids))
+    known = KnownPrefix(2, (*first.prompt_ids, *first.token_ids))
     second = ids.added_to(reply, Request((user, reply.message, more), known=known))
     extended = (257, 104, 105, 260, 258, 111, 107, 260, 257, 63, 260, 258)
     assert second.prompt_ids == (extended if keeps_ids else (*extended[:5], 32, *extended[5:]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 
-from ramify.engine.tools import ToolSet
+from ramify.engine.tool_set import ToolSet
 
 
 def test_tools_that_never_return_take_no_thread_of_others() -> None:

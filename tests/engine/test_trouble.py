@@ -17,7 +17,7 @@ from ramify import RLM, Limits, RamifyError, SandboxSpec, Stop, Store
 from ramify.clients.scripted import refused
 from ramify.clients.scripted_server import ScriptedServer
 from ramify.errors import ModelError, ReplayDiverged, StoreError
-from ramify.types.event import AnyEvent, Noted, Replied
+from ramify.types.event import AnyEvent, NoteAdded, ReplyReceived
 from ramify.types.message import Message
 from tests.clients.helpers import run
 from tests.engine.helpers import SCAFFOLD, client, code
@@ -78,7 +78,7 @@ def _contexts() -> dict[str, bytes]:
 
 
 def assert_each_reply_once(store: Store) -> None:
-    places = Counter((e.call, e.turn) for e in store.events("last") if isinstance(e, Replied))
+    places = Counter((e.call, e.turn) for e in store.events("last") if isinstance(e, ReplyReceived))
     assert set(places.values()) == {1}
     assert len(places) == NUM_CALLS + 4
 
@@ -197,7 +197,7 @@ def test_a_run_outlives_an_outage_longer_than_the_usual_attempts() -> None:
         failed = Counter[str]()
 
         def watch(event: AnyEvent) -> None:
-            if isinstance(event, Noted) and "cannot reach" in event.text:
+            if isinstance(event, NoteAdded) and "cannot reach" in event.text:
                 failed[event.call] += 1
                 if failed[event.call] == 6:
                     is_back.set()

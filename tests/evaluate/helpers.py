@@ -8,7 +8,7 @@ from typing import Any
 
 from ramify import RLM, Limits, SandboxSpec, ScriptedClient
 from ramify.clients.base import Price
-from ramify.evaluate.run import Evaluation, Plan, evaluate
+from ramify.evaluate.run import Evaluation, EvaluationPlan, evaluate
 from ramify.tasks.base import Item
 from ramify.tasks.scoring import exact
 from ramify.tasks.simple import SimpleTask
@@ -42,11 +42,11 @@ def unless(wrong: Callable[[int], bool]) -> Callable[[tuple[Message, ...]], str]
     return lambda messages: f"FINAL(len(context)+{int(wrong(number(messages)))})"
 
 
-def plan(**fields: Any) -> Plan:
-    return Plan(**{"model": "scripted:test", "task": "size", "items": 8, **fields})
+def plan(**fields: Any) -> EvaluationPlan:
+    return EvaluationPlan(**{"model": "scripted:test", "task": "size", "items": 8, **fields})
 
 
-def evaluated(script: Any, task: Any = TASK, *, of: Plan | None = None, **options: Any) -> Evaluation:
+def evaluated(script: Any, task: Any = TASK, *, of: EvaluationPlan | None = None, **options: Any) -> Evaluation:
     given = {
         name: options.pop(name)
         for name in ("record", "on_outcome", "concurrency", "sampling", "grace_s")

@@ -13,11 +13,11 @@ from ramify import Store
 from ramify.clients.base import Sampling
 from ramify.clients.scripted import refused
 from ramify.errors import ConfigError, RamifyError, RunInUse, StoreError
-from ramify.evaluate.record import Record, Records, read, same_plan, unfinished
+from ramify.evaluate.record import EvaluationRecord, EvaluationRecords, read, same_plan, unfinished
 from ramify.evaluate.report import difference, report, table
-from ramify.evaluate.run import Outcome, evaluate
-from ramify.evaluate.statistics import Figure
-from ramify.tasks.base import Start
+from ramify.evaluate.run import AttemptOutcome, evaluate
+from ramify.evaluate.statistics import MeanEstimate
+from ramify.tasks.base import TaskStart
 from ramify.tasks.simple import SimpleTask
 from ramify.types.message import Message
 from ramify.types.trajectory import Stop, Trajectory
@@ -62,7 +62,7 @@ def test_several_attempts_by_hand() -> None:
     assert row.passes.value == pytest.approx((1 - 0 + 1 - 1 / 6) / 2)  # 1 - C(1,2)/C(4,2), 1 - C(2,2)/C(4,2)
     # blocks of two: 1 1 -> right; 2 1 -> 2, wrong. 3 2 -> 3, wrong; 3 2 -> 3, wrong
     assert row.majority.value == (1 / 2 + 0) / 2
-    assert report(found).rows[0].majority == Figure(
+    assert report(found).rows[0].majority == MeanEstimate(
         0.5, 0.0, 1.0
     )  # of all four: 1 is right; 3 and 2 are equal, 3 came first
 
@@ -97,7 +97,7 @@ def test_a_model_that_fails_has_no_reward_and_the_rest_goes_on() -> None:
     assert [(each.item, each.stop) for each in failed] == [("size/test/3", Stop.ERROR)]
     assert "no such key" in failed[0].error
     figures = report(found)
-    assert (figures.failed, figures.rows[0].average) == (1, Figure(1.0, 1.0, 1.0))
+    assert (figures.failed, figures.rows[0].average) == (1, MeanEstimate(1.0, 1.0, 1.0))
     assert "1 of 8 attempts failed and are left out; the first: " in table(figures)
 
 
@@ -136,14 +136,14 @@ def test_a_task_that_fails_is_named(change: dict[str, Any], error: str) -> None:
 def test_what_a_rollout_leaves_reaches_the_score() -> None:
     ended: list[Any] = []
 
-    async def begin(item: Any) -> Start:
-        return Start(
+    async def begin(item: Any) -> TaskStart:
+        return TaskStart(
             context=item.context,
             tools={"double": lambda x: 2 * x},
             on_end=lambda answer: ended.append(answer) or {"a": 1},
         )
 
-    def on_outcome(outcome: Outcome, trajectory: Trajectory) -> None:
+    def on_outcome(outcome: AttemptOutcome, trajectory: Trajectory) -> None:
         seen.append((outcome.item, trajectory.metadata["a"], trajectory.task, trajectory.rewards))
 
     seen: list[Any] = []
@@ -181,11 +181,11 @@ def test_wrong_input() -> None:
 
 def test_an_evaluation_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
     """Killed after some attempts, with half a line written, and one that had failed: only what is missing is asked."""
-    records = Records(tmp_path)
+    records = EvaluationRecords(tmp_path)
     wanted = plan(attempts=2)
     first = records.create(wanted)
 
-    def stop(outcome: Outcome, trajectory: Trajectory) -> None:
+    def stop(outcome: AttemptOutcome, trajectory: Trajectory) -> None:
         if len(first.outcomes) == 5:
             raise RamifyError("stop here")
 
@@ -207,23 +207,23 @@ def test_an_evaluation_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
     assert [(each.item, each.attempt) for each in found.outcomes] == [
         (item.id, attempt) for item in ITEMS for attempt in range(2)
     ]
-    assert report(found).rows[0].average == Figure(1.0, 1.0, 1.0)
+    assert report(found).rows[0].average == MeanEstimate(1.0, 1.0, 1.0)
     assert {(each.item, each.attempt): each for each in read(first.path).outcomes} == {
         (each.item, each.attempt): each for each in found.outcomes
     }
 
 
 def test_one_process_writes_a_record_at_a_time(tmp_path: Path) -> None:
-    record = Records(tmp_path).create(plan())
+    record = EvaluationRecords(tmp_path).create(plan())
     with pytest.raises(RunInUse, match="is being written by another process: stop that one first"):
-        Record(record.path)
+        EvaluationRecord(record.path)
     record.close()
-    Record(record.path).close()
+    EvaluationRecord(record.path).close()
     assert record.path.stat().st_mode & 0o777 == 0o600
 
 
 def test_records_by_name(tmp_path: Path) -> None:
-    records = Records(tmp_path)
+    records = EvaluationRecords(tmp_path)
     with pytest.raises(StoreError, match="there is no evaluation 'last': there is none in"):
         records.path("last")
     made = records.create(plan(task="ramify.tasks.ledger.task:ledger"))

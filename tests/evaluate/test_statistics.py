@@ -11,7 +11,7 @@ import pytest
 from ramify.errors import ConfigError
 from ramify.evaluate.statistics import (
     DRAWS,
-    Figure,
+    MeanEstimate,
     majority_at_k,
     mean_with_interval,
     paired_difference,
@@ -86,7 +86,7 @@ def test_an_interval_is_what_resampling_gives() -> None:
     values = [0.0, 1.0, 1.0, 0.5, 0.0, 1.0]
     rng = random.Random(3)
     means = sorted(sum(rng.choices(values, k=6)) / 6 for _ in range(DRAWS))
-    assert mean_with_interval(values, seed=3) == Figure(3.5 / 6, quantile(means, 0.025), quantile(means, 0.975))
+    assert mean_with_interval(values, seed=3) == MeanEstimate(3.5 / 6, quantile(means, 0.025), quantile(means, 0.975))
     assert mean_with_interval(values, seed=3) == mean_with_interval(values, seed=3)
     many = [random.Random(8).random() for _ in range(9)] + [0.1 * i for i in range(9)]
     assert mean_with_interval(many, seed=4) != mean_with_interval(many, seed=3)
@@ -111,8 +111,8 @@ def test_an_interval_holds_the_truth_as_often_as_it_says() -> None:
 
 
 def test_one_item_and_none() -> None:
-    assert mean_with_interval([0.5]) == Figure(0.5, 0.5, 0.5)
-    assert mean_with_interval([1.0, 1.0]) == Figure(1.0, 1.0, 1.0)
+    assert mean_with_interval([0.5]) == MeanEstimate(0.5, 0.5, 0.5)
+    assert mean_with_interval([1.0, 1.0]) == MeanEstimate(1.0, 1.0, 1.0)
     with pytest.raises(ConfigError, match="no item to take a mean over"):
         mean_with_interval([])
 

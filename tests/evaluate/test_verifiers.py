@@ -24,7 +24,7 @@ pytestmark = [
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch) -> str:
     """An installed package of theirs, as far as their loaders can tell."""
-    from ramify.evaluate.verifiers import harness, taskset
+    from ramify.evaluate.verifiers_env import harness, taskset
 
     made = types.ModuleType("ramify_ledger_for_test")
     made.LedgerTaskset = taskset("ledger", split="test", num=3, multi=1.0, docs=[2, 2])  # type: ignore[attr-defined]
@@ -63,7 +63,7 @@ def demonstrator() -> Any:
     """A model for the scripted server: the expert, told apart by what each call was asked."""
     from ramify.engine.scaffold import TINY
     from ramify.tasks.ledger.demos import EXPERT
-    from ramify.tasks.ledger.play import play
+    from ramify.tasks.ledger.ledger_demos import play
     from ramify.tasks.ledger.task import ledger
 
     task = ledger(multi=1.0, docs=(2, 2))
@@ -111,7 +111,7 @@ def test_whole_episodes_run_in_our_engine(module: str, monkeypatch: pytest.Monke
 def test_rows_of_others_are_refused(module: str) -> None:
     import verifiers.v1 as vf
 
-    from ramify.evaluate.verifiers import _item
+    from ramify.evaluate.verifiers_env import _item
 
     with pytest.raises(ConfigError, match="the ramify harness runs tasks of ramify only"):
         _item(vf.TaskData(prompt="?"))

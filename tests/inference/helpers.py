@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 from transformers import Qwen3Config
 
-from ramify.inference.local.client import LocalClient
-from ramify.inference.local.engine import Engine, Room
+from ramify.inference.local.engine import EngineLimits, LocalEngine
 from ramify.inference.local.generation import Generation
-from ramify.inference.local.runner import dense_runner
+from ramify.inference.local.local_client import LocalClient
+from ramify.inference.local.model_runner import dense_runner
 from ramify.inference.local.sampling import draw
-from ramify.policy.dense import Dense
-from ramify.policy.load import Policy, from_config
-from tests.policy.templates import tokenizer_of
+from ramify.models.dense import DenseModel
+from ramify.models.load import Policy, from_config
+from tests.models.templates import tokenizer_of
 
 WINDOW = 256
 
@@ -36,13 +36,13 @@ def policy(seed: int = 0, *, sharpness: float = 12.0, **sizes: Any) -> Policy:
     return made
 
 
-def engine(made: Policy, **room: Any) -> Engine:
-    assert isinstance(made.model, Dense)
+def engine(made: Policy, **room: Any) -> LocalEngine:
+    assert isinstance(made.model, DenseModel)
     limits = {"slots": 8, "prefill_tokens": 64, "cache_bytes": 64 << 20, "window": WINDOW, **room}
-    return Engine(dense_runner(made.model), Room(**limits))
+    return LocalEngine(dense_runner(made.model), EngineLimits(**limits))
 
 
-def drained(running: Engine) -> list[Generation]:
+def drained(running: LocalEngine) -> list[Generation]:
     """All that ends, until nothing is left."""
     done = []
     while not running.is_idle:
@@ -60,7 +60,7 @@ def causal(layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, scale: float
 def logits(made: Policy, ids: Sequence[int]) -> Tensor:
     """[T, V] by one pass over everything."""
     model = made.model
-    assert isinstance(model, Dense)
+    assert isinstance(model, DenseModel)
     return model.logits(model.hidden(torch.tensor(list(ids)), torch.arange(len(ids)), causal))
 
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from ramify.clients.base import Client, Known, Request, Sampling, Tool
+from ramify.clients.base import Client, KnownPrefix, Request, Sampling, Tool
 from ramify.errors import ConfigError, Refused, ServerFailed
 from ramify.inference.base import InferenceClient
-from ramify.inference.local.client import LocalClient
-from ramify.policy.fingerprint import fingerprint
-from ramify.policy.load import Defaults, save
+from ramify.inference.local.local_client import LocalClient
+from ramify.models.fingerprint import fingerprint
+from ramify.models.load import SamplingDefaults, save
 from ramify.types.message import Message, Reply
 from tests.inference.helpers import WINDOW, logits, pauses, policy
 
@@ -41,7 +41,7 @@ def with_client(test: Callable[[LocalClient], Awaitable[None]]) -> Callable[[], 
     return run
 
 
-def asked(*messages: Message, known: Known | None = None, affinity: str = "0", **sampling: Any) -> Request:
+def asked(*messages: Message, known: KnownPrefix | None = None, affinity: str = "0", **sampling: Any) -> Request:
     return Request(
         messages or (USER,), Sampling(**{"max_tokens": 12, "temperature": 1.0, "seed": 7, **sampling}), known=known,
         affinity=affinity,
@@ -81,7 +81,7 @@ async def test_a_conversation_grows_by_ids(client: LocalClient) -> None:
     assert first.token_ids is not None
     path = first.prompt_ids + first.token_ids
     after = Message("user", "17")
-    second = await client.complete(asked(USER, first.message, after, known=Known(2, path)))
+    second = await client.complete(asked(USER, first.message, after, known=KnownPrefix(2, path)))
     assert second.prompt_ids is not None
     assert second.prompt_ids[: len(path)] == path
     assert list(second.prompt_ids[len(path) :]) == client.policy.renderer.extend([after], after=path)
@@ -108,12 +108,12 @@ async def test_a_seed_decides_whatever_else_runs(client: LocalClient) -> None:
 
 @with_client
 async def test_without_a_temperature_the_checkpoint_decides(client: LocalClient) -> None:
-    client.policy.defaults = Defaults(temperature=0.0)
+    client.policy.defaults = SamplingDefaults(temperature=0.0)
     greedy = await asyncio.gather(*(client.complete(asked(temperature=None, seed=seed)) for seed in range(3)))
     assert len({reply.token_ids for reply in greedy}) == 1
     assert greedy[0].token_ids == (await client.complete(asked(temperature=0.0))).token_ids
     assert greedy[0].token_ids != (await client.complete(asked())).token_ids
-    client.policy.defaults = Defaults(1.0, top_k=3)
+    client.policy.defaults = SamplingDefaults(1.0, top_k=3)
     drawn = await client.complete(asked(temperature=None))
     assert drawn.kept is not None
     assert {len(kept) for kept in drawn.kept} == {3}
@@ -154,7 +154,7 @@ async def test_what_does_not_fit_is_said(client: LocalClient) -> None:
     assert caught.value.too_long
     reply = await client.complete(asked(max_tokens=10_000))
     assert reply.usage.total_tokens <= WINDOW
-    known = Known(2, tuple([5] * 200))
+    known = KnownPrefix(2, tuple([5] * 200))
     with pytest.raises(Refused, match=r"\(200 from the turns before, \d+ from 1 new messages\)"):
         await client.complete(asked(USER, Message("assistant"), Message("user", "12345" * 20), known=known))
 

@@ -10,16 +10,22 @@ import pytest
 import torch
 
 from ramify.errors import Refused
-from ramify.inference.base import Pressure
-from ramify.inference.local.engine import Engine
+from ramify.inference.base import CachePressure
+from ramify.inference.local.engine import LocalEngine
 from ramify.inference.local.generation import Generation
-from ramify.inference.local.sampling import Draw
-from ramify.policy.fingerprint import fingerprint
+from ramify.inference.local.sampling import SamplingSettings
+from ramify.models.fingerprint import fingerprint
 from tests.inference.helpers import WINDOW, drained, engine, expected, logits, policy
 
 MADE = policy()
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-SETTINGS = [Draw(), Draw(0.7), Draw(0.0), Draw(top_p=0.8), Draw(1.3, top_k=9)]
+SETTINGS = [
+    SamplingSettings(),
+    SamplingSettings(0.7),
+    SamplingSettings(0.0),
+    SamplingSettings(top_p=0.8),
+    SamplingSettings(1.3, top_k=9),
+]
 
 
 def requests(num: int, *, shared: int = 0, seed: int = 0) -> list[dict[str, Any]]:
@@ -53,7 +59,7 @@ def assert_as_expected(done: list[Generation], asked: list[dict[str, Any]]) -> N
         torch.testing.assert_close(torch.tensor(ours.logprobs), torch.tensor(alone.logprobs), rtol=0, atol=1e-5)
 
 
-def run(asked: list[dict[str, Any]], **room: Any) -> tuple[list[Generation], Engine]:
+def run(asked: list[dict[str, Any]], **room: Any) -> tuple[list[Generation], LocalEngine]:
     running = engine(MADE, **room)
     for request in asked:
         running.add(Generation(**request))
@@ -102,7 +108,7 @@ def test_turns_go_on_where_they_were() -> None:
         for request in asked:
             running.add(Generation(**request))
         done = drained(running)
-        assert_as_expected(done, [{**request, "draw": Draw()} for request in asked])
+        assert_as_expected(done, [{**request, "draw": SamplingSettings()} for request in asked])
         by_affinity = {each.affinity: each.ids for each in done}
         paths = [[*by_affinity[str(index)], pick.randrange(4, 320), 5] for index in range(3)]
     assert running.num_computed == sum(len(each.ids) - 1 for each in done)  # the last token of a path is never needed
@@ -110,13 +116,13 @@ def test_turns_go_on_where_they_were() -> None:
 
 def test_it_tells_how_full_it_is() -> None:
     running = engine(MADE, cache_bytes=256 * 128 * 4, slots=3)
-    assert running.pressure == Pressure(0.0, 0, 0)
+    assert running.pressure == CachePressure(0.0, 0, 0)
     for request in requests(5):
         running.add(Generation(**{**request, "max_tokens": 20, "stop_ids": ()}))
     running.step()
-    assert running.pressure == Pressure(0.75, 2, 0)  # three slots of 128 tokens, where there is memory for four
+    assert running.pressure == CachePressure(0.75, 2, 0)  # three slots of 128 tokens, where there is memory for four
     drained(running)
-    assert running.pressure == Pressure(0.0, 0, 0)
+    assert running.pressure == CachePressure(0.0, 0, 0)
 
 
 def test_memory_that_is_short_preempts_and_loses_nothing() -> None:
@@ -189,7 +195,7 @@ def test_new_weights_between_two_steps() -> None:
 
 
 def test_the_window_is_filled_to_its_last_token() -> None:
-    asked = [{"prompt_ids": [9] * (WINDOW - 4), "max_tokens": 4, "draw": Draw()}]
+    asked = [{"prompt_ids": [9] * (WINDOW - 4), "max_tokens": 4, "draw": SamplingSettings()}]
     done, _ = run(asked)
     assert (len(done[0].ids), done[0].end) == (WINDOW, "length")
     assert_as_expected(done, asked)
@@ -217,7 +223,7 @@ def test_other_precisions_and_devices(device: str, dtype: torch.dtype, tolerance
     made.model.to(device, dtype)
     running = engine(made, slots=4, prefill_tokens=33)
     for request in requests(12, shared=40):
-        running.add(Generation(**{**request, "draw": Draw()}))
+        running.add(Generation(**{**request, "draw": SamplingSettings()}))
     done = drained(running)
     exact = policy(sharpness=4.0)
     exact.model.load_state_dict({name: each.float().cpu() for name, each in made.model.state_dict().items()})

@@ -18,12 +18,12 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from ramify.inference.local.choose import runner_of
-from ramify.inference.local.engine import Engine, Room
+from ramify.inference.local.engine import EngineLimits, LocalEngine
 from ramify.inference.local.generation import Generation
+from ramify.inference.local.model_runner import FlatRunner
 from ramify.inference.local.module_runner import ModuleRunner
-from ramify.inference.local.runner import FlatRunner
-from ramify.inference.local.sampling import Draw, draw
+from ramify.inference.local.runner_choice import runner_of
+from ramify.inference.local.sampling import SamplingSettings, draw
 from tests.inference.helpers import drained
 
 _SIZES: dict[str, Any] = {
@@ -57,7 +57,7 @@ def test_replies_are_those_of_a_plain_forward_pass(name: str) -> None:
     model = module(name)
     runner = runner_of(model)
     assert type(runner) is CONFIGS[name][1]
-    engine = Engine(runner, Room(slots=3, prefill_tokens=9, cache_bytes=1 << 24, window=128))
+    engine = LocalEngine(runner, EngineLimits(slots=3, prefill_tokens=9, cache_bytes=1 << 24, window=128))
     pick = random.Random(0)
     common = [pick.randrange(97) for _ in range(30)]
     prompts = [
@@ -94,8 +94,8 @@ def test_the_module_itself_stays_as_it_was(name: str) -> None:
     with torch.no_grad():
         before = model(input_ids=ids).logits
         greedy = model.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0)[0, 4:].tolist()
-        engine = Engine(runner_of(model), Room(slots=2, prefill_tokens=9, cache_bytes=1 << 24, window=128))
-        engine.add(Generation([5, 6, 7, 8], max_tokens=6, draw=Draw(0.0)))
+        engine = LocalEngine(runner_of(model), EngineLimits(slots=2, prefill_tokens=9, cache_bytes=1 << 24, window=128))
+        engine.add(Generation([5, 6, 7, 8], max_tokens=6, draw=SamplingSettings(0.0)))
         assert drained(engine)[0].sampled == greedy
         assert torch.equal(model(input_ids=ids).logits, before)
 

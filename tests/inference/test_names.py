@@ -12,10 +12,10 @@ import ramify
 from ramify import Limits, Sampling
 from ramify.errors import ConfigError
 from ramify.inference.base import connect, made_for
-from ramify.inference.local.client import LocalClient
-from ramify.policy.load import save
+from ramify.inference.local.local_client import LocalClient
+from ramify.models.load import save
 from tests.inference.helpers import WINDOW, policy
-from tests.policy.test_load import GPT2, made
+from tests.models.test_load import GPT2, made
 
 
 def test_a_run_by_name_keeps_every_id(tmp_path: Path) -> None:

@@ -3,49 +3,49 @@
 from __future__ import annotations
 
 from ramify.inference.local.generation import Generation
-from ramify.inference.local.slots import Change, Slots
-from ramify.inference.local.step import Span, Step
+from ramify.inference.local.slots import SlotMove, SlotTable
+from ramify.inference.local.step import EngineStep, SlotSpan
 
 
 def generation(text: str, affinity: str = "") -> Generation:
     return Generation([ord(letter) for letter in text], max_tokens=9, affinity=affinity)
 
 
-def admitted(slots: Slots, text: str, affinity: str = "") -> tuple[int, list[Change], int]:
+def admitted(slots: SlotTable, text: str, affinity: str = "") -> tuple[int, list[SlotMove], int]:
     """(slot, changes, tokens that need not be computed); then the whole prompt counts as computed."""
     found = slots.admit(generation(text, affinity))
     assert found is not None
     slot, changes = found
     ready = int(slots.length_S[slot])
-    slots.computed(Step(spans=[Span(slot, ready, text[ready:])]))  # type: ignore[arg-type]
+    slots.computed(EngineStep(spans=[SlotSpan(slot, ready, text[ready:])]))  # type: ignore[arg-type]
     return slot, changes, ready
 
 
 def test_the_next_turn_goes_on_in_its_own_slot() -> None:
-    slots = Slots(3, 16)
+    slots = SlotTable(3, 16)
     assert admitted(slots, "abcd") == (0, [], 0)
     slots.release(0)
     assert admitted(slots, "abcdefg") == (0, [], 4)
 
 
 def test_a_sibling_copies_the_common_beginning() -> None:
-    slots = Slots(3, 16)
+    slots = SlotTable(3, 16)
     admitted(slots, "abcdX")
-    assert admitted(slots, "abcdYY") == (1, [Change("copy", 0, 1, 4)], 4)
+    assert admitted(slots, "abcdYY") == (1, [SlotMove("copy", 0, 1, 4)], 4)
     slots.release(0)
     slots.release(1)
-    assert admitted(slots, "abZ") == (2, [Change("copy", 0, 2, 2)], 2)
+    assert admitted(slots, "abZ") == (2, [SlotMove("copy", 0, 2, 2)], 2)
 
 
 def test_the_last_token_is_always_computed() -> None:
-    slots = Slots(2, 16)
+    slots = SlotTable(2, 16)
     admitted(slots, "abcd")
     slots.release(0)
-    assert admitted(slots, "abcd") == (1, [Change("copy", 0, 1, 3)], 3)
+    assert admitted(slots, "abcd") == (1, [SlotMove("copy", 0, 1, 3)], 3)
 
 
 def test_the_slot_unused_for_longest_is_taken() -> None:
-    slots = Slots(3, 16)
+    slots = SlotTable(3, 16)
     for slot, text in enumerate(["aa", "bb", "cc"]):
         admitted(slots, text)
         slots.release(slot)
@@ -56,7 +56,7 @@ def test_the_slot_unused_for_longest_is_taken() -> None:
 
 
 def test_callers_that_wait_stay_while_their_children_run() -> None:
-    slots = Slots(3, 16)
+    slots = SlotTable(3, 16)
     for slot, (text, affinity) in enumerate([("root", "0"), ("kid1", "0.0"), ("other", "7")]):
         admitted(slots, text, affinity)
         slots.release(slot)
@@ -67,24 +67,24 @@ def test_callers_that_wait_stay_while_their_children_run() -> None:
 
 
 def test_nothing_is_free() -> None:
-    slots = Slots(1, 16)
+    slots = SlotTable(1, 16)
     admitted(slots, "ab")
     assert slots.admit(generation("cd")) is None
 
 
 def test_a_long_common_prompt_is_waited_for() -> None:
     prompt = "p" * 40
-    slots = Slots(3, 64)
+    slots = SlotTable(3, 64)
     first = slots.admit(generation(prompt + "x"))
     assert first == (0, [])
     assert slots.admit(generation(prompt + "y")) is None  # being computed: it will be there in a step or two
     assert slots.admit(generation("short")) == (1, [])
-    slots.computed(Step(spans=[Span(0, 0, range(41))]))
-    assert admitted(slots, prompt + "y") == (2, [Change("copy", 0, 2, 40)], 40)
+    slots.computed(EngineStep(spans=[SlotSpan(0, 0, range(41))]))
+    assert admitted(slots, prompt + "y") == (2, [SlotMove("copy", 0, 2, 40)], 40)
 
 
 def test_without_reuse_nothing_is_shared() -> None:
-    slots = Slots(2, 64, reuse=False)
+    slots = SlotTable(2, 64, reuse=False)
     admitted(slots, "a" * 50)
     assert admitted(slots, "a" * 51) == (1, [], 0)
     slots.release(0)
@@ -92,20 +92,20 @@ def test_without_reuse_nothing_is_shared() -> None:
 
 
 def test_what_runs_moves_together() -> None:
-    slots = Slots(6, 16)
+    slots = SlotTable(6, 16)
     for text in ["aa", "bb", "cc", "dd", "ee"]:
         admitted(slots, text)
     slots.release(1)
     assert slots.compact() == []  # one hole among four is left
     slots.release(0)
     slots.release(2)
-    assert slots.compact() == [Change("swap", 4, 0, 2), Change("swap", 3, 1, 2)]
+    assert slots.compact() == [SlotMove("swap", 4, 0, 2), SlotMove("swap", 3, 1, 2)]
     assert slots.running() == [0, 1]
     assert admitted(slots, "aab")[::2] == (4, 2)  # the idle ones are still known where they are now
 
 
 def test_other_sizes_keep_what_fits() -> None:
-    slots = Slots(4, 8)
+    slots = SlotTable(4, 8)
     for text in ["aaaa", "bbbb", "cccccccc"]:
         admitted(slots, text)
     slots.release(0)
@@ -123,7 +123,7 @@ def test_other_sizes_keep_what_fits() -> None:
 
 
 def test_after_new_weights_nothing_is_known() -> None:
-    slots = Slots(2, 16)
+    slots = SlotTable(2, 16)
     admitted(slots, "abcd")
     admitted(slots, "wxyz")
     slots.release(0)

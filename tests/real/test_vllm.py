@@ -15,11 +15,11 @@ import torch
 
 from ramify.clients.base import Request, Sampling
 from ramify.inference.base import TINY
-from ramify.inference.http.client import HttpEngines
-from ramify.inference.http.spec import InferenceSpec
-from ramify.inference.local.client import LocalClient
-from ramify.inference.weights.layout import source, sources
-from ramify.policy.load import load, save
+from ramify.inference.http.http_engines import HttpEngines
+from ramify.inference.http.inference_spec import InferenceSpec
+from ramify.inference.local.local_client import LocalClient
+from ramify.inference.weight_sync.layout import source, sources
+from ramify.models.load import load, save
 from ramify.train.lora import attach, merged, unmerged
 from ramify.types.message import Message
 
@@ -32,13 +32,13 @@ OPTIONS = {
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(not VLLM, reason="RAMIFY_VLLM names no program of vLLM")
-@pytest.mark.parametrize("carrier", ["shared", "delta"])
-def test_weights_through_vllms_own_routes(carrier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("weight_sync", ["shared", "delta"])
+def test_weights_through_vllms_own_routes(weight_sync: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in OPTIONS.items():
         monkeypatch.setenv(name, value)
     policy = load(TINY)
     spec = InferenceSpec(
-        engine="vllm", command=(VLLM, "serve"), args=("--enforce-eager",), carrier=carrier, probe_s=30,
+        engine="vllm", command=(VLLM, "serve"), args=("--enforce-eager",), weight_sync=weight_sync, probe_s=30,
     )  # fmt: skip
     asked = Request(
         (Message("user", "count rows of 'red'\nlen 812"),), Sampling(24, 1.0, seed=5, logprobs=True), affinity="0"
@@ -87,7 +87,7 @@ def test_adapters_are_added_up_inside_vllm(tmp_path: Path, monkeypatch: pytest.M
     serving, trained = load(TINY), load(TINY)
     attach(trained.model, 2, 4.0, ("q_proj", "down_proj"))
     spec = InferenceSpec(
-        engine="vllm", command=(VLLM, "serve"), args=("--enforce-eager",), carrier="delta", probe_s=30,
+        engine="vllm", command=(VLLM, "serve"), args=("--enforce-eager",), weight_sync="delta", probe_s=30,
     )  # fmt: skip
     asked = Request((Message("user", "count rows of 'red'\nlen 812"),), Sampling(24, 1.0, seed=5, logprobs=True))
 

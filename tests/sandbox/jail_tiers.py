@@ -12,9 +12,9 @@ import sys
 import pytest
 
 from ramify.sandbox.base import SandboxSpec
-from ramify.sandbox.check import check
 from ramify.sandbox.jail.probe import probe
 from ramify.sandbox.jail.provider import JailSandbox
+from ramify.sandbox.run_conformance import check
 
 TIERS = "ABC"
 _UNSHARE = {"x86_64": 272, "aarch64": 97}.get(os.uname().machine, 272)
@@ -49,7 +49,7 @@ async def _broken(tier: str) -> list[str]:
         found = await check(sandbox, spec)
     finally:
         await sandbox.close()
-    return [f"{each.promise}: {each.detail}" for each in found if each.kept is False]
+    return [f"{each.check}: {each.detail}" for each in found if each.kept is False]
 
 
 if __name__ == "__main__":

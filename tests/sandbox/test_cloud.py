@@ -39,12 +39,12 @@ from cloud_doubles import (
 
 from ramify.errors import SandboxError
 from ramify.sandbox.base import SandboxSpec, open_sandbox
-from ramify.sandbox.check import check_one
-from ramify.sandbox.promises import PROMISES, Promise, echo
+from ramify.sandbox.conformance import PROMISES, ConformanceCheck, echo
+from ramify.sandbox.run_conformance import check_one
 
 KEYS = ("MODAL_TOKEN_ID", "MODAL_TOKEN_SECRET", "E2B_API_KEY", "DAYTONA_API_KEY", "PRIME_API_KEY")
 PROVIDERS = ["modal", "e2b", "daytona", "prime", "prime-files"]
-LOCAL = [promise for promise in PROMISES if not any(name.startswith("isolates") for name in promise.needs)]
+LOCAL = [check for check in PROMISES if not any(name.startswith("isolates") for name in check.needs)]
 
 
 @pytest.fixture
@@ -120,12 +120,12 @@ CASES = [(p, q) for p in PROVIDERS for q in LOCAL if q.name in BRIEF]
 
 
 @pytest.mark.parametrize(("provider", "promise"), CASES, ids=[f"{p}-{q.name}" for p, q in CASES])
-def test_promise(provider: str, promise: Promise, services: Callable[..., SandboxSpec]) -> None:
+def test_promise(provider: str, check: ConformanceCheck, services: Callable[..., SandboxSpec]) -> None:
     spec = services(provider)
 
     async def put() -> None:
         sandbox = open_sandbox(spec)
-        finding = await check_one(sandbox, spec, promise)
+        finding = await check_one(sandbox, spec, check)
         await sandbox.close()
         if finding.kept is None:
             pytest.skip(finding.detail)

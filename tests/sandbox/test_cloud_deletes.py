@@ -11,7 +11,7 @@ import cloud_doubles as doubles
 import pytest
 
 from ramify.errors import SandboxError
-from ramify.sandbox.base import Caps, SandboxSpec
+from ramify.sandbox.base import SandboxCapabilities, SandboxSpec
 from ramify.sandbox.cloud.daytona import DaytonaService
 from ramify.sandbox.cloud.e2b import E2BService
 from ramify.sandbox.cloud.modal import ModalService
@@ -77,7 +77,7 @@ class Cloud(doubles.PrimeClient):
 
 def prime(cloud: Cloud) -> RemoteSandbox:
     sdk = types.SimpleNamespace(AsyncSandboxClient=lambda: cloud, CreateSandboxRequest=doubles.prime_request)
-    return RemoteSandbox(SPEC, PrimeService(sdk), Caps(), None)
+    return RemoteSandbox(SPEC, PrimeService(sdk), SandboxCapabilities(), None)
 
 
 async def open_one(cloud: Cloud) -> str:

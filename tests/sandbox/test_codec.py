@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ramify.sandbox.guest.frames import Reader, frame, write_all
+from ramify.sandbox.guest.frames import FrameReader, frame, write_all
 from ramify.sandbox.guest.packed import pack_value, unpack_value
-from ramify.sandbox.guest.tails import HeadTail
-from ramify.sandbox.guest.values import CodecError, Decoder, Encoder, ProtocolError
-from ramify.sandbox.wire import Assembler, parse
+from ramify.sandbox.guest.tails import HeadTailBuffer
+from ramify.sandbox.guest.values import CodecError, ProtocolError, ValueDecoder, ValueEncoder
+from ramify.sandbox.host_frames import FrameAssembler, parse
 
 text = st.text(st.characters(codec=None, exclude_categories=()), max_size=20)
 scalars = (
@@ -49,9 +49,9 @@ def same(a: Any, b: Any) -> bool:
 def test_round_trip_alone_and_through_the_hosts_json(value: Any) -> None:
     parts, _ = pack_value(value)
     assert same(unpack_value(b"".join(parts))[0], value)
-    encoder = Encoder()
+    encoder = ValueEncoder()
     data = msgspec.json.decode(msgspec.json.encode(encoder.encode(value)))
-    assert same(Decoder(encoder.blobs).decode(data) if encoder.tags else data, value)
+    assert same(ValueDecoder(encoder.blobs).decode(data) if encoder.tags else data, value)
 
 
 def test_relatives_of_dict_travel_as_dict() -> None:
@@ -93,12 +93,12 @@ def test_what_is_not_carried_is_named(value: Any, message: str) -> None:
 )  # fmt: skip
 def test_hostile_values_are_refused(data: Any) -> None:
     with pytest.raises(ProtocolError):
-        Decoder([]).decode(data)
+        ValueDecoder([]).decode(data)
 
 
 def test_a_blob_is_used_once() -> None:
     with pytest.raises(ProtocolError, match="used before"):
-        Decoder([b"x" * 1000]).decode([{"$": "str", "v": 0}] * 2)
+        ValueDecoder([b"x" * 1000]).decode([{"$": "str", "v": 0}] * 2)
 
 
 def test_frames_survive_any_cut(tmp_path: Any) -> None:
@@ -106,7 +106,7 @@ def test_frames_survive_any_cut(tmp_path: Any) -> None:
     frames.append(frame(b'{"op":"out","skip":0,"chars":1,"upto":1,"blobs":[200000]}', [b"y" * 200_000]))
     data = b"".join(part for parts in frames for part in parts)
     for step in (1, 7, 4096, 65_537, len(data)):
-        assembler, got = Assembler(), []
+        assembler, got = FrameAssembler(), []
         for at in range(0, len(data), step):
             got += [(type(m).__name__, [len(b) for b in blobs])
                     for m, blobs in map(parse, assembler.feed(memoryview(data[at : at + step])))]  # fmt: skip
@@ -115,7 +115,7 @@ def test_frames_survive_any_cut(tmp_path: Any) -> None:
     with path.open("w+b") as file:
         write_all(file.fileno(), [part for parts in frames for part in parts])
         file.seek(0)
-        reader, sizes = Reader(file.fileno()), []
+        reader, sizes = FrameReader(file.fileno()), []
         while len(sizes) < 3:
             view = reader.next()
             if view is None:
@@ -130,7 +130,7 @@ def test_frames_survive_any_cut(tmp_path: Any) -> None:
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.text(max_size=12), max_size=20), st.integers(2, 60))
 def test_head_and_tail_are_the_ends_of_the_text(pieces: list[str], limit: int) -> None:
-    kept, whole = HeadTail(limit), "".join(pieces).replace("\r", "")
+    kept, whole = HeadTailBuffer(limit), "".join(pieces).replace("\r", "")
     for piece in whole.encode().splitlines(keepends=True):
         kept.add(piece)
     shown = kept.text(len(whole))

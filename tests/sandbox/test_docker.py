@@ -20,11 +20,11 @@ import pytest
 
 from ramify.errors import ConfigError, SandboxError, SessionDied
 from ramify.sandbox.base import SandboxSpec, open_sandbox
-from ramify.sandbox.check import check_one
-from ramify.sandbox.promises import PROMISES, Promise, echo
+from ramify.sandbox.conformance import PROMISES, ConformanceCheck, echo
+from ramify.sandbox.run_conformance import check_one
 
 SPEC = SandboxSpec(provider="docker", memory_bytes=256 << 20, max_output_bytes=100_000, grace_s=3.0)
-LOCAL = [promise for promise in PROMISES if not any(name.startswith("isolates") for name in promise.needs)]
+LOCAL = [check for check in PROMISES if not any(name.startswith("isolates") for name in check.needs)]
 
 
 class FakeEngine:
@@ -156,12 +156,12 @@ async def engine(monkeypatch: pytest.MonkeyPatch, folder: Path) -> AsyncIterator
             await fake.close()
 
 
-@pytest.mark.parametrize("promise", LOCAL, ids=[promise.name for promise in LOCAL])
-def test_promise(promise: Promise, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("promise", LOCAL, ids=[check.name for check in LOCAL])
+def test_promise(check: ConformanceCheck, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     async def put() -> None:
         async with engine(monkeypatch, tmp_path):
             sandbox = open_sandbox(SPEC)
-            finding = await check_one(sandbox, SPEC, promise)
+            finding = await check_one(sandbox, SPEC, check)
             await sandbox.close()
         if finding.kept is None:
             pytest.skip(finding.detail)

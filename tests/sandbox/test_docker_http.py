@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ramify.errors import SandboxError
-from ramify.sandbox.docker_engine import Engine
+from ramify.sandbox.docker_engine import DockerEngine
 
 LINE = b"HTTP/1.1 200 OK\r\n"
 CHUNKS = LINE + b"Transfer-Encoding: chunked\r\n\r\n"
@@ -45,7 +45,7 @@ MALFORMED = {
 
 
 def asked(folder: Path, answer: bytes) -> object:
-    """What ``Engine.ask`` returns from an engine that sends ``answer`` and closes."""
+    """What ``DockerEngine.ask`` returns from an engine that sends ``answer`` and closes."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
@@ -55,7 +55,7 @@ def asked(folder: Path, answer: bytes) -> object:
     async def main() -> object:
         path = str(folder / "engine.sock")
         async with await asyncio.start_unix_server(serve, path):
-            return await Engine(path).ask("list images", "GET", "/images")
+            return await DockerEngine(path).ask("list images", "GET", "/images")
 
     return asyncio.run(asyncio.wait_for(main(), 100))
 

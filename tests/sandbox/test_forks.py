@@ -11,7 +11,7 @@ from test_jail import answer, value, with_jail
 
 from ramify.errors import SandboxError, SessionDied
 from ramify.sandbox.base import SandboxSpec, open_sandbox
-from ramify.sandbox.promises.base import HOST
+from ramify.sandbox.conformance.base import HOST
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="THE JAIL IS NOT TESTED HERE: it needs Linux")
 

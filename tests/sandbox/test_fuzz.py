@@ -1,7 +1,7 @@
 """The host's frame reader against frames that are almost right: it may end the session, and do nothing else.
 
 Frames are made from the wire's own vocabulary with odd values, then bent: bits flipped, cut, joined, doubled, handed over
-in odd pieces. Whatever comes, a run ends with a ``Ran`` or ``SessionDied``, soon, with no task, no error in a callback
+in odd pieces. Whatever comes, a run ends with a ``CellResult`` or ``SessionDied``, soon, with no task, no error in a callback
 and no memory left over.
 """
 
@@ -19,8 +19,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ramify.errors import SandboxError, SessionDied
-from ramify.sandbox import wire
-from ramify.sandbox.base import Caps, Ran
+from ramify.sandbox import host_frames
+from ramify.sandbox.base import CellResult, SandboxCapabilities
 from ramify.sandbox.guest.frames import frame
 from ramify.sandbox.guest.values import ProtocolError
 from ramify.sandbox.session import GuestSession
@@ -108,32 +108,32 @@ def streams(draw: st.DrawFn) -> list[bytes]:
 @given(streams())
 def test_reading_frames(pieces: list[bytes]) -> None:
     """Bytes -> messages and values: a ProtocolError or sense, and never more held than was fed."""
-    assembler, fed = wire.Assembler(), 0
+    assembler, fed = host_frames.FrameAssembler(), 0
     with contextlib.suppress(ProtocolError):
         for piece in pieces:
             fed += len(piece)
             for view in assembler.feed(memoryview(piece)):
-                message, blobs = wire.parse(view)
-                if isinstance(message, wire.Asked | wire.Got):
-                    wire.value_of(message, message.value, blobs)
+                message, blobs = host_frames.parse(view)
+                if isinstance(message, host_frames.HostCallFrame | host_frames.ValueFrame):
+                    host_frames.value_of(message, message.value, blobs)
             assert len(assembler._held or b"") <= fed
 
 
 @FUZZ
 @given(st.lists(st.binary(max_size=64), max_size=6))
 def test_reading_noise(pieces: list[bytes]) -> None:
-    assembler = wire.Assembler()
+    assembler = host_frames.FrameAssembler()
     with contextlib.suppress(ProtocolError):
         for piece in pieces:
             for view in assembler.feed(memoryview(piece)):
-                wire.parse(view)
+                host_frames.parse(view)
 
 
 class MemoryDoor:
     """A guest that answers the first request with ``pieces`` and then falls silent, or is gone."""
 
-    caps = Caps(interrupt=True, kill=True)
-    shelf = None
+    caps = SandboxCapabilities(interrupt=True, kill=True)
+    shared_buffers = None
 
     def __init__(self, pieces: list[bytes], is_gone: bool) -> None:
         self.pieces, self.is_gone = pieces, is_gone
@@ -173,7 +173,7 @@ class MemoryDoor:
     def leftover(self, start: int) -> bytes:
         return b"left"
 
-    async def obituary(self) -> str:
+    async def exit_reason(self) -> str:
         return "it fell over"
 
     async def close(self) -> None:
@@ -195,7 +195,7 @@ async def put(pieces: list[bytes], is_gone: bool, request: str, cell_s: float = 
     try:
         async with asyncio.timeout(60):
             if request == "run":
-                assert isinstance(await session.run("1", answer=answer), Ran)
+                assert isinstance(await session.run("1", answer=answer), CellResult)
             else:
                 await session.set("x", 1)
     except SessionDied:
@@ -233,7 +233,7 @@ def test_a_flood_is_not_kept() -> None:
 
 
 def test_a_long_frame_that_never_ends_is_held_once() -> None:
-    assembler, piece = wire.Assembler(), memoryview(b"x" * 100_000)
+    assembler, piece = host_frames.FrameAssembler(), memoryview(b"x" * 100_000)
     list(assembler.feed(memoryview((200 << 20).to_bytes(4, "little"))))
     tracemalloc.start()
     for _ in range(300):

@@ -9,8 +9,8 @@ import pytest
 
 from ramify.errors import SandboxError
 from ramify.sandbox.base import SandboxSpec, open_sandbox
-from ramify.sandbox.check import check_one
-from ramify.sandbox.promises import PROMISES, Promise, echo
+from ramify.sandbox.conformance import PROMISES, ConformanceCheck, echo
+from ramify.sandbox.run_conformance import check_one
 from ramify.types.trajectory import Cell
 
 SPEC = SandboxSpec(provider="ipython", memory_bytes=256 << 20, max_output_bytes=100_000, grace_s=3.0)
@@ -29,11 +29,11 @@ def cells(*codes: str) -> list[Cell]:
 
 
 @needs_ipython
-@pytest.mark.parametrize("promise", PROMISES, ids=[promise.name for promise in PROMISES])
-def test_promise(promise: Promise) -> None:
+@pytest.mark.parametrize("promise", PROMISES, ids=[check.name for check in PROMISES])
+def test_promise(check: ConformanceCheck) -> None:
     async def put() -> None:
         sandbox = open_sandbox(SPEC)
-        finding = await check_one(sandbox, SPEC, promise)
+        finding = await check_one(sandbox, SPEC, check)
         await sandbox.close()
         if finding.kept is None:
             pytest.skip(finding.detail)

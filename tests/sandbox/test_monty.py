@@ -13,13 +13,13 @@ import pytest
 
 from ramify.errors import ConfigError, HostCallError, SandboxError
 from ramify.sandbox.base import SandboxSpec, open_sandbox
-from ramify.sandbox.check import check_one
+from ramify.sandbox.conformance import PROMISES, ConformanceCheck, echo
 from ramify.sandbox.context import SharedContext
 from ramify.sandbox.monty import CAPS, MontySession
-from ramify.sandbox.promises import PROMISES, Promise, echo
+from ramify.sandbox.run_conformance import check_one
 
 SPEC = SandboxSpec(provider="monty", memory_bytes=256 << 20, max_output_bytes=100_000)
-CLAIMED = [promise for promise in PROMISES if all(getattr(CAPS, name) for name in promise.needs)]
+CLAIMED = [check for check in PROMISES if all(getattr(CAPS, name) for name in check.needs)]
 needs_monty = pytest.mark.skipif(importlib.util.find_spec("pydantic_monty") is None, reason="Monty is not installed")
 VALUES: list[Any] = [
     None, True, 0, 2**64, -(3**500), 1.5, float("inf"), "é\x00", b"\x00\xff", [], [1, [2]], (1,), {2, "a"}, frozenset({1}),
@@ -43,11 +43,11 @@ async def run(session: MontySession, *codes: str, timeout_s: float | None = None
 
 
 @needs_monty
-@pytest.mark.parametrize("promise", CLAIMED, ids=[promise.name for promise in CLAIMED])
-def test_promise(promise: Promise) -> None:
+@pytest.mark.parametrize("promise", CLAIMED, ids=[check.name for check in CLAIMED])
+def test_promise(check: ConformanceCheck) -> None:
     async def put() -> None:
         sandbox = open_sandbox(SPEC)
-        finding = await check_one(sandbox, SPEC, promise)
+        finding = await check_one(sandbox, SPEC, check)
         await sandbox.close()
         assert finding.kept, finding.detail
 

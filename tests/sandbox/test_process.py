@@ -20,7 +20,7 @@ from ramify.errors import ConfigError, SandboxError, SessionDied
 from ramify.sandbox.base import SandboxSpec, open_sandbox
 from ramify.sandbox.context import SharedContext
 from ramify.sandbox.process import ProcessSandbox
-from ramify.sandbox.process_door import ProcessDoor
+from ramify.sandbox.process_transport import ProcessTransport
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
@@ -186,10 +186,10 @@ def test_a_session_dies_with_one_cell_and_not_its_siblings() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="sessions fork on Linux")
 def test_a_branch_may_speak_before_the_host_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    send = ProcessDoor.send_branch
+    send = ProcessTransport.send_branch
 
-    def send_and_be_slow(door: ProcessDoor, frame: list[Any]) -> Any:
-        sent = send(door, frame)
+    def send_and_be_slow(transport: ProcessTransport, frame: list[Any]) -> Any:
+        sent = send(transport, frame)
         ours = sent[0].dup()
         ours.setblocking(True)
         ours.recv(1, socket.MSG_PEEK)  # until the branch has said hello
@@ -202,7 +202,7 @@ def test_a_branch_may_speak_before_the_host_goes_on(monkeypatch: pytest.MonkeyPa
         await session.run("x = 1", answer=answer)
         assert await value(await session.fork(), "x") == "1"
 
-    monkeypatch.setattr(ProcessDoor, "send_branch", send_and_be_slow)
+    monkeypatch.setattr(ProcessTransport, "send_branch", send_and_be_slow)
     with_sandbox(test)
 
 

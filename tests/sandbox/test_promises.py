@@ -7,8 +7,8 @@ import jail_tiers as tiers
 import pytest
 
 from ramify.sandbox.base import Sandbox, SandboxSpec, open_sandbox
-from ramify.sandbox.check import check_one
-from ramify.sandbox.promises import PROMISES, Promise
+from ramify.sandbox.conformance import PROMISES, ConformanceCheck
+from ramify.sandbox.run_conformance import check_one
 
 Held = tuple[asyncio.Runner, Sandbox, SandboxSpec]
 LIMITS = {"max_output_bytes": 100_000, "grace_s": tiers.GRACE_S}
@@ -36,10 +36,10 @@ async def opened(spec: SandboxSpec) -> Sandbox:
     return tiers.open_jail(spec) if spec.provider == "jail" else open_sandbox(spec)
 
 
-@pytest.mark.parametrize("promise", PROMISES, ids=[promise.name for promise in PROMISES])
-def test_promise(held: Held, promise: Promise) -> None:
+@pytest.mark.parametrize("promise", PROMISES, ids=[check.name for check in PROMISES])
+def test_promise(held: Held, check: ConformanceCheck) -> None:
     runner, sandbox, spec = held
-    finding = runner.run(check_one(sandbox, spec, promise))
+    finding = runner.run(check_one(sandbox, spec, check))
     if finding.kept is None:
         pytest.skip(finding.detail)
     assert finding.kept, finding.detail

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ramify.errors import SandboxError, SessionDied
-from ramify.sandbox.base import Caps
+from ramify.sandbox.base import SandboxCapabilities
 from ramify.sandbox.guest.frames import frame
 from ramify.sandbox.session import GuestSession
 
@@ -24,8 +24,8 @@ DONE = {"op": "done", "id": 1, "value": None, "error": None, "restored": [], "no
 class LyingDoor:
     """Says ``script`` in answer to the first request; what it is sent and done to is kept."""
 
-    caps = Caps(interrupt=True, kill=True)
-    shelf = None
+    caps = SandboxCapabilities(interrupt=True, kill=True)
+    shared_buffers = None
 
     def __init__(self, *script: bytes, hello: bytes = HELLO, dies: bool = True) -> None:
         self.script, self.hello, self.dies = list(script), hello, dies
@@ -59,7 +59,7 @@ class LyingDoor:
     def leftover(self, start: int) -> bytes:
         return b"left over"[start:]
 
-    async def obituary(self) -> str:
+    async def exit_reason(self) -> str:
         return "it fell over"
 
     async def close(self) -> None:
@@ -72,8 +72,8 @@ async def answer(name: str, args: Any, kwargs: Any) -> Any:
     return args
 
 
-async def run(door: LyingDoor, **options: Any) -> Any:
-    session = GuestSession(door, cell_s=5, grace_s=0.05, max_output_bytes=1000)
+async def run(transport: LyingDoor, **options: Any) -> Any:
+    session = GuestSession(transport, cell_s=5, grace_s=0.05, max_output_bytes=1000)
     await session.ready()
     try:
         return await session.run("1", answer=answer, **options)
@@ -113,22 +113,22 @@ LIES = {
 
 @pytest.mark.parametrize("lie", LIES)
 def test_a_lie_ends_the_session(lie: str) -> None:
-    door = LyingDoor(LIES[lie])
+    transport = LyingDoor(LIES[lie])
     if lie == "a frame after the end":  # the cell was over: what it said counts, and the session is gone
-        assert asyncio.run(run(door)).cell.error is None
+        assert asyncio.run(run(transport)).cell.error is None
     else:
         with pytest.raises(SessionDied, match="broke the protocol") as caught:
-            asyncio.run(run(door))
+            asyncio.run(run(transport))
         assert caught.value.stdout == "left over"
-    assert "kill" in door.events
-    assert door.events[-1] == "close"
+    assert "kill" in transport.events
+    assert transport.events[-1] == "close"
 
 
 def test_half_a_frame_and_silence_meet_the_time_limit() -> None:
-    door = LyingDoor(said(DONE)[:-3])
+    transport = LyingDoor(said(DONE)[:-3])
     with pytest.raises(SessionDied, match=r"did not stop within 0\.05 s of an interrupt \(time\)"):
-        asyncio.run(run(door, timeout_s=0.05))
-    assert door.events[0] == "interrupt"
+        asyncio.run(run(transport, timeout_s=0.05))
+    assert transport.events[0] == "interrupt"
 
 
 def test_a_guest_that_survives_its_kill_is_given_up() -> None:
@@ -137,19 +137,19 @@ def test_a_guest_that_survives_its_kill_is_given_up() -> None:
 
 
 def test_a_flood_of_calls_waits_in_the_socket() -> None:
-    door = LyingDoor(*(said({**CALL, "id": id, "name": "wait"}) for id in range(1, 1025)))
+    transport = LyingDoor(*(said({**CALL, "id": id, "name": "wait"}) for id in range(1, 1025)))
     with pytest.raises(SessionDied):
-        asyncio.run(run_and_interrupt(door))
-    assert door.events[0] == "pause"
-    assert "resume" in door.events
+        asyncio.run(run_and_interrupt(transport))
+    assert transport.events[0] == "pause"
+    assert "resume" in transport.events
 
 
-async def run_and_interrupt(door: LyingDoor) -> None:
-    session = GuestSession(door, cell_s=5, grace_s=0.05, max_output_bytes=1000)
+async def run_and_interrupt(transport: LyingDoor) -> None:
+    session = GuestSession(transport, cell_s=5, grace_s=0.05, max_output_bytes=1000)
     await session.ready()
 
     async def interrupt() -> None:
-        while "pause" not in door.events:
+        while "pause" not in transport.events:
             await asyncio.sleep(0)
         session.interrupt("enough")
 

@@ -11,8 +11,8 @@ import openai
 
 from ramify import RLM, Limits, SandboxSpec, Scaffold, ScriptedClient
 from ramify.clients.base import Price
-from ramify.serve.keys import Key, Keys
-from ramify.serve.runs import RunServer
+from ramify.serve.keys import ApiKey, ApiKeys
+from ramify.serve.run_server import RunServer
 from ramify.types.message import Message
 
 SANDBOX = SandboxSpec(provider="inprocess", allow_weaker=True)
@@ -40,11 +40,11 @@ def cell(code: str) -> str:
 @asynccontextmanager
 async def serving(
     model: Any, *, price: Price | None = None, limits: Limits | None = None, store: Any = None,
-    keys: dict[str, Key] | Keys | None = None, **options: Any,
+    keys: dict[str, ApiKey] | ApiKeys | None = None, **options: Any,
 ) -> AsyncIterator[RunServer]:  # fmt: skip
     client = model if isinstance(model, ScriptedClient) else ScriptedClient(model, price=price)
     rlm = RLM(client, scaffold=MINIMAL, sandbox=SANDBOX, limits=limits, store=store)
-    given = keys if isinstance(keys, Keys) else Keys(keys or {})
+    given = keys if isinstance(keys, ApiKeys) else ApiKeys(keys or {})
     async with RunServer(rlm, name="mine", port=0, keys=given, **options) as server:
         yield server
 

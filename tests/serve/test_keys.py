@@ -12,7 +12,7 @@ import pytest
 
 from ramify import Limits
 from ramify.errors import ConfigError
-from ramify.serve.keys import Key, Keys, read_keys
+from ramify.serve.keys import ApiKey, ApiKeys, read_keys
 from tests.serve.serving import LONG, PRICE, asking, cell, serving, session, user
 
 
@@ -29,7 +29,7 @@ def test_as_many_at_once_as_the_key_may() -> None:
             await go_on.wait()
             return "done"
 
-        keys = {"a": Key(key="one", max_runs=1), "b": Key(key="two")}
+        keys = {"a": ApiKey(key="one", max_runs=1), "b": ApiKey(key="two")}
         async with (
             serving(model, keys=keys, max_runs=2) as server,
             asking(server, "one") as a,
@@ -61,7 +61,7 @@ def test_a_budget_is_never_passed_and_its_end_is_a_partial_answer() -> None:
         )
         budget = 0.2
         limits = Limits(max_cost=5.0, max_reply_tokens=2000)
-        keys = {"a": Key(key="k", max_cost=budget)}
+        keys = {"a": ApiKey(key="k", max_cost=budget)}
         async with serving(spender, price=PRICE, limits=limits, keys=keys) as server, asking(server, "k") as client:
             stops = []
 
@@ -94,7 +94,7 @@ def test_runs_at_once_share_what_is_left() -> None:
             await go_on.wait()
             return "done"
 
-        keys = {"a": Key(key="k", max_tokens=30_000)}
+        keys = {"a": ApiKey(key="k", max_tokens=30_000)}
         async with serving(model, keys=keys, limits=Limits(max_tokens=20_000)) as server, asking(server, "k") as client:
             ask = client.chat.completions.create
             runs = [asyncio.ensure_future(ask(model="m", messages=[user("x")])) for _ in range(2)]
@@ -112,22 +112,22 @@ def test_runs_at_once_share_what_is_left() -> None:
 
 def test_what_is_spent_outlives_the_server(tmp_path: Path) -> None:
     path = tmp_path / "served.json"
-    keys = {"a": Key(key="k", max_tokens=100_000)}
-    (caller,) = Keys(keys, path).callers.values()
+    keys = {"a": ApiKey(key="k", max_tokens=100_000)}
+    (caller,) = ApiKeys(keys, path).callers.values()
 
     async def test() -> int:
-        async with serving(session(), keys=Keys(keys, path)) as server, asking(server, "k") as client:
+        async with serving(session(), keys=ApiKeys(keys, path)) as server, asking(server, "k") as client:
             reply = await client.chat.completions.create(model="m", messages=[user("x")])
             assert reply.usage is not None
             return reply.usage.total_tokens
 
     used = asyncio.run(test())
-    again = Keys(keys, path)
+    again = ApiKeys(keys, path)
     assert again.callers["a"].spent.tokens == used
     again.callers["a"].hold(Limits())
     again.save()  # and now the server is killed: what it held may have been spent
-    assert Keys({}, path).callers == {}
-    assert Keys(keys, path).callers["a"].spent.tokens == 100_000
+    assert ApiKeys({}, path).callers == {}
+    assert ApiKeys(keys, path).callers["a"].spent.tokens == 100_000
     assert path.stat().st_mode & 0o777 == 0o600
     assert b'"k"' not in path.read_bytes()
     assert caller.spent.tokens == 0
@@ -137,7 +137,7 @@ def test_the_file_of_keys(tmp_path: Path) -> None:
     path = tmp_path / "keys.toml"
     digest = hashlib.sha256(b"secret").hexdigest()
     path.write_text(f'[alice]\nkey = "k"\nmax-runs = 4\nmax-cost = 20.0\n\n[bob]\nsha256 = "{digest}"\n')
-    keys = Keys(read_keys(path))
+    keys = ApiKeys(read_keys(path))
     assert keys.caller("secret").name == "bob"
     assert (keys.caller("k").key.max_runs, keys.caller("k").key.max_cost) == (4, 20.0)
     wrong = {
@@ -151,7 +151,7 @@ def test_the_file_of_keys(tmp_path: Path) -> None:
     for text, says in wrong.items():
         path.write_text(text)
         with pytest.raises(ConfigError, match=says):
-            Keys(read_keys(path))
+            ApiKeys(read_keys(path))
 
 
 def test_a_budget_in_dollars_needs_prices() -> None:
@@ -159,7 +159,7 @@ def test_a_budget_in_dollars_needs_prices() -> None:
         with pytest.raises(
             ConfigError, match="key 'a': max-cost cannot be kept, since scripted:test has no known price"
         ):
-            async with serving(session(), keys={"a": Key(key="k", max_cost=1.0)}):
+            async with serving(session(), keys={"a": ApiKey(key="k", max_cost=1.0)}):
                 pass
 
     asyncio.run(test())

@@ -14,14 +14,14 @@ import aiohttp
 import pytest
 
 from ramify.clients.base import Request, Sampling, Tool
-from ramify.clients.pool import Pool
+from ramify.clients.pool import ClientPool
 from ramify.errors import ConfigError, Refused
-from ramify.inference.local.client import LocalClient
-from ramify.policy.load import Policy, from_config
+from ramify.inference.local.local_client import LocalClient
+from ramify.models.load import Policy, from_config
 from ramify.serve.policy import PolicyServer
 from ramify.types.message import Message, Reply
 from tests.inference.helpers import WINDOW, policy
-from tests.policy.templates import tokenizer_of
+from tests.models.templates import tokenizer_of
 
 USER = Message("user", "count rows of 'red'\nlen 812")
 
@@ -37,7 +37,7 @@ async def serving(made: Policy | None = None, **options: Any) -> AsyncIterator[t
 
 
 async def ask(server: PolicyServer, *messages: Message, key: str | None = None, **sampling: Any) -> Reply:
-    pool = Pool(keys={"vllm": key} if key else None)
+    pool = ClientPool(keys={"vllm": key} if key else None)
     try:
         given = {"max_tokens": 12, "temperature": 1.0, "seed": 7, "logprobs": True, **sampling}
         client = pool.client(f"vllm:mine@{server.url}")
@@ -289,7 +289,7 @@ def test_tools_where_the_template_has_them() -> None:
             made.config.__class__.from_dict({**made.config.to_dict(), "vocab_size": 310}), tokenizer_of("qwen3"), 0
         )
         async with serving(chat) as (server, _):
-            pool = Pool()
+            pool = ClientPool()
             client = pool.client(f"vllm:mine@{server.url}")
             tool = Tool("look", "Look.", {"type": "object", "properties": {}})
             request = Request((USER,), Sampling(5, 1.0, seed=1, logprobs=True), tools=(tool,))

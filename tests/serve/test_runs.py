@@ -17,8 +17,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from ramify import Limits, ScriptedClient, Store
 from ramify.clients.scripted import refused
 from ramify.errors import ConfigError
-from ramify.serve.keys import Key
-from ramify.serve.runs import RunServer
+from ramify.serve.keys import ApiKey
+from ramify.serve.run_server import RunServer
 from tests.serve.serving import LONG, PRICE, asking, cell, file, serving, session, user
 
 COUNT = session("I look.\n" + cell("print(len(context))"), cell("FINAL(sum(int(l[-1]) for l in context.split()))"))
@@ -214,7 +214,7 @@ def test_only_this_machine_is_served_without_a_key() -> None:
             http.get(f"{server.url}/models", headers={"Host": "evil.example"}) as answer,
         ):
             assert answer.status == 403
-        async with serving(session(), keys={"a": Key(key="right")}) as server:
+        async with serving(session(), keys={"a": ApiKey(key="right")}) as server:
             async with asking(server, "wrong") as client:
                 with pytest.raises(openai.AuthenticationError, match="wrong or missing API key"):
                     await client.models.list()

@@ -13,7 +13,7 @@ import pytest
 
 from ramify import Limits, ScriptedClient, Store
 from ramify.clients.scripted import refused
-from ramify.serve.progress import Progress
+from ramify.serve.progress_text import RunProgress
 from tests.serve.serving import LONG, MINIMAL, PRICE, asking, cell, serving, session, user
 
 CLIENTS = 200
@@ -21,7 +21,7 @@ CLIENTS = 200
 
 def progress_of(store: Store, run: str) -> str:
     """What a caller is to be told of a stored run."""
-    progress = Progress()
+    progress = RunProgress()
     return "".join(progress.text_of(event) for event in store.events(run))
 
 

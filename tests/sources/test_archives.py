@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from ramify.errors import SourceError
-from ramify.sources.load import Problem, load
+from ramify.sources.load_sources import SourceProblem, load
 
 FILES = {"a.txt": b"text", "sub/b.csv": b"x,y\n1,2\n", "sub/pic.png": b"\x89PNG\r\n", ".hid": b"h"}
 
@@ -48,7 +48,7 @@ def test_zip_members_are_texts_of_their_own(tmp_path: Path):
     loaded = load([tmp_path / "z.zip"])
     assert loaded.context == {"z.zip/a.txt": "text", "z.zip/sub/b.csv": "x,y\n1,2\n"}
     assert loaded.items[1].detail == "CSV: 2 columns x, y; 1 rows"
-    assert loaded.problems == [Problem("z.zip/sub/pic.png", "is a PNG image")]
+    assert loaded.problems == [SourceProblem("z.zip/sub/pic.png", "is a PNG image")]
     assert loaded.left_out == {"hidden": ["z.zip/.hid"]}
 
 
@@ -61,8 +61,8 @@ def test_tar_members_are_texts_of_their_own(tmp_path: Path, name: str, pack: Cal
     loaded = load([tmp_path / name])
     assert loaded.context == {f"{name}/a.txt": "text", f"{name}/sub/b.csv": "x,y\n1,2\n"}
     assert loaded.problems == [
-        Problem(f"{name}/sub/pic.png", "is a PNG image"),
-        Problem(f"{name}/passwd", "is a link or a device, not a file"),
+        SourceProblem(f"{name}/sub/pic.png", "is a PNG image"),
+        SourceProblem(f"{name}/passwd", "is a link or a device, not a file"),
     ]
 
 
@@ -95,7 +95,7 @@ def test_archives_in_archives_are_named(tmp_path: Path):
     loaded = load([tmp_path / "z.zip"])
     assert loaded.context == {"z.zip/t.txt": "t"}
     reason = "is an archive within an archive: unpack the outer one first"
-    assert loaded.problems == [Problem("z.zip/in.zip", reason), Problem("z.zip/in.gz", reason)]
+    assert loaded.problems == [SourceProblem("z.zip/in.zip", reason), SourceProblem("z.zip/in.gz", reason)]
 
 
 def test_damaged_archives_say_so(tmp_path: Path):

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from ramify.errors import SourceError
-from ramify.sources.load import Item, Problem, load
+from ramify.sources.load_sources import SourceItem, SourceProblem, load
 
 
 def tree(root: Path, files: dict[str, str | bytes]) -> Path:
@@ -32,7 +32,7 @@ def test_one_file_is_its_text(tmp_path: Path):
     path = tree(tmp_path, {"notes.txt": "größer\r\nline 2\n"}) / "notes.txt"
     loaded = load([path])
     assert loaded.context == "größer\r\nline 2\n"
-    assert loaded.items == [Item("notes.txt", "text", 15, 17)]
+    assert loaded.items == [SourceItem("notes.txt", "text", 15, 17)]
     assert (loaded.problems, loaded.left_out, loaded.tools) == ([], {}, {})
     assert loaded.manifest() == "the text of 'notes.txt': 15 characters, 2 lines"
     assert loaded.describe() == ["notes.txt: text, 15 characters"]
@@ -79,7 +79,7 @@ def test_globs_that_the_shell_left_alone(tmp_path: Path):
     tree(tmp_path, {"a.py": "a", "b/c.py": "c", "b/d.txt": "d", "b/bin.py": b"\0\1", "[x].py": "x"})
     loaded = load([f"{tmp_path}/**/*.py"])
     assert loaded.context == {"[x].py": "x", "a.py": "a", "b/c.py": "c"}
-    assert loaded.problems == [Problem("b/bin.py", "is binary")]
+    assert loaded.problems == [SourceProblem("b/bin.py", "is binary")]
     assert load([f"{tmp_path}/[x].py"]).context == "x"
     with pytest.raises(SourceError, match=r"\*\.rs matches nothing: check the pattern"):
         load([f"{tmp_path}/*.rs"])
@@ -225,9 +225,9 @@ def test_hidden_and_linked_files(tmp_path: Path):
     }
     refused = "is a link out of the folder: name its target to have it read"
     assert loaded.problems == [
-        Problem("broken", "is a link to nothing"),
-        Problem("out", refused),
-        Problem("up", refused),
+        SourceProblem("broken", "is a link to nothing"),
+        SourceProblem("out", refused),
+        SourceProblem("up", refused),
     ]
     assert load([root / "out"]).context == "secret"
     assert load([root / ".env"]).context == "KEY=1"
@@ -241,11 +241,11 @@ def test_what_cannot_be_read_in_a_folder_is_named(tmp_path: Path):
         loaded = load([tmp_path])
     assert loaded.context == {"a.txt": "a"}
     assert loaded.problems == [
-        Problem("pipe", "is a pipe, a socket or a device"),
-        Problem("s", "cannot be read: No such device or address"),
-        Problem("x.bin", "is binary"),
-        Problem("y.png", "is binary"),
-        Problem("z.dat", "is a PNG image"),
+        SourceProblem("pipe", "is a pipe, a socket or a device"),
+        SourceProblem("s", "cannot be read: No such device or address"),
+        SourceProblem("x.bin", "is binary"),
+        SourceProblem("y.png", "is binary"),
+        SourceProblem("z.dat", "is a PNG image"),
     ]
     assert loaded.manifest().splitlines()[-1] == "not loaded: 5 files (2 other, 1 .bin, 1 .png, 1 .dat)"
     assert "not loaded (2), is binary: x.bin, y.png" in loaded.describe()
@@ -282,8 +282,8 @@ def test_unreadable_by_permission(tmp_path: Path):
     (tmp_path / "c").chmod(0)
     try:
         assert load([tmp_path]).problems == [
-            Problem("b.txt", "cannot be read: Permission denied"),
-            Problem("c/", "cannot be listed: Permission denied"),
+            SourceProblem("b.txt", "cannot be read: Permission denied"),
+            SourceProblem("c/", "cannot be listed: Permission denied"),
         ]
         with pytest.raises(SourceError, match=r"b\.txt cannot be read: Permission denied; check its permissions"):
             load([tmp_path / "b.txt"])
@@ -329,7 +329,7 @@ def test_more_than_may_be_read_is_refused_before_it_is_read(tmp_path: Path):
 
 def test_importing_load_imports_no_reader():
     code = (
-        "import sys, ramify.sources.load\n"
+        "import sys, ramify.sources.load_sources\n"
         "print(sorted({'zipfile', 'tarfile', 'sqlite3', 'pathspec', 'csv', 'pypdf', 'glob'} & set(sys.modules)))"
     )
     done = subprocess.run(

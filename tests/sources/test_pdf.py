@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ramify.errors import SourceError
-from ramify.sources.load import Problem, load
+from ramify.sources.load_sources import SourceProblem, load
 
 pypdf = pytest.importorskip("pypdf")
 
@@ -53,7 +53,7 @@ def test_a_pdf_is_known_by_its_content_and_in_a_folder(tmp_path: Path):
     loaded = load([tmp_path])
     assert loaded.context == {"noname": "--- page 1 ---\nhello"}
     assert [problem.name for problem in loaded.problems] == ["broken.pdf", "scan"]
-    assert loaded.problems[1] == Problem("scan", "is a PDF without text, perhaps a scan: run OCR on it first")
+    assert loaded.problems[1] == SourceProblem("scan", "is a PDF without text, perhaps a scan: run OCR on it first")
 
 
 def test_bad_pdfs_that_are_named_are_errors(tmp_path: Path):

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from ramify.errors import SourceError
-from ramify.sources.load import load
-from ramify.sources.sqlite import Databases, run_query
-from ramify.sources.sqlite_process import Processes
+from ramify.sources.load_sources import load
+from ramify.sources.sqlite import SqliteDatabases, run_query
+from ramify.sources.sqlite_process import SqliteProcesses
 
 
 def make(path: Path, num_rows: int = 5, mode: str = "delete") -> Path:
@@ -136,7 +136,7 @@ def test_several_databases_are_named(tmp_path: Path):
 
 
 def test_many_threads_may_ask_at_once(path: Path):
-    sql = Databases({"shop.db": path}).sql
+    sql = SqliteDatabases({"shop.db": path}).sql
     answers: list[list[tuple[int]]] = []
     threads = [
         threading.Thread(target=lambda: answers.extend(sql("SELECT count(*) FROM hosts") for _ in range(20)))
@@ -189,7 +189,7 @@ def test_a_view_that_never_ends_does_not_stop_the_load(path: Path, monkeypatch: 
 
 def test_one_step_that_takes_for_ever_is_stopped_and_the_next_query_is_answered(path: Path):
     never = "SELECT instr(zeroblob(20000000), CAST(zeroblob(9000000) || x'01' AS BLOB))"
-    asked = Processes()
+    asked = SqliteProcesses()
     try:
         assert asked.run(path, "SELECT count(*) FROM hosts") == [(5,)]
         with pytest.raises(TimeoutError, match="one of its functions takes too long"):

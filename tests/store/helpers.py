@@ -8,7 +8,16 @@ from pathlib import Path
 
 from ramify.store.journal import Journal
 from ramify.store.store import Store
-from ramify.types.event import AnyEvent, CallEnded, CallStarted, CellRan, Replied, Requested, RunEnded, RunStarted
+from ramify.types.event import (
+    AnyEvent,
+    CallEnded,
+    CallStarted,
+    CellRan,
+    ReplyReceived,
+    RequestStarted,
+    RunEnded,
+    RunStarted,
+)
 from ramify.types.message import Message, Reply, Usage
 from ramify.types.trajectory import Cell, ContextRef, Stop
 
@@ -19,8 +28,10 @@ def short_run(id: str, question: str = "Why?", digest: str | None = None, ended:
     whole: list[AnyEvent] = [
         RunStarted(id=id, question=question, started_at=1000.0, context=context),
         CallStarted(id="0", kind="rlm", model="scripted:m", depth=0, question=question),
-        Requested(at_s=0.25, call="0", turn=0, reused=0, prompt=(Message("user", question),), prompt_hash="h0"),
-        Replied(at_s=0.5, call="0", turn=0, reply=Reply(Message("assistant", "so"), Usage(10, 2, calls=1), cost=0.25)),
+        RequestStarted(at_s=0.25, call="0", turn=0, reused=0, prompt=(Message("user", question),), prompt_hash="h0"),
+        ReplyReceived(
+            at_s=0.5, call="0", turn=0, reply=Reply(Message("assistant", "so"), Usage(10, 2, calls=1), cost=0.25)
+        ),
         CellRan(at_s=0.75, call="0", turn=0, cell=0, result=Cell("1", value="1")),
         CallEnded(at_s=1.0, id="0", stop=Stop.FINAL, answer="so"),
         RunEnded(at_s=1.0, stop=Stop.FINAL, answer="so", usage=Usage(10, 2, calls=1), cost=0.25),

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ramify.errors import StoreError
-from ramify.store.reading import blocks
+from ramify.store.journal_reader import blocks
 from ramify.store.store import Store
 from ramify.types.event import AnyEvent
 from tests.store.helpers import append_all, short_run

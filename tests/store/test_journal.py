@@ -15,7 +15,7 @@ import pytest
 
 from ramify.errors import StoreError
 from ramify.store.store import Store
-from ramify.types.event import CallEnded, CellRan, Noted, Replied, RunEnded
+from ramify.types.event import CallEnded, CellRan, NoteAdded, ReplyReceived, RunEnded
 from ramify.types.message import Message, Reply
 from ramify.types.trajectory import Cell, Stop
 from tests.store.helpers import append_all, short_run, start_writer, write_run
@@ -118,7 +118,7 @@ def test_a_closed_journal_says_so(store: Store):
     journal.close()
     journal.close()
     with pytest.raises(StoreError, match=r"is closed: open it again with store.reopen"):
-        journal.append(Noted(call="0", text="late"))
+        journal.append(NoteAdded(call="0", text="late"))
 
 
 def test_threads_write_whole_lines(store: Store):
@@ -128,14 +128,14 @@ def test_threads_write_whole_lines(store: Store):
 
         def write(name: str) -> None:
             for number in range(50):
-                journal.append(Noted(call=name, text=f"{number}{note}"))
+                journal.append(NoteAdded(call=name, text=f"{number}{note}"))
 
         threads = [threading.Thread(target=write, args=(str(index),)) for index in range(8)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-    notes = [event for event in store.events("r1") if isinstance(event, Noted)]
+    notes = [event for event in store.events("r1") if isinstance(event, NoteAdded)]
     for name in map(str, range(8)):
         assert [note.text for note in notes if note.call == name] == [f"{n}{'x' * 10_000}" for n in range(50)]
 
@@ -155,24 +155,24 @@ FULL = """
 import resource, signal, sys
 from ramify.errors import StoreError
 from ramify.store.store import Store
-from ramify.types.event import Noted
+from ramify.types.event import NoteAdded
 from tests.store.helpers import short_run, append_all
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 journal = Store(sys.argv[1]).create("r1")
 append_all(journal, short_run("r1", ended=False))
 resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY))
 try:
-    journal.append(Noted(call="0", text="x" * 5000))
+    journal.append(NoteAdded(call="0", text="x" * 5000))
 except StoreError as error:
     print(error)
 try:
-    journal.append(Noted(call="0", text="fits"))
+    journal.append(NoteAdded(call="0", text="fits"))
 except StoreError as error:
     print(error)
 journal.close()
 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 with Store(sys.argv[1]).reopen("r1") as journal:
-    journal.append(Noted(call="0", text="there is space again"))
+    journal.append(NoteAdded(call="0", text="there is space again"))
 """
 
 
@@ -184,7 +184,7 @@ def test_a_full_disk_is_an_error_that_names_the_file_and_leaves_no_half_line_and
     first, second = done.stdout.splitlines()
     assert first == second
     assert first.startswith(f"cannot write {store.path('r1')}: File too large; free some space")
-    assert list(store.events("r1")) == [*short_run("r1", ended=False), Noted(call="0", text="there is space again")]
+    assert list(store.events("r1")) == [*short_run("r1", ended=False), NoteAdded(call="0", text="there is space again")]
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
 
 
@@ -216,9 +216,9 @@ def test_infinite_logprobs_are_written_as_finite_ones(store: Store):
     reply = Reply(Message("assistant", "x"), token_ids=(1, 2), logprobs=(-0.5, -math.inf))
     with store.create("r1") as journal:
         append_all(journal, short_run("r1")[:3])
-        journal.append(Replied(call="0", turn=0, reply=reply))
+        journal.append(ReplyReceived(call="0", turn=0, reply=reply))
     last = list(store.events("r1"))[-1]
-    assert isinstance(last, Replied)
+    assert isinstance(last, ReplyReceived)
     assert last.reply.logprobs == (-0.5, -sys.float_info.max)
 
 
@@ -227,7 +227,7 @@ def test_what_json_cannot_hold_is_an_error_and_not_a_broken_line(store: Store):
     with store.create("r1") as journal:
         append_all(journal, short_run("r1")[:3])
         with pytest.raises(StoreError, match="a Replied event cannot be written as JSON: a number in it is NaN"):
-            journal.append(Replied(call="0", turn=0, reply=nan))
+            journal.append(ReplyReceived(call="0", turn=0, reply=nan))
         with pytest.raises(StoreError, match=r"a CallEnded event cannot be written as JSON: .*object"):
             journal.append(CallEnded(id="0", stop=Stop.FINAL, answer=object()))
     assert list(store.events("r1")) == short_run("r1")[:3]

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from ramify.errors import ConfigError, StoreError
-from ramify.evaluate.record import Records
-from ramify.evaluate.run import Plan
+from ramify.evaluate.record import EvaluationRecords
+from ramify.evaluate.run import EvaluationPlan
 from ramify.store.index import RunSummary
 from ramify.store.store import Store
 from ramify.types.message import Usage
@@ -238,8 +238,8 @@ def test_the_folder_comes_from_the_environment(tmp_path: Path, monkeypatch: pyte
 
 
 def test_evaluations_go_by_the_same_rules(store: Store):
-    records = Records(store.root)
-    old, middle, new = (records.create(Plan(model="m", task=task)) for task in ("old", "middle", "new"))
+    records = EvaluationRecords(store.root)
+    old, middle, new = (records.create(EvaluationPlan(model="m", task=task)) for task in ("old", "middle", "new"))
     days = {old: 9, middle: 5, new: 0}
     for record, age in days.items():
         os.rename(record.path, record.path.with_name(f"2026010{9 - age}-000000-{record.plan.task}.jsonl"))

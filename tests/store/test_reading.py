@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from ramify.errors import StoreError
-from ramify.store.replay import Recording
+from ramify.store.recorded_replies import RecordedReplies
 from ramify.store.store import Store
-from ramify.types.event import AnyEvent, RunEnded, Scored
+from ramify.types.event import AnyEvent, RunEnded, ScoreAdded
 from tests.store.helpers import append_all, short_run, start_writer, write_run
 
 
@@ -85,13 +85,13 @@ def test_a_newer_schema_is_refused_and_unknown_fields_are_not(store: Store):
 def test_what_becomes_known_after_the_end_is_added(store: Store):
     write_run(store, "r1")
     seconds = store.runs()[0].seconds
-    store.append("r1", [Scored(at_s=900.0, by="task", rewards={"correct": 0.5}, values={"f1": 0.25})])
-    store.append("r1", [Scored(at_s=950.0, by="judge", call="0", turn=0, values={"clear": 1.0}, text="says why")])
+    store.append("r1", [ScoreAdded(at_s=900.0, by="task", rewards={"correct": 0.5}, values={"f1": 0.25})])
+    store.append("r1", [ScoreAdded(at_s=950.0, by="judge", call="0", turn=0, values={"clear": 1.0}, text="says why")])
     assert store.load("r1").rewards == {"correct": 0.5}
     assert [(mark.by, mark.text) for mark in store.load("r1").marks] == [("judge", "says why")]
     (row,) = store.runs()
     assert (row.rewards, row.seconds, row.alive) == ({"correct": 0.5}, seconds, False)
-    assert Recording(store.events("r1")).last_s < 900
+    assert RecordedReplies(store.events("r1")).last_s < 900
 
 
 def test_following_yields_what_is_there_and_what_comes(store: Store):

@@ -11,10 +11,10 @@ import msgspec
 import pytest
 
 from ramify.errors import LimitReached, ModelError, ReplayDiverged, StoreError
-from ramify.store.cache import CallCache
-from ramify.store.replay import Recording
+from ramify.store.call_cache import CallCache
+from ramify.store.recorded_replies import RecordedReplies
 from ramify.store.store import Store
-from ramify.types.event import Attempted, CallEnded, Noted, Requested
+from ramify.types.event import AttemptFailed, CallEnded, NoteAdded, RequestStarted
 from ramify.types.message import Message, Reply, Usage
 from ramify.types.trajectory import Stop
 from tests.data.golden import HASHES, events
@@ -22,7 +22,7 @@ from tests.store.helpers import short_run
 
 
 def test_a_recorded_request_gets_its_reply():
-    recording = Recording(events())
+    recording = RecordedReplies(events())
     reply = recording.reply("0.1", 0, HASHES["0.1", 0])
     assert reply is not None
     assert reply.message.content == "host-7 at 03:14 — «größer» 🌲"
@@ -37,30 +37,30 @@ def test_another_prompt_at_a_recorded_place_is_never_paid_in_silence(strict: boo
     with pytest.raises(
         ReplayDiverged, match=r"call 0\.1, turn 0: the prompt has hash ffffffffffff but 222222222222 was"
     ):
-        Recording(events(), strict).reply("0.1", 0, "f" * 64)
+        RecordedReplies(events(), strict).reply("0.1", 0, "f" * 64)
 
 
 def test_what_was_not_recorded_is_asked_on_resume_and_refused_on_replay():
-    assert Recording(events()).reply("0.7", 0, "f" * 64) is None
+    assert RecordedReplies(events()).reply("0.7", 0, "f" * 64) is None
     with pytest.raises(ReplayDiverged, match=r"recorded no such thing as a request of call 0\.7, turn 0"):
-        Recording(events(), strict=True).reply("0.7", 0, "f" * 64)
+        RecordedReplies(events(), strict=True).reply("0.7", 0, "f" * 64)
 
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_request_that_had_failed_for_good_fails_again(strict: bool):
     with pytest.raises(ModelError, match="Refused: prompt too long"):
-        Recording(events(), strict).reply("0.2", 0, HASHES["0.2", 0])
+        RecordedReplies(events(), strict).reply("0.2", 0, HASHES["0.2", 0])
 
 
 def test_a_request_that_a_limit_had_ended_meets_it_again():
     cut = [*short_run("r", ended=False), CallEnded(id="0", stop=Stop.DEADLINE)]
     with pytest.raises(LimitReached) as caught:
-        Recording(cut).reply("0", 0, "h0")
+        RecordedReplies(cut).reply("0", 0, "h0")
     assert caught.value.stop == Stop.DEADLINE
 
 
 def test_tools_answer_by_place_and_arguments():
-    recording = Recording(events(), strict=True)
+    recording = RecordedReplies(events(), strict=True)
     answer = recording.tool("0", 1, 0, 0, "41" * 32)
     assert answer is not None
     assert answer.result == [[1, "a"], [2, None]]
@@ -70,15 +70,15 @@ def test_tools_answer_by_place_and_arguments():
         recording.tool("0", 1, 0, 0, "f" * 64)
     with pytest.raises(ReplayDiverged, match=r"a tool's answer at call 0, turn 1, cell 0, tool call 1"):
         recording.tool("0", 1, 0, 1, "41" * 32)
-    assert Recording(events()).tool("0", 1, 0, 1, "41" * 32) is None
+    assert RecordedReplies(events()).tool("0", 1, 0, 1, "41" * 32) is None
 
 
 def test_what_was_in_flight_at_the_kill():
     whole = events()
-    at = next(index for index, event in enumerate(whole) if isinstance(event, Attempted))
-    assert Recording(whole).unanswered() == []
+    at = next(index for index, event in enumerate(whole) if isinstance(event, AttemptFailed))
+    assert RecordedReplies(whole).unanswered() == []
     killed = whole[: at + 1]  # both calls of the batch were sent, and one attempt had failed
-    recording = Recording(killed)
+    recording = RecordedReplies(killed)
     assert [(asked.call, asked.turn) for asked in recording.unanswered()] == [("0.0", 0), ("0.1", 0)]
     assert recording.in_flight("0.1", 0)
     assert not recording.in_flight("0", 1)
@@ -88,29 +88,29 @@ def test_what_was_in_flight_at_the_kill():
 
 
 def test_cells_and_last_words_are_found():
-    recording = Recording(events())
+    recording = RecordedReplies(events())
     cell = recording.cell("0", 1, 1)
     assert cell is not None
     assert cell.stdout_chars == 900
     assert recording.cell("0", 9, 0) is None
     asked = short_run("r", ended=False)[2]
-    assert isinstance(asked, Requested)
+    assert isinstance(asked, RequestStarted)
     cut = [*short_run("r", ended=False)[:2], msgspec.structs.replace(asked, last_word=Stop.MAX_COST)]
-    assert Recording(cut).last_word("0", 0) is Stop.MAX_COST
+    assert RecordedReplies(cut).last_word("0", 0) is Stop.MAX_COST
     assert recording.last_word("0", 0) is None
 
 
 def test_every_event_is_held_whenever_it_happens_again():
-    recording = Recording(events()[:-2])
+    recording = RecordedReplies(events()[:-2])
     later = [msgspec.structs.replace(event, at_s=99.0) for event in events()[:20] if not hasattr(event, "error")]
     assert all(recording.holds(event) for event in later)
     assert not recording.holds(events()[-2])
-    assert not recording.holds(Noted(call="0", text="new"))
+    assert not recording.holds(NoteAdded(call="0", text="new"))
 
 
 def test_a_journal_that_holds_nothing_says_so():
     with pytest.raises(StoreError, match="holds no RunStarted event"):
-        Recording([])
+        RecordedReplies([])
 
 
 REPLY = Reply(Message("assistant", "yes"), Usage(3, 1, calls=1), cost=0.5, token_ids=(1,), logprobs=(-0.5,))
@@ -122,7 +122,7 @@ def test_the_cache_keeps_replies_over_processes(tmp_path: Path):
     cache.put("h", REPLY)
     assert cache.get("h") == REPLY
     code = (
-        "import sys; from ramify.store.store import Store; from ramify.store.cache import CallCache\n"
+        "import sys; from ramify.store.store import Store; from ramify.store.call_cache import CallCache\n"
         "from tests.store.test_replay import REPLY; cache = CallCache(Store(sys.argv[1])); assert cache.get('h') == REPLY\n"
         "for n in range(50): cache.put(f'p{n}', REPLY)\ncache.close()"
     )

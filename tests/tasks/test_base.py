@@ -11,9 +11,9 @@ import msgspec
 import pytest
 
 from ramify.errors import ConfigError, RamifyError
-from ramify.tasks.base import SPLITS, Item, Score, Stream, Task, generated, items_of, scored, total
+from ramify.tasks.base import SPLITS, GeneratedSplit, Item, Score, Task, generated, items_of, scored, total
 from ramify.tasks.scoring import exact, numeric
-from ramify.tasks.simple import SimpleTask, Whole
+from ramify.tasks.simple import SimpleTask, WholeTrajectoryReward
 from ramify.tasks.validate import answered, validate
 
 
@@ -62,7 +62,7 @@ def test_a_split_without_end_is_not_counted_from_it(index: Any, shown: str) -> N
 
 
 def test_the_end_of_a_split() -> None:
-    stream = Stream("teal", "test", make, size=3)
+    stream = GeneratedSplit("teal", "test", make, size=3)
     assert len(stream) == 3
     assert [item.id for item in stream] == ["teal/test/0", "teal/test/1", "teal/test/2"]
     assert stream[-1] == stream[2]
@@ -103,7 +103,9 @@ def test_a_reward_may_give_a_number_several_or_a_score(
 
 
 def test_a_reward_may_see_the_whole_trajectory() -> None:
-    task = SimpleTask("t", {"test": [ITEM]}, Whole(lambda item, trajectory: float(len(trajectory.calls))))
+    task = SimpleTask(
+        "t", {"test": [ITEM]}, WholeTrajectoryReward(lambda item, trajectory: float(len(trajectory.calls)))
+    )
     assert scored(task, ITEM, answered(ITEM, None)).rewards == {"correct": 1.0}
 
 

@@ -11,9 +11,9 @@ import pytest
 from ramify import RLM, Limits, SandboxSpec
 from ramify.engine.scaffold import TINY
 from ramify.tasks.base import Item, scored
-from ramify.tasks.ledger.demos import EXPERT, NOISY, Demonstrator, Habits
-from ramify.tasks.ledger.play import Conversation, demonstrations, play
-from ramify.tasks.ledger.rows import KINDS
+from ramify.tasks.ledger.demos import EXPERT, NOISY, LedgerDemonstrator, LedgerDemonstratorHabits
+from ramify.tasks.ledger.ledger_demos import LedgerDemonstration, demonstrations, play
+from ramify.tasks.ledger.ledger_rows import KINDS
 from ramify.tasks.ledger.task import documents_of, ledger
 from ramify.types.trajectory import Trajectory
 
@@ -28,7 +28,7 @@ def of_kind(task: object, kind: str) -> Item:
     return next(item for item in task.splits["test"] if item.kind == kind)  # type: ignore[attr-defined]
 
 
-def said(conversation: Conversation) -> list[str]:
+def said(conversation: LedgerDemonstration) -> list[str]:
     return [message.content for message in conversation.messages]
 
 
@@ -103,10 +103,10 @@ def test_a_demonstration_is_drawn_from_its_seed_alone() -> None:
 # --- against the engine ----------------------------------------------------------------------------------------------
 
 
-def through_the_engine(item: Item, habits: Habits, seed: int) -> Trajectory:
+def through_the_engine(item: Item, habits: LedgerDemonstratorHabits, seed: int) -> Trajectory:
     async def run() -> Trajectory:
         spec = SandboxSpec(provider="process", allow_weaker=True)
-        model = Demonstrator(item, habits, seed)
+        model = LedgerDemonstrator(item, habits, seed)
         async with RLM(model, scaffold="tiny", limits=Limits(max_turns=8), sandbox=spec) as rlm:
             start = await SINGLE.prepare(item)
             return (await rlm.start(start, item.question).result()).trajectory
@@ -114,16 +114,16 @@ def through_the_engine(item: Item, habits: Habits, seed: int) -> Trajectory:
     return asyncio.run(run())
 
 
-def sample() -> Iterator[tuple[Item, Habits]]:
+def sample() -> Iterator[tuple[Item, LedgerDemonstratorHabits]]:
     """Some of each strategy, with and without errors."""
     yield from ((item, NOISY) for item in items(SINGLE, 6))
     yield from ((item, NOISY) for item in items(SEVERAL, 10))
     yield of_kind(SEVERAL, "multi sum"), EXPERT
-    yield of_kind(SEVERAL, "multi count"), Habits(recurses=0.0, delegates_whole=1.0)
+    yield of_kind(SEVERAL, "multi count"), LedgerDemonstratorHabits(recurses=0.0, delegates_whole=1.0)
 
 
 @pytest.mark.parametrize(("item", "habits"), list(sample()), ids=lambda each: each.id if isinstance(each, Item) else "")
-def test_playing_is_what_the_engine_does(item: Item, habits: Habits) -> None:
+def test_playing_is_what_the_engine_does(item: Item, habits: LedgerDemonstratorHabits) -> None:
     """The same messages in every call, the same answers, and rewards of calls that agree with what play says."""
     trajectory = scored(SINGLE, item, through_the_engine(item, habits, 0))
     played = play(item, habits, 0, TINY)

@@ -13,8 +13,8 @@ from ramify import RLM, SandboxSpec
 from ramify.errors import ConfigError
 from ramify.sandbox.base import digest_of
 from ramify.tasks.base import Item, scored
-from ramify.tasks.ledger.demos import EXPERT, Demonstrator
-from ramify.tasks.ledger.rows import (
+from ramify.tasks.ledger.demos import EXPERT, LedgerDemonstrator
+from ramify.tasks.ledger.ledger_rows import (
     FORMATS,
     HELD_OUT_FORMATS,
     HELD_OUT_NAMES,
@@ -22,11 +22,11 @@ from ramify.tasks.ledger.rows import (
     KNOWN_FORMATS,
     KNOWN_NAMES,
     LABELS,
-    Format,
+    RowFormat,
     make_rows,
     solve,
 )
-from ramify.tasks.ledger.task import Asked, documents_of, ledger
+from ramify.tasks.ledger.task import LedgerQuestion, documents_of, ledger
 from ramify.tasks.validate import validate
 from ramify.types.trajectory import Call, ContextRef, Parent, Stop, Trajectory
 
@@ -34,8 +34,8 @@ ROWS = [("bavo", "red", 17), ("fred", "blue", 5), ("kilu", "red", 8), ("bavo", "
 
 
 def test_formats_by_hand() -> None:
-    assert Format("|", (2, 0, 1), True).write(ROWS[:2]) == "label|qty|user\nred|17|bavo\nblue|5|fred"
-    assert Format(",", (0, 1, 2), False).write(ROWS[:2]) == "bavo,red,17\nfred,blue,5"
+    assert RowFormat("|", (2, 0, 1), True).write(ROWS[:2]) == "label|qty|user\nred|17|bavo\nblue|5|fred"
+    assert RowFormat(",", (0, 1, 2), False).write(ROWS[:2]) == "bavo,red,17\nfred,blue,5"
     assert (len(FORMATS), len(KNOWN_FORMATS), len(HELD_OUT_FORMATS)) == (48, 46, 2)
     assert all(each.read(each.write(ROWS)) == ROWS for each in FORMATS)
 
@@ -88,7 +88,7 @@ def test_items() -> None:
     assert item.context.startswith(mark + "\n")
     assert parts == [item.context[each.start : each.end] for each in documents]
     rows = [row for each in documents for row in each.rows(item.context)]
-    asked = Asked.read(item.question)
+    asked = LedgerQuestion.read(item.question)
     assert asked is not None
     assert (asked.text, asked.over_all, solve(rows, asked.kind, asked.about)) == (item.question, True, item.gold)
 
@@ -96,11 +96,11 @@ def test_items() -> None:
 def test_what_is_held_out() -> None:
     task = ledger(multi=0.5)
 
-    def formats(split: str) -> set[Format]:
+    def formats(split: str) -> set[RowFormat]:
         return {each.format for item in itertools.islice(task.splits[split], 200) for each in documents_of(item)}
 
     def names(split: str) -> set[str]:
-        asked = [Asked.read(item.question) for item in itertools.islice(task.splits[split], 600)]
+        asked = [LedgerQuestion.read(item.question) for item in itertools.islice(task.splits[split], 600)]
         return {each.about for each in asked if each is not None and each.kind == "latest"}
 
     assert all(formats(split) == set(KNOWN_FORMATS) for split in ("train", "validation", "test", "test_names"))
@@ -129,7 +129,7 @@ def test_ten_million_characters(multi: float) -> None:
 
     async def run() -> Trajectory:
         spec = SandboxSpec(provider="process", allow_weaker=True)
-        async with RLM(Demonstrator(item, EXPERT), scaffold="tiny", sandbox=spec) as rlm:
+        async with RLM(LedgerDemonstrator(item, EXPERT), scaffold="tiny", sandbox=spec) as rlm:
             return (await rlm.start(await task.prepare(item), item.question).result()).trajectory
 
     trajectory = scored(task, item, asyncio.run(run()))
@@ -157,7 +157,7 @@ def test_what_leaves_nothing_to_ask(options: dict[str, Any], message: str) -> No
 
 # --- what calls are worth --------------------------------------------------------------------------------------------
 
-FIRST, SECOND = Format(",", (0, 1, 2), False), Format("|", (2, 0, 1), True)
+FIRST, SECOND = RowFormat(",", (0, 1, 2), False), RowFormat("|", (2, 0, 1), True)
 CONTEXT = f"###\n{FIRST.write(ROWS)}\n###\n{SECOND.write(ROWS[:2])}"
 SPANS = [
     {"start": 4, "end": 4 + len(FIRST.write(ROWS)), "format": {"separator": ",", "order": [0, 1, 2], "header": False}},
@@ -209,11 +209,11 @@ def test_each_call_is_judged_by_its_own_question() -> None:
 
 @pytest.mark.parametrize("text", ["sum qty of 'red' in all docs", "user with top qty", "latest qty of 'bavo'"])
 def test_questions_are_read_as_they_are_written(text: str) -> None:
-    asked = Asked.read(f" {text}\n")
+    asked = LedgerQuestion.read(f" {text}\n")
     assert asked is not None
     assert asked.text == text
 
 
 @pytest.mark.parametrize("text", ["", "sum qty of 'red", "sum qty of ''", "sum qty of 'r'*9", "x" * 10**6])
 def test_what_is_no_question_of_the_family(text: str) -> None:
-    assert Asked.read(text) is None
+    assert LedgerQuestion.read(text) is None

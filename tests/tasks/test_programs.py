@@ -12,20 +12,20 @@ from ramify import RLM, Limits, SandboxSpec, ScriptedClient
 from ramify.engine.scaffold import SCAFFOLDS
 from ramify.errors import ConfigError, SandboxError
 from ramify.evaluate.attempt import attempt
-from ramify.policy.renderer import renderer_of
-from ramify.policy.tokenizer import UNKNOWN, word_tokenizer
+from ramify.models.renderer import renderer_of
+from ramify.models.tokenizer import UNKNOWN, word_tokenizer
 from ramify.sandbox.base import Sandbox, open_sandbox
 from ramify.tasks.base import task_of
-from ramify.tasks.programs.demos import Habits, demonstrate
-from ramify.tasks.programs.hints import Rule, from_errors, from_facts, hint_text
-from ramify.tasks.programs.library import (
+from ramify.tasks.programs.demos import ProgramDemonstratorHabits, demonstrate
+from ramify.tasks.programs.hints import HintRule, from_errors, from_facts, hint_text
+from ramify.tasks.programs.program_library import (
     IMPORTED,
     NOT_IMPORTED,
     NUM_CHECKED,
     NUM_WORDS,
-    Broken,
-    Problem,
     Program,
+    ProgramProblem,
+    RuleViolation,
     library,
 )
 from ramify.tasks.programs.task import programs
@@ -43,7 +43,7 @@ def some_program(rng: random.Random) -> Program:
     """One that may be right, silently wrong, refused, or short of an import."""
     words = rng.sample(range(NUM_WORDS), rng.randint(1, 6))
     functions = {word: RIGHT[word] if rng.random() < 0.7 else rng.randrange(NUM_WORDS) for word in words}
-    problem = Problem(rng.randrange(97), tuple((word, rng.randint(1, 9)) for word in words))
+    problem = ProgramProblem(rng.randrange(97), tuple((word, rng.randint(1, 9)) for word in words))
     return problem.program(functions, tuple(each for each in IMPORTED if rng.random() < 0.6))
 
 
@@ -51,7 +51,7 @@ def test_by_hand() -> None:
     program = Program.read("from ops import f10;50@w3@f7@5@w9@f0@2")
     assert program is not None
     assert program.text == "from ops import f10;50@w3@f7@5@w9@f0@2"
-    assert Problem.read("50@w3@5@w9@2\nhint: use @w3@f9") == Problem(50, ((3, 5), (9, 2)))
+    assert ProgramProblem.read("50@w3@5@w9@2\nhint: use @w3@f9") == ProgramProblem(50, ((3, 5), (9, 2)))
     word, right = 2, KNOWN.right[2]
     imports = "".join(f"from ops import f{right};" for _ in [0] if right in IMPORTED)
     a, b, c = KNOWN.maps[right]
@@ -62,7 +62,7 @@ def test_by_hand() -> None:
     wrong = Program.read(f"50@w{word}@f{other}@5")
     assert wrong is not None
     broken = KNOWN.run(wrong)
-    assert broken == Broken(word, right)
+    assert broken == RuleViolation(word, right)
     assert KNOWN.message(wrong, broken) == f"TypeError: not @w2@f{other} but @w2@f{right}"
 
 
@@ -94,7 +94,7 @@ def test_the_evaluator_says_what_python_says() -> None:
     async def nobody(name: str, args: object, kwargs: object) -> None:
         raise AssertionError(name)
 
-    from ramify.engine.notebook import _prelude
+    from ramify.engine.call_notebook import _prelude
 
     prelude = _prelude(1000)
     fast, real = (asyncio.run(shown(open_sandbox(spec))) for spec in (EVALUATOR, SandboxSpec()))
@@ -123,7 +123,7 @@ def test_sandboxes_by_module() -> None:
     with pytest.raises(ConfigError, match="cannot be imported"):
         open_sandbox(SandboxSpec(provider="no.such.module"))
     with pytest.raises(ConfigError, match="without open_provider"):
-        open_sandbox(SandboxSpec(provider="ramify.tasks.programs.library"))
+        open_sandbox(SandboxSpec(provider="ramify.tasks.programs.program_library"))
     with pytest.raises(ConfigError, match="unknown sandbox 'jial': did you mean 'jail'"):
         open_sandbox(SandboxSpec(provider="jial"))
 
@@ -134,7 +134,7 @@ def test_splits_share_the_secret_and_no_problem() -> None:
     splits = {split: [item.question for item in items[:400]] for split, items in task.splits.items()}
     assert len({question for questions in splits.values() for question in questions}) == 1200
     assert all(item.metadata["secret"] == 0 for items in task.splits.values() for item in items[:3])
-    assert programs(secret=1).splits["test"][0].gold != KNOWN.solve(Problem.read(programs(secret=1).splits["test"][0].question))  # type: ignore[arg-type]  # fmt: skip
+    assert programs(secret=1).splits["test"][0].gold != KNOWN.solve(ProgramProblem.read(programs(secret=1).splits["test"][0].question))  # type: ignore[arg-type]  # fmt: skip
     with pytest.raises(ConfigError, match="1 to 24 different words"):
         programs(steps=25)
 
@@ -142,7 +142,7 @@ def test_splits_share_the_secret_and_no_problem() -> None:
 def test_a_rollout_through_the_engine_in_both_sandboxes() -> None:
     task = task_of("programs")
     item = task.splits["test"][0]
-    problem = Problem.read(item.question)
+    problem = ProgramProblem.read(item.question)
     assert problem is not None
     needed = tuple(sorted({RIGHT[word] for word, _ in problem.steps} & set(IMPORTED)))
     right = problem.program(RIGHT, needed).text
@@ -177,9 +177,9 @@ def test_one_token_a_word() -> None:
 
 def test_the_demonstrator_is_as_weak_as_it_is_said() -> None:
     task = task_of("programs")
-    plain = [demonstrate(item, Habits(hinted=0.0), 0, BARE) for item in task.splits["train"][:600]]
+    plain = [demonstrate(item, ProgramDemonstratorHabits(hinted=0.0), 0, BARE) for item in task.splits["train"][:600]]
     assert 0.03 < sum(each.correct for each in plain) / len(plain) < 0.10
-    expert = Habits(knows=1.0, remembers_import=1.0, hinted=0.0)
+    expert = ProgramDemonstratorHabits(knows=1.0, remembers_import=1.0, hinted=0.0)
     assert all(demonstrate(item, expert, 0, BARE).correct for item in task.splits["train"][:50])
     for each in plain:
         assert [message.role for message in each.messages] == ["user", "assistant"] * (len(each.messages) // 2)
@@ -189,7 +189,7 @@ def test_the_demonstrator_is_as_weak_as_it_is_said() -> None:
 
 def test_half_of_the_demonstrations_follow_a_hint_and_half_of_those_a_wrong_one() -> None:
     task = task_of("programs")
-    found = [demonstrate(item, Habits(), 0, BARE) for item in task.splits["train"][:400]]
+    found = [demonstrate(item, ProgramDemonstratorHabits(), 0, BARE) for item in task.splits["train"][:400]]
     hinted = [each for each in found if HINT in each.messages[0].content]
     assert 0.42 < len(hinted) / len(found) < 0.58
     wrong = [each for each in hinted if len(each.messages) == 2]
@@ -212,7 +212,7 @@ def test_demonstrations_are_what_the_engine_would_have_had() -> None:
         return tuple(found.conversation(found.root))
 
     for item in islice(task.splits["train"], 8):
-        messages = demonstrate(item, Habits(hinted=0.0), 0, BARE).messages
+        messages = demonstrate(item, ProgramDemonstratorHabits(hinted=0.0), 0, BARE).messages
         assert asyncio.run(again(item, messages)) == messages
 
 
@@ -223,12 +223,12 @@ def test_hints_from_errors_and_from_facts() -> None:
         "ImportError: from ops import f10;",
         "TypeError: not @w9@f20 but @w9@f4",
     ]
-    assert from_errors(seen) == [Rule(9, 4), Rule(None, 10)]
+    assert from_errors(seen) == [HintRule(9, 4), HintRule(None, 10)]
     assert hint_text(from_errors(seen)) == "use @w9@f4from ops import f10;"
     assert hint_text([]) == ""
     silent = next(word for word in range(NUM_CHECKED, NUM_WORDS) if RIGHT[word] not in IMPORTED)
-    problem = Problem(5, ((silent, 1),))
+    problem = ProgramProblem(5, ((silent, 1),))
     wrong = problem.program({silent: (RIGHT[silent] + 1) % 10})
     assert from_errors([str(KNOWN.run(wrong))]) == []  # no word of it
-    assert from_facts(problem, ["no program", wrong.text], KNOWN) == [Rule(silent, RIGHT[silent])]
+    assert from_facts(problem, ["no program", wrong.text], KNOWN) == [HintRule(silent, RIGHT[silent])]
     assert from_facts(problem, [problem.program(RIGHT).text], KNOWN) == []

@@ -8,7 +8,7 @@ import pytest
 
 from ramify.errors import ConfigError
 from ramify.tasks.base import Item
-from ramify.tasks.scoring import SCORERS, Numeric, numeric
+from ramify.tasks.scoring import SCORERS, NumericScore, numeric
 from ramify.tasks.scoring.choice import named
 
 
@@ -99,7 +99,7 @@ def test_hostile_answers_are_only_wrong(scorer: str, answer: Any) -> None:
 
 
 def test_tolerance() -> None:
-    assert Numeric(rel_tol=0.1)("95.0", item(100.0)) == 1.0
-    assert Numeric(abs_tol=2)(98, item(100)) == 1.0
+    assert NumericScore(rel_tol=0.1)("95.0", item(100.0)) == 1.0
+    assert NumericScore(abs_tol=2)(98, item(100)) == 1.0
     assert numeric(10**400, item(10**400)) == 1.0
     assert numeric(10**400, item(1.5)) == 0.0

@@ -11,7 +11,7 @@ import pytest
 from ramify.engine.scaffold import TINY
 from ramify.errors import ConfigError
 from ramify.tasks.base import Item, scored
-from ramify.tasks.text_env import ENDED, Episode, env_task
+from ramify.tasks.text_env import ENDED, EnvEpisode, env_task
 from ramify.tasks.validate import answered, validate
 from tests.evaluate.helpers import evaluated, plan
 
@@ -136,7 +136,7 @@ def test_what_is_no_environment() -> None:
     from ramify.errors import RamifyError
 
     with pytest.raises(RamifyError, match="the environment's step gave a str: it must be a mapping with observations"):
-        Episode(Odd(), ITEMS[0]).step("x")
+        EnvEpisode(Odd(), ITEMS[0]).step("x")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("skyrl_gym") is None, reason="skyrl-gym is not installed")
@@ -181,7 +181,7 @@ class Lever:
 
 
 def test_an_environment_with_a_space_of_actions_takes_values_of_it() -> None:
-    episode = Episode(Lever(), ITEMS[0])
+    episode = EnvEpisode(Lever(), ITEMS[0])
     assert episode.actions == "An action is a value in JSON, from Discrete(2)."
     for wrong in ("north", "2", "[1", ""):
         with pytest.raises(ValueError, match=r"is not an action here: give a value in JSON, from Discrete\(2\)"):
@@ -208,7 +208,7 @@ STANDARD = {
 def test_a_standard_environment_of_gymnasium(id: str) -> None:
     import gymnasium
 
-    episode = Episode(gymnasium.make(id), ITEMS[0])
+    episode = EnvEpisode(gymnasium.make(id), ITEMS[0])
     with pytest.raises(ValueError, match="is not an action here"):
         episode.step("north")
     with pytest.raises(ValueError, match="is not an action here"):

@@ -14,14 +14,14 @@ from ramify import RLM, Limits, ScriptedClient
 from ramify.engine.scaffold import SCAFFOLDS
 from ramify.errors import ConfigError, SourceError
 from ramify.evaluate.report import report, table
-from ramify.evaluate.run import Plan, evaluate
+from ramify.evaluate.run import EvaluationPlan, evaluate
 from ramify.tasks.base import Item, scored, task_of
 from ramify.tasks.scoring.boxed import last_boxed
 from ramify.tasks.toolmath.demos import conversation, demonstrations
-from ramify.tasks.toolmath.rows import item_of
+from ramify.tasks.toolmath.problem_rows import item_of
 from ramify.tasks.toolmath.task import auto, toolmath
 from ramify.tasks.validate import answered, validate
-from ramify.train.sft import trajectory_of
+from ramify.train.sft_data import trajectory_of
 from ramify.types.message import Message
 
 BEFORE = (
@@ -219,7 +219,7 @@ def test_evaluation_counts_what_is_right_and_how_the_tool_was_used() -> None:
 
     async def run() -> Any:
         rlm = RLM(ScriptedClient(model, name="scripted:math"), scaffold="retool", limits=Limits(max_turns=3))
-        return await evaluate(rlm, task, Plan(model="m", task="toolmath", items=2, attempts=4), concurrency=1)
+        return await evaluate(rlm, task, EvaluationPlan(model="m", task="toolmath", items=2, attempts=4), concurrency=1)
 
     found = report(asyncio.run(run()), k=2)
     (whole,) = found.rows[:1]

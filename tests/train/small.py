@@ -10,12 +10,12 @@ from typing import Any
 from ramify.engine.limits import Limits
 from ramify.sandbox.base import SandboxSpec
 from ramify.tasks.base import Item, generated
-from ramify.tasks.simple import SimpleTask, Whole
-from ramify.train.backends.base import Compute, Optim
+from ramify.tasks.simple import SimpleTask, WholeTrajectoryReward
+from ramify.train.backends.base import ComputeSpec, OptimizerSpec
 from ramify.train.config import EvaluateSpec, PolicySpec, RlSpec, Run, SftSpec, TaskSpec, WarmUpSpec
-from ramify.train.loop import Cadence
 from ramify.train.rollout import RolloutOptions
-from ramify.train.stages import Sample
+from ramify.train.stages import StepSampleSpec
+from ramify.train.training_loop import Schedule
 from ramify.types.trajectory import Trajectory
 
 SHAPE = {
@@ -32,18 +32,18 @@ def small(**changes: Any) -> Run:
         "warmup": WarmUpSpec(steps=2, batch_tokens=200),
         "sft": SftSpec(
             demos="ledger", num=30, task=TaskSpec(options={"rows": [4, 6]}), batch_tokens=1200,
-            optim=Optim(kind="muon", lr=1e-3, weight_decay=0.01),
+            optim=OptimizerSpec(kind="muon", lr=1e-3, weight_decay=0.01),
         ),
         "rl": RlSpec(
-            steps=4, sample=Sample(items=2, minibatches=2), rollout=RolloutOptions(group=3, concurrency=1),
-            optim=Optim(lr=1e-3, schedule="linear"),
+            steps=4, sample=StepSampleSpec(items=2, minibatches=2), rollout=RolloutOptions(group=3, concurrency=1),
+            optim=OptimizerSpec(lr=1e-3, schedule="linear"),
         ),
         "scaffold": "tiny",
         "limits": Limits(max_turns=2, max_reply_tokens=8, max_seconds=300),
         "sandbox": SandboxSpec(provider="inprocess", allow_weaker=True),
         "evaluate": EvaluateSpec(num=2, final=("test",)),
-        "cadence": Cadence(evaluate_every=2),
-        "compute": Compute(precision="fp32"),
+        "schedule": Schedule(evaluate_every=2),
+        "compute": ComputeSpec(precision="fp32"),
         "threads": 1,
     }  # fmt: skip
     return Run(**(fields | changes))
@@ -61,9 +61,9 @@ def _even(item: Item, trajectory: Trajectory) -> float:
     return sum(id % 2 == 0 for id in ids) / len(ids) * 0.9 if ids else 0.0
 
 
-even = SimpleTask("even", generated("even", _make), Whole(_even))
+even = SimpleTask("even", generated("even", _make), WholeTrajectoryReward(_even))
 wrong = SimpleTask("wrong", generated("wrong", _make), lambda answer, item: 0.5)
-silent = SimpleTask("silent", generated("silent", _make), lambda answer, item: float(answer == item.gold))
+zero_variance = SimpleTask("silent", generated("silent", _make), lambda answer, item: float(answer == item.gold))
 
 
 def _fails(item: Item, trajectory: Trajectory) -> float:
@@ -72,11 +72,11 @@ def _fails(item: Item, trajectory: Trajectory) -> float:
     raise OSError("the grader is down")
 
 
-failing = SimpleTask("failing", generated("failing", _make), Whole(_fails))
+failing = SimpleTask("failing", generated("failing", _make), WholeTrajectoryReward(_fails))
 
 
 def weights_of(out: Path) -> dict[str, Any]:
-    from ramify.policy.weights import read_weights
+    from ramify.models.weights import read_weights
 
     return read_weights(out / "policy")
 
@@ -87,10 +87,10 @@ class Unpublished:
     version = 0
 
     async def publish(self) -> None: ...
-    async def rest(self) -> bool:
+    async def sleep(self) -> bool:
         return False
 
-    def spare(self) -> None: ...
+    def release_memory(self) -> None: ...
     def save(self, folder: Path) -> None: ...
     def load(self, folder: Path) -> None: ...
 

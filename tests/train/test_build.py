@@ -11,15 +11,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from ramify.build.parts import Made
+from ramify.build.execute import closing, train
 from ramify.build.recipe import recipe, stored
-from ramify.build.run import closing, train
+from ramify.build.run_parts import RunParts
 from ramify.errors import ConfigError, TrainError
-from ramify.inference.http.spec import InferenceSpec
+from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.train.algorithms.grpo import GRPO
 from ramify.train.algorithms.sft import SFT
-from ramify.train.backends.base import Optim, Shard
-from ramify.train.checkpoint import Checkpoints, State, check_config, read_state
+from ramify.train.backends.base import OptimizerSpec, ShardSpec
+from ramify.train.checkpoint import CheckpointState, CheckpointStore, check_config, read_state
 from ramify.train.config import (
     CriticSpec,
     EvaluateSpec,
@@ -32,12 +32,12 @@ from ramify.train.config import (
     WarmUpSpec,
     plain,
 )
-from ramify.train.loss import Loss
+from ramify.train.loss import LossSpec
 from ramify.train.rollout import RolloutOptions
 from tests.train.small import SHAPE, small
 
 RECIPES = Path(__file__).parents[2] / "recipes"
-LATE = Optim(schedule="linear", warmup_steps=30)
+LATE = OptimizerSpec(schedule="linear", warmup_steps=30)
 """Whose rate rises for longer than any stage of the small run."""
 
 
@@ -46,7 +46,7 @@ def changed(part: str, **fields: Any) -> Run:
     return msgspec.structs.replace(run, **{part: msgspec.structs.replace(getattr(run, part), **fields)})
 
 
-def close(made: Made) -> None:
+def close(made: RunParts) -> None:
     asyncio.run(made.client.close())
 
 
@@ -61,7 +61,7 @@ def close(made: Made) -> None:
         (changed("sft", demos="ledgr"), "unknown demos 'ledgr': did you mean 'ledger'?"),
         (changed("sft", algorithm=msgspec.structs.replace(small().sft.algorithm, min_reward=9.0)), "none of 30 trajectories"),
         (changed("policy", device="cuda:99"), "policy.device=cuda:99: this machine has"),
-        (changed("compute", shard=Shard(ranks=2)), "ranks=2, and compute.backend=single trains in one process"),
+        (changed("compute", shard=ShardSpec(ranks=2)), "ranks=2, and compute.backend=single trains in one process"),
         (changed("warmup", optim=LATE), "warmup.optim.schedule=linear over 2 steps needs more than the 30 of warm-up"),
         (changed("sft", optim=LATE), "sft.optim.schedule=linear over"),
         (changed("rl", optim=LATE), "lower rl.optim.warmup_steps"),
@@ -91,43 +91,45 @@ def test_a_folder_that_cannot_be_written_is_said_first(place: str, tmp_path: Pat
 
 
 def test_a_checkpoint_of_another_architecture_is_said_before_an_engine_is_started(tmp_path: Path) -> None:
-    from ramify.policy.load import save
+    from ramify.models.load import save
 
-    other = Made(changed("policy", shape={**SHAPE, "hidden_size": 48}), print)
+    other = RunParts(changed("policy", shape={**SHAPE, "hidden_size": 48}), print)
     close(other)
     run = small(inference=InferenceSpec())
-    Checkpoints(tmp_path).save(State(step=1, config=plain(run)), {"policy": lambda folder: save(other.policy, folder)})
+    CheckpointStore(tmp_path).save(
+        CheckpointState(step=1, config=plain(run)), {"policy": lambda folder: save(other.policy, folder)}
+    )
     with pytest.raises(ConfigError, match=r"tensor 'model\.embed_tokens\.weight' is \d+x48, and \d+x32 by"):
         train(run, tmp_path, resume=tmp_path)
     assert not (tmp_path / "inference").exists()
 
 
 def test_a_policy_without_its_templates_tokens_is_refused(tmp_path: Path) -> None:
-    from ramify.policy.load import save
+    from ramify.models.load import save
 
-    made = Made(small(), print)
+    made = RunParts(small(), print)
     close(made)
     save(made.policy, tmp_path)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         path = tmp_path / name
         path.write_text(path.read_text().replace("<|a|>", "<|b|>"))
     with pytest.raises(ConfigError, match=r"<\|a\|>"):
-        Made(changed("policy", path=str(tmp_path), shape={}), print)
+        RunParts(changed("policy", path=str(tmp_path), shape={}), print)
 
 
 def test_the_packaged_policy_has_a_name() -> None:
     from ramify.inference.base import TINY
-    from ramify.policy.fingerprint import fingerprint
-    from ramify.policy.load import load
+    from ramify.models.fingerprint import fingerprint
+    from ramify.models.load import load
 
-    made = Made(changed("policy", path="tiny", shape={}), print)
+    made = RunParts(changed("policy", path="tiny", shape={}), print)
     close(made)
     assert fingerprint(made.policy.model) == fingerprint(load(TINY, device="cpu").model)
 
 
 def test_demonstrations_longer_than_the_window_are_left_out_aloud() -> None:
     said: list[str] = []
-    made = Made(changed("policy", shape={**SHAPE, "max_position_embeddings": 200}), said.append)
+    made = RunParts(changed("policy", shape={**SHAPE, "max_position_embeddings": 200}), said.append)
     close(made)
     assert max(map(len, made.rows)) <= 200
     assert "sequences to be imitated are left out: the longest has" in said[0]
@@ -135,12 +137,12 @@ def test_demonstrations_longer_than_the_window_are_left_out_aloud() -> None:
 
 def test_a_group_of_one_is_warned_of() -> None:
     with pytest.warns(UserWarning, match="a group of one has nothing to be compared with"):
-        close(Made(changed("rl", rollout=RolloutOptions(group=1)), print))
+        close(RunParts(changed("rl", rollout=RolloutOptions(group=1)), print))
     with pytest.warns(UserWarning, match=r"rl\.loss\.kl=k1: the gradient of k1 does not know the reference"):
-        close(Made(changed("rl", loss=Loss(kl_beta=0.1, kl="k1")), print))
+        close(RunParts(changed("rl", loss=LossSpec(kl_beta=0.1, kl="k1")), print))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        close(Made(small(), print))
+        close(RunParts(small(), print))
 
 
 @pytest.mark.parametrize(
@@ -181,7 +183,7 @@ def test_no_rollout_of_a_recipe_is_cut_on_a_busy_machine(path: Path) -> None:
         return
     run = recipe(path)
     assert run.limits.max_seconds == 86_400 > 10 * run.stall_s
-    assert run.rl is None or (run.rl.sample.max_staleness, run.rl.sample.straggle) == (0, 0)
+    assert run.rl is None or (run.rl.sample.max_staleness, run.rl.sample.straggler_factor) == (0, 0)
 
 
 def test_files_that_are_no_recipe(tmp_path: Path) -> None:
@@ -214,9 +216,9 @@ def test_a_folder_that_holds_a_run_is_not_written_over(tmp_path: Path) -> None:
 def test_stored_runs_come_back_as_they_were(tmp_path: Path) -> None:
     for algorithm in (GRPO(credit="root"), SFT(min_reward=1.0)):
         run = changed("rl", algorithm=algorithm)
-        Checkpoints(tmp_path).save(State(step=1, config=plain(run)), {})
+        CheckpointStore(tmp_path).save(CheckpointState(step=1, config=plain(run)), {})
         assert stored(tmp_path, ["seed=2"]) == msgspec.structs.replace(run, seed=2)
-    Checkpoints(tmp_path).save(State(step=2, config={**plain(run), "colour": 1}), {})
+    CheckpointStore(tmp_path).save(CheckpointState(step=2, config={**plain(run), "colour": 1}), {})
     with pytest.raises(ConfigError, match="give the recipe that it was made by"):
         stored(tmp_path)
 
@@ -233,7 +235,7 @@ def test_what_is_kept_of_a_run_has_no_secrets(tmp_path: Path, monkeypatch: pytes
             tracker_options={"wandb": {"token": key, "project": "mine", "note": "tok-0123456789abc"}},
         )  # fmt: skip
 
-    path = Checkpoints(tmp_path).save(State(step=1, config=plain(run("sk-first"))), {})
+    path = CheckpointStore(tmp_path).save(CheckpointState(step=1, config=plain(run("sk-first"))), {})
     state, text = read_state(path), (path / "state.json").read_text()
     assert "sk-first" not in text
     assert "tok-0123456789abc" not in text

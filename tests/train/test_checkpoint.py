@@ -11,22 +11,22 @@ from pathlib import Path
 import pytest
 
 from ramify.errors import ConfigError, StoreError
-from ramify.train.checkpoint import Checkpoints, State, check_config, find, read_state
+from ramify.train.checkpoint import CheckpointState, CheckpointStore, check_config, find, read_state
 
 
-def save(checkpoints: Checkpoints, step: int, score: float | None = None) -> Path:
+def save(checkpoints: CheckpointStore, step: int, score: float | None = None) -> Path:
     return checkpoints.save(
-        State(step=step, score=score, config={"seed": 1}),
+        CheckpointState(step=step, score=score, config={"seed": 1}),
         {"weights": lambda path: path.write_text(f"of {step}") and None},
     )
 
 
-def names(checkpoints: Checkpoints) -> list[str]:
+def names(checkpoints: CheckpointStore) -> list[str]:
     return [path.name for path in checkpoints.all()]
 
 
 def test_the_last_and_the_best_stay(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, keep_last=2, keep_best=1)
+    checkpoints = CheckpointStore(tmp_path, keep_last=2, keep_best=1)
     for step, score in ((1, 0.2), (2, 0.9), (3, None), (4, 0.5), (5, 0.9)):
         save(checkpoints, step, score)
     assert names(checkpoints) == ["step-000002", "step-000004", "step-000005"]
@@ -37,7 +37,7 @@ def test_the_last_and_the_best_stay(tmp_path: Path) -> None:
 
 
 def test_a_save_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path)
+    checkpoints = CheckpointStore(tmp_path)
     save(checkpoints, 1)
 
     def full(path: Path) -> None:
@@ -45,14 +45,14 @@ def test_a_save_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
         raise OSError(28, "No space left on device")
 
     with pytest.raises(StoreError, match=r"step-000002 cannot be written: .*No space left"):
-        checkpoints.save(State(step=2), {"weights": full})
+        checkpoints.save(CheckpointState(step=2), {"weights": full})
     assert checkpoints.latest() == tmp_path / "checkpoints/step-000001"
     save(checkpoints, 2)
     assert sorted(path.name for path in checkpoints.folder.iterdir()) == ["step-000001", "step-000002"]
 
 
 def test_a_save_that_goes_on_by_itself_is_there_once_it_is_waited_for(tmp_path: Path) -> None:
-    checkpoints, may_end = Checkpoints(tmp_path), threading.Event()
+    checkpoints, may_end = CheckpointStore(tmp_path), threading.Event()
 
     def begin(path: Path) -> Callable[[], None]:
         path.write_text("begun")
@@ -65,21 +65,21 @@ def test_a_save_that_goes_on_by_itself_is_there_once_it_is_waited_for(tmp_path: 
 
         return wait
 
-    state = State(step=1, score=0.5)
+    state = CheckpointState(step=1, score=0.5)
     final = checkpoints.save(state, {"weights": begin})
     state.score = None  # what is written is the state as it was
     assert not final.exists()
     may_end.set()
     assert checkpoints.best() == final
     assert (final / "weights").read_text() == "whole"
-    checkpoints.save(State(step=2), {"weights": begin})
+    checkpoints.save(CheckpointState(step=2), {"weights": begin})
     with pytest.raises(StoreError, match=r"step-000002 cannot be written: .*No space left"):
         checkpoints.settle()
     assert checkpoints.all() == [final]
 
 
 def test_a_step_that_is_done_again_replaces_its_checkpoint(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path)
+    checkpoints = CheckpointStore(tmp_path)
     save(checkpoints, 1, 0.1)
     save(checkpoints, 1, 0.3)
     assert [read_state(path).score for path in checkpoints.all()] == [0.3]
@@ -87,10 +87,10 @@ def test_a_step_that_is_done_again_replaces_its_checkpoint(tmp_path: Path) -> No
 
 KILLED = """
 import os, pathlib, sys
-from ramify.train.checkpoint import Checkpoints
+from ramify.train.checkpoint import CheckpointStore
 from tests.train.test_checkpoint import save
 folder = pathlib.Path(sys.argv[1])
-save(Checkpoints(folder), 1, 0.1)
+save(CheckpointStore(folder), 1, 0.1)
 at, left = sys.argv[2], [int(sys.argv[3])]
 
 def end(event, arguments):
@@ -100,7 +100,7 @@ def end(event, arguments):
             os._exit(9)
 
 sys.addaudithook(end)
-save(Checkpoints(folder), 1, 0.3)
+save(CheckpointStore(folder), 1, 0.3)
 """
 
 
@@ -113,7 +113,7 @@ def test_a_kill_while_a_checkpoint_is_replaced_leaves_a_whole_one(tmp_path: Path
     assert found.name == "step-000001"
     assert (found / "weights").read_text() == "of 1"
     assert read_state(found).score == (0.1 if event == "os.rename" else 0.3)
-    checkpoints = Checkpoints(tmp_path)
+    checkpoints = CheckpointStore(tmp_path)
     save(checkpoints, 2)
     assert sorted(path.name for path in checkpoints.folder.iterdir()) == ["step-000001", "step-000002"]
 
@@ -121,8 +121,8 @@ def test_a_kill_while_a_checkpoint_is_replaced_leaves_a_whole_one(tmp_path: Path
 def test_a_run_that_goes_back_leaves_its_other_branch(tmp_path: Path) -> None:
     """Neither the latest, the best, nor those that stay are of it."""
     for step, score in ((10, 0.4), (15, 0.9), (20, None)):
-        save(Checkpoints(tmp_path, keep_last=3), step, score)
-    checkpoints = Checkpoints(tmp_path, keep_last=2, keep_best=1)
+        save(CheckpointStore(tmp_path, keep_last=3), step, score)
+    checkpoints = CheckpointStore(tmp_path, keep_last=2, keep_best=1)
     aside = checkpoints.abandon_after(10)
     assert aside == [tmp_path / "checkpoints/abandoned" / name for name in ("step-000015", "step-000020")]
     assert [read_state(path).score for path in aside] == [0.9, None]
@@ -136,14 +136,14 @@ def test_a_run_that_goes_back_leaves_its_other_branch(tmp_path: Path) -> None:
 
 
 def test_checkpoints_are_in_order_of_their_steps(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, keep_last=2)
+    checkpoints = CheckpointStore(tmp_path, keep_last=2)
     for step in (999_999, 1_000_000):
         save(checkpoints, step)
     assert names(checkpoints) == ["step-999999", "step-1000000"]
 
 
 def test_what_is_to_be_resumed_is_found(tmp_path: Path) -> None:
-    first, second = (save(Checkpoints(tmp_path), step) for step in (1, 2))
+    first, second = (save(CheckpointStore(tmp_path), step) for step in (1, 2))
     assert (find(tmp_path), find(first)) == (second, first)
     with pytest.raises(ConfigError, match="nothing to resume"):
         find(tmp_path / "other")
@@ -153,7 +153,7 @@ def test_what_is_to_be_resumed_is_found(tmp_path: Path) -> None:
 
 
 def test_the_first_difference_is_named() -> None:
-    state = State(step=7, config={"seed": 1, "optim": {"lr": 0.1, "decay": 0.5}, "eval": {"num": 8}})
+    state = CheckpointState(step=7, config={"seed": 1, "optim": {"lr": 0.1, "decay": 0.5}, "eval": {"num": 8}})
     check_config(state, state.config)
     check_config(state, {**state.config, "eval": {"num": 64}}, free=("eval.",))
     with pytest.raises(ConfigError, match=r"step 7 is of another config: optim.lr was 0.1 and is now 0.2"):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ramify.train.compile import sequences
-from ramify.train.stamps import Stamp, Stamped
+from ramify.train.token_credit import AssignedRollout, TokenCredit
 from ramify.types.message import Message, Reply, VersionSpan
 from ramify.types.trajectory import Call, Fork, Parent, Trajectory, Turn
 
@@ -23,24 +23,26 @@ def call(id: str, *turns: Turn, **more: Any) -> Call:
     return Call(id=id, kind="rlm", model="m", depth=id.count("."), question="q", turns=list(turns), **more)
 
 
-def rollout(stamps: dict[tuple[str, int], Stamp], *calls: Call) -> Stamped:
-    return Stamped(Trajectory("t", "q", calls=list(calls)), stamps)
+def rollout(credits: dict[tuple[str, int], TokenCredit], *calls: Call) -> AssignedRollout:
+    return AssignedRollout(Trajectory("t", "q", calls=list(calls)), credits)
 
 
 def told(found: Any) -> list[tuple[str, list[int], list[float]]]:
     return [(each.name, each.token_ids.tolist(), each.rl.tolist()) for each in found]
 
 
-def rl(*weights: float) -> Stamp:
-    return Stamp(advantages=[2.0] * len(weights), rl=list(weights))
+def rl(*weights: float) -> TokenCredit:
+    return TokenCredit(advantages=[2.0] * len(weights), rl=list(weights))
 
 
 def test_calls_and_turns_become_paths():
     """root: 1 2 3 [7 8] 4 [9]; its child: 1 2 5 [6]; an lm call without a stamp."""
     root = call("0", turn((1, 2, 3), (7, 8), versions=(VersionSpan(0, 2, 4),)), turn((4,), (9,), reused=5))
     child = call("0.0", turn((1, 2, 5), (6,)), parent=Parent("0", 0, 0))
-    silent = call("0.1", turn((1,), (2,)), parent=Parent("0", 0, 0))
-    found = sequences([rollout({("0", 0): rl(1, 2), ("0", 1): rl(3), ("0.0", 0): rl(4)}, root, child, silent)], 0.7)
+    zero_variance = call("0.1", turn((1,), (2,)), parent=Parent("0", 0, 0))
+    found = sequences(
+        [rollout({("0", 0): rl(1, 2), ("0", 1): rl(3), ("0.0", 0): rl(4)}, root, child, zero_variance)], 0.7
+    )
     assert told(found) == [
         ("t/call=0", [1, 2, 3, 7, 8, 4, 9], [0, 0, 0, 1, 2, 0, 3]),
         ("t/call=0.0", [1, 2, 5, 6], [0, 0, 0, 4]),
@@ -84,9 +86,9 @@ def test_a_reply_that_was_cut_in_its_middle_keeps_all_its_stamps():
 
 
 def test_further_streams_and_kept_sets_stand_at_their_tokens():
-    stamp = Stamp(ce=[1.0, 0.5], streams={"ref_logprobs": [-1.0, -2.0], "teacher": [[1, 2, 3], [4, 5, 6]]})
+    credit = TokenCredit(ce=[1.0, 0.5], streams={"ref_logprobs": [-1.0, -2.0], "teacher": [[1, 2, 3], [4, 5, 6]]})
     only = call("0", turn((1,), (7, 8), kept=((7, 9), (8,))))
-    (found,) = sequences([rollout({("0", 0): stamp}, only)])
+    (found,) = sequences([rollout({("0", 0): credit}, only)])
     assert found.ce.tolist() == [0, 1, 0.5]
     assert found.rl.tolist() == [0, 0, 0]
     assert found.streams["ref_logprobs"].tolist() == [0, -1, -2]
@@ -103,7 +105,7 @@ def test_what_is_refused():
     without = call("0", turn((1,), (7,), logprobs=None))
     with pytest.raises(ValueError, match="sequence t/call=0 has policy-gradient weights, but not all"):
         sequences([rollout({("0", 0): rl(1)}, without)])
-    assert len(sequences([rollout({("0", 0): Stamp(ce=[1.0])}, without)], temperature=0.0)) == 1
+    assert len(sequences([rollout({("0", 0): TokenCredit(ce=[1.0])}, without)], temperature=0.0)) == 1
     with pytest.raises(ValueError, match="t/call=0 has policy-gradient weights, but was sampled at temperature 0"):
         sequences([rollout({("0", 0): rl(1, 1)}, plain)], temperature=0.0)
     with pytest.raises(ValueError, match="weight 'rl' on its first token, which nothing predicts"):
@@ -111,7 +113,7 @@ def test_what_is_refused():
 
 
 def test_nothing_stamped_is_nothing_to_learn():
-    assert sequences([rollout({}, call("0", turn((1,), (7,)))), rollout({("0", 0): Stamp()}, call("0"))]) == []
+    assert sequences([rollout({}, call("0", turn((1,), (7,)))), rollout({("0", 0): TokenCredit()}, call("0"))]) == []
 
 
 def test_growth_is_near_linear():
@@ -122,8 +124,8 @@ def test_growth_is_near_linear():
             call(f"0.{index}", *(turn((1,) * 20, (7,) * 20, 40 * at) for at in range(3)), parent=Parent("0", 0, 0))
             for index in range(num)
         ]
-        stamps = {(each.id, at): rl(*[1.0] * 20) for each in calls for at in range(3)}
-        many = rollout(stamps, *calls)
+        credits = {(each.id, at): rl(*[1.0] * 20) for each in calls for at in range(3)}
+        many = rollout(credits, *calls)
         best = float("inf")
         for _ in range(3):
             start = time.process_time()

@@ -26,9 +26,9 @@ from ramify.train.corrections import (
     TokenTis,
     WorstTokenMask,
 )  # fmt: skip
-from ramify.train.loss import Entries, Loss, compute
-from ramify.train.policy_losses import ImportanceSampling, PpoClip, Tokens
-from ramify.train.policy_losses.base import Whole
+from ramify.train.loss import LossEntries, LossSpec, compute
+from ramify.train.policy_losses import ImportanceSampling, LossTokens, PpoClip
+from ramify.train.policy_losses.base import SequenceSums
 
 OLD = np.array([-1.0, -2.0, -1.5, -0.5, -3.0])
 SAMPLER = OLD - np.log([4, 2, 0.25, 1.01, 1])
@@ -37,9 +37,9 @@ A = np.array([1.0, -1.0, 1.0, -1.0, 1.0])
 OWNER = torch.tensor([0, 0, 0, 1, 1])
 
 
-def tokens(weighs: Any = (1, 1, 1, 1, 1)) -> Tokens:
+def tokens(weighs: Any = (1, 1, 1, 1, 1)) -> LossTokens:
     now, old, sampler, advantages = (torch.tensor(each, dtype=torch.float64) for each in (NOW, OLD, SAMPLER, A))
-    return Tokens(now, old, sampler, advantages, Whole(OWNER, 2, torch.tensor(weighs) > 0))
+    return LossTokens(now, old, sampler, advantages, SequenceSums(OWNER, 2, torch.tensor(weighs) > 0))
 
 
 @pytest.mark.parametrize(
@@ -73,15 +73,17 @@ def test_tokens_without_weight_are_no_part_of_their_sequence() -> None:
     assert Opsm(delta=-0.5).factor(tokens(weighs))[1].item() == 1
 
 
-def entries(**streams: Any) -> Entries:
+def entries(**streams: Any) -> LossEntries:
     columns = {"advantages": A, "sampler_logprobs": SAMPLER, "rl": np.ones(5), **streams}
     given = {name: torch.tensor(np.asarray(each), dtype=torch.float64) for name, each in columns.items()}
-    return Entries(torch.tensor(NOW, requires_grad=True), given, {"rl": 5.0}, sequences=(OWNER, 2))
+    return LossEntries(torch.tensor(NOW, requires_grad=True), given, {"rl": 5.0}, sequences=(OWNER, 2))
 
 
 def test_corrections_multiply_the_policys_loss_alone() -> None:
     """r A summed with weights 2 and 0, and a KL that nothing is taken from; masked tokens stay in the count of 5."""
-    loss = Loss(policy=PpoClip(clip_low=0.9, clip_high=9.0), corrections=(TokenTis(), IcePop()), kl_beta=0.1, kl="k2")
+    loss = LossSpec(
+        policy=PpoClip(clip_low=0.9, clip_high=9.0), corrections=(TokenTis(), IcePop()), kl_beta=0.1, kl="k2"
+    )
     found, tally = compute(loss, entries(old_logprobs=OLD, ref_logprobs=OLD))
     r, factor = np.exp(NOW - OLD), np.array([2, 2, 0, 1.01, 1])
     assert found.item() == pytest.approx((-r * A * factor + 0.05 * (NOW - OLD) ** 2).sum() / 5)
@@ -90,36 +92,36 @@ def test_corrections_multiply_the_policys_loss_alone() -> None:
 
 
 def test_the_old_ones_must_be_the_trainers() -> None:
-    loss = Loss(corrections=(TokenTis(),))
+    loss = LossSpec(corrections=(TokenTis(),))
     with pytest.raises(ConfigError, match=r"no stream 'old_logprobs'; attach it, or set loss\.old=now"):
         compute(loss, entries())
     at_once = msgspec.structs.replace(loss, old="now", policy=ImportanceSampling())
     gap = np.minimum(np.exp(NOW - SAMPLER), 2.0)
     assert compute(at_once, entries())[0].item() == pytest.approx((-np.exp(NOW - SAMPLER) * A * gap).sum() / 5)
     with pytest.raises(ConfigError, match=r"loss\.old=sampler: corrections and decoupled losses compare"):
-        Loss(corrections=(TokenTis(),), old="sampler")
+        LossSpec(corrections=(TokenTis(),), old="sampler")
 
 
 @pytest.mark.parametrize(
     ("loss", "minibatches", "old"),
     [
-        (Loss(policy=PpoClip()), 1, "sampler"),
-        (Loss(policy=PpoClip()), 2, "pass"),
-        (Loss(policy=PpoClip(), old="sampler"), 2, "sampler"),
-        (Loss(policy=ImportanceSampling()), 2, "sampler"),
-        (Loss(policy=ImportanceSampling(), corrections=(IcePop(),)), 1, "now"),
-        (Loss(policy=ImportanceSampling(), corrections=(IcePop(),)), 4, "pass"),
-        (Loss(policy=ImportanceSampling(), corrections=(Opsm(),)), 4, "sampler"),
+        (LossSpec(policy=PpoClip()), 1, "sampler"),
+        (LossSpec(policy=PpoClip()), 2, "pass"),
+        (LossSpec(policy=PpoClip(), old="sampler"), 2, "sampler"),
+        (LossSpec(policy=ImportanceSampling()), 2, "sampler"),
+        (LossSpec(policy=ImportanceSampling(), corrections=(IcePop(),)), 1, "now"),
+        (LossSpec(policy=ImportanceSampling(), corrections=(IcePop(),)), 4, "pass"),
+        (LossSpec(policy=ImportanceSampling(), corrections=(Opsm(),)), 4, "sampler"),
     ],
 )
-def test_a_pass_is_made_where_it_is_needed(loss: Loss, minibatches: int, old: str) -> None:
+def test_a_pass_is_made_where_it_is_needed(loss: LossSpec, minibatches: int, old: str) -> None:
     assert loss.for_minibatches(minibatches).old == old
 
 
 @pytest.mark.parametrize("old", ["now", "sampler", "pass"])
 def test_what_the_policy_has_moved_away_from_is_masked_wherever_the_old_ones_are_from(old: Any) -> None:
     """Only the fourth token is of a sequence that has moved by more than 0.15, and has A < 0."""
-    loss = Loss(policy=ImportanceSampling(), corrections=(Opsm(delta=0.15),), old=old)
+    loss = LossSpec(policy=ImportanceSampling(), corrections=(Opsm(delta=0.15),), old=old)
     _, tally = compute(loss, entries(**({"old_logprobs": OLD} if old == "pass" else {})))
     assert tally.metrics()["corrected_away"] == pytest.approx(0.2)
 
@@ -128,7 +130,7 @@ def test_what_the_policy_has_moved_away_from_is_masked_wherever_the_old_ones_are
 def test_by_name(name: str) -> None:
     made = CORRECTIONS[name]()
     for given in (name, {"name": name}, f"ramify.train.corrections:{type(made).__name__}"):
-        assert msgspec.convert({"corrections": [given]}, Loss).corrections == (made,)
-    assert msgspec.to_builtins(Loss(corrections=(made,)))["corrections"][0]["name"] == name
+        assert msgspec.convert({"corrections": [given]}, LossSpec).corrections == (made,)
+    assert msgspec.to_builtins(LossSpec(corrections=(made,)))["corrections"][0]["name"] == name
     with pytest.raises(ConfigError, match=r"unknown correction 'icepot': did you mean 'icepop'\?"):
-        Loss(corrections=("icepot",))
+        LossSpec(corrections=("icepot",))

@@ -10,15 +10,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from ramify.build.execute import train
 from ramify.build.recipe import stored
-from ramify.build.run import train
 from ramify.errors import StoreError
 from ramify.inference.base import TINY
-from ramify.policy import checksums
-from ramify.policy.load import load, save
-from ramify.train.checkpoint import Checkpoints, State, read_state, verify
-from ramify.train.loop import Cadence
-from ramify.train.loss import Loss
+from ramify.models import checksums
+from ramify.models.load import load, save
+from ramify.train.checkpoint import CheckpointState, CheckpointStore, read_state, verify
+from ramify.train.loss import LossSpec
+from ramify.train.training_loop import Schedule
 from tests.train.small import small, weights_of
 
 BASE = msgspec.structs.replace(small().policy, tokenizer=str(TINY))
@@ -54,8 +54,8 @@ FILES = (
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_flipped_bit_is_found_in_each_file_that_ranks_write(name: str, tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path)
-    older, latest = (checkpoints.save(State(step=step), {"backend": written}) for step in (1, 2))
+    checkpoints = CheckpointStore(tmp_path)
+    older, latest = (checkpoints.save(CheckpointState(step=step), {"backend": written}) for step in (1, 2))
     checkpoints.settle()
     known = json.loads((latest / checksums.FILE).read_bytes())["files"]
     assert sorted(known) == sorted(FILES)
@@ -72,7 +72,9 @@ def test_a_flipped_bit_is_found_in_each_file_that_ranks_write(name: str, tmp_pat
 
 
 def test_what_is_missing_or_cut_short_is_found(tmp_path: Path) -> None:
-    latest = Checkpoints(tmp_path).save(State(step=1), {"weights": lambda path: path.write_text("abc") and None})
+    latest = CheckpointStore(tmp_path).save(
+        CheckpointState(step=1), {"weights": lambda path: path.write_text("abc") and None}
+    )
     (latest / "weights").write_text("ab")
     with pytest.raises(StoreError, match="weights is damaged: it has 2 bytes, and had 3 when it was written"):
         verify(latest)
@@ -103,12 +105,14 @@ def test_large_files_are_compared_in_chunks(tmp_path: Path) -> None:
 
 def test_a_run_does_not_go_on_from_damaged_files(tmp_path: Path) -> None:
     """Weights, optimizer and random states lie in backend.pt; the reference is what the KL is measured to."""
-    given = small(policy=BASE, warmup=None, sft=None, cadence=Cadence(evaluate_every=2, checkpoint_every=1, keep_last=9))
-    run = msgspec.structs.replace(given, rl=msgspec.structs.replace(given.rl, loss=Loss(kl_beta=0.1)))
+    given = small(
+        policy=BASE, warmup=None, sft=None, schedule=Schedule(evaluate_every=2, checkpoint_every=1, keep_last=9)
+    )
+    run = msgspec.structs.replace(given, rl=msgspec.structs.replace(given.rl, loss=LossSpec(kl_beta=0.1)))
     out = tmp_path / "out"
     train(run, out, say=pytest.fail)
     ended = weights_of(out)
-    latest = Checkpoints(out).all()[-2]
+    latest = CheckpointStore(out).all()[-2]
     damaged = (latest / "backend/backend.pt", latest / "policy/model.safetensors", out / "reference/model.safetensors")
     for path in damaged:
         flip(path)
@@ -121,7 +125,7 @@ def test_a_run_does_not_go_on_from_damaged_files(tmp_path: Path) -> None:
 
 def test_a_saved_policy_is_compared_when_it_is_loaded(tmp_path: Path) -> None:
     train(small(warmup=None, rl=None), tmp_path, say=pytest.fail)
-    for folder in (tmp_path / "policy", Checkpoints(tmp_path).all()[-1] / "policy"):
+    for folder in (tmp_path / "policy", CheckpointStore(tmp_path).all()[-1] / "policy"):
         weights = folder / "model.safetensors"
         policy = load(folder)
         flip(weights, at=-5)
@@ -137,7 +141,7 @@ def test_a_saved_policy_is_compared_when_it_is_loaded(tmp_path: Path) -> None:
 def test_checkpoints_of_before_there_were_checksums_are_gone_on_with(tmp_path: Path) -> None:
     run = small(policy=BASE, warmup=None, sft=None)
     train(run, tmp_path, say=pytest.fail)
-    for checkpoint in Checkpoints(tmp_path).all():
+    for checkpoint in CheckpointStore(tmp_path).all():
         (checkpoint / checksums.FILE).unlink()
         state = json.loads((checkpoint / "state.json").read_bytes())
         del state["checksums"], state["config"]["task"]["validate"], state["config"]["rl"]["rollout"]["direct"]

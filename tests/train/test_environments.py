@@ -12,20 +12,20 @@ import pytest
 import torch
 
 from ramify import RLM, ScriptedClient
-from ramify.build.run import train
+from ramify.build.execute import train
 from ramify.errors import ConfigError
 from ramify.evaluate.attempt import attempt
-from ramify.policy.load import load
+from ramify.models.load import load
 from ramify.tasks.base import Item
 from ramify.tasks.text_env import env_task
-from ramify.train.backends.base import Optim
-from ramify.train.checkpoint import Checkpoints
+from ramify.train.backends.base import OptimizerSpec
+from ramify.train.checkpoint import CheckpointStore
 from ramify.train.config import PolicySpec, SftSpec, TaskSpec
-from ramify.train.loop import Cadence
 from ramify.train.rollout import RolloutOptions
-from ramify.train.sft import read as read_trajectories
-from ramify.train.sft import write
-from ramify.train.stages import Sample
+from ramify.train.sft_data import read as read_trajectories
+from ramify.train.sft_data import write
+from ramify.train.stages import StepSampleSpec
+from ramify.train.training_loop import Schedule
 from tests.train.small import SHAPE, small
 from tests.train.test_loop import read_rows
 
@@ -89,17 +89,17 @@ def played(folder: Path) -> Path:
 def run(folder: Path, **task: Any) -> Any:
     given = small()
     sft = SftSpec(
-        trajectories=str(played(folder)), epochs=12, batch_tokens=600, optim=Optim(kind="muon", lr=2e-2)
+        trajectories=str(played(folder)), epochs=12, batch_tokens=600, optim=OptimizerSpec(kind="muon", lr=2e-2)
     )  # fmt: skip
     rl = msgspec.structs.replace(
-        given.rl, steps=2, sample=Sample(items=4), rollout=RolloutOptions(group=8, concurrency=1)
+        given.rl, steps=2, sample=StepSampleSpec(items=4), rollout=RolloutOptions(group=8, concurrency=1)
     )
     limits = msgspec.structs.replace(given.limits, max_reply_tokens=40)
     name = "tests.train.test_environments:corridor"
     return small(
         policy=PolicySpec(shape=SHAPE, vocab_size=270, slots=16),
         task=TaskSpec(name=name, **task), warmup=None, sft=sft, rl=rl, limits=limits, scaffold="bare",
-        cadence=Cadence(evaluate_every=0, save_rollouts_every=1, keep_last=9),
+        schedule=Schedule(evaluate_every=0, save_rollouts_every=1, keep_last=9),
     )  # fmt: skip
 
 
@@ -117,7 +117,7 @@ def test_an_environment_of_several_actions_is_trained_without_a_gold_answer(kind
     assert {each.rewards["return"] for each in kept} == {0.0, 1.0}
     losses = [row.values["rl_loss"] for row in read_rows(tmp_path / "out", "rl") if "rl_loss" in row.values]
     assert len(losses) == 2
-    before, after = (load(path / "policy").model.state_dict() for path in Checkpoints(tmp_path / "out").all()[-2:])
+    before, after = (load(path / "policy").model.state_dict() for path in CheckpointStore(tmp_path / "out").all()[-2:])
     assert any(not torch.equal(before[name], after[name]) for name in before)
 
 

@@ -17,18 +17,18 @@ from typing import Any
 import msgspec
 import pytest
 
-from ramify.build.run import train
-from ramify.inference.http.spec import InferenceSpec
-from ramify.inference.weights.held import sweep
-from ramify.inference.weights.shared import Shared
+from ramify.build.execute import train
+from ramify.inference.http.inference_spec import InferenceSpec
+from ramify.inference.weight_sync.held_weights import sweep
+from ramify.inference.weight_sync.shared_memory import SharedMemorySync
 from ramify.sandbox.base import SandboxSpec
 from ramify.tasks.base import Item, generated
-from ramify.tasks.simple import SimpleTask, Whole
-from ramify.train import groups
+from ramify.tasks.simple import SimpleTask, WholeTrajectoryReward
+from ramify.train import group_records
 from ramify.train.config import EvaluateSpec, Run, TaskSpec
-from ramify.train.loop import Cadence
-from ramify.train.metrics import Measured, read
+from ramify.train.metrics import StepMetrics, read
 from ramify.train.rollout import RolloutOptions
+from ramify.train.training_loop import Schedule
 from ramify.types.trajectory import Trajectory
 from tests.train.small import _even, _make, small, weights_of
 
@@ -42,7 +42,7 @@ from tests.train.test_faults import short as run
 def short(**changes: Any) -> Run:
     found = small(
         warmup=None, task=TaskSpec(name="tests.train.test_faults:gated"), evaluate=EvaluateSpec(num=1, final=()),
-        cadence=Cadence(evaluate_every=0, checkpoint_every=1), **changes,
+        schedule=Schedule(evaluate_every=0, checkpoint_every=1), **changes,
     )  # fmt: skip
     assert found.sft is not None
     assert found.rl is not None
@@ -61,7 +61,7 @@ def _gated(item: Item, trajectory: Trajectory) -> float:
     return _even(item, trajectory)
 
 
-gated = SimpleTask("gated", generated("gated", _make), Whole(_gated))
+gated = SimpleTask("gated", generated("gated", _make), WholeTrajectoryReward(_gated))
 
 
 def below(pid: int) -> Iterator[tuple[int, str]]:
@@ -95,8 +95,10 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def same(out: Path, calm: Path) -> None:
     """Each group once, with the same outcome, and the same policy at the end."""
-    assert groups.accounts(out).balanced
-    ours, theirs = ([(each.step, each.number, each.outcome) for each in groups.read(each)] for each in (out, calm))
+    assert group_records.accounts(out).balanced
+    ours, theirs = (
+        [(each.step, each.number, each.outcome) for each in group_records.read(each)] for each in (out, calm)
+    )
     assert ours == theirs
     ended = weights_of(out)
     for name, weight in weights_of(calm).items():
@@ -108,7 +110,7 @@ def test_a_killed_engine_changes_nothing(calm: Path, tmp_path: Path) -> None:
     said: list[str] = []
     killed: list[int] = []
 
-    def listen(measured: Measured) -> None:
+    def listen(measured: StepMetrics) -> None:
         if measured.stage == "rl" and len(killed) < 1:
             killed.append(measured.step)
             kill(os.getpid(), f"serve-policy {tmp_path}")
@@ -129,7 +131,7 @@ def test_engines_that_sleep_while_the_trainer_learns_change_nothing_not_even_one
 ) -> None:
     said: list[str] = []
 
-    def listen(measured: Measured) -> None:
+    def listen(measured: StepMetrics) -> None:
         if measured.stage == "sft" and measured.step == 2:
             kill(os.getpid(), f"serve-policy {tmp_path}")
 
@@ -163,7 +165,7 @@ def test_a_killed_trainer_goes_on_from_its_last_checkpoint(
             assert process.wait() == 0, log.read_text()
         finally:
             process.terminate()
-    step = [each.step for each in groups.read(calm)][3]  # after the second step of rollouts, of two groups each
+    step = [each.step for each in group_records.read(calm)][3]  # after the second step of rollouts, of two groups each
     checkpoint = tmp_path / "out/checkpoints" / f"step-{step:06d}"
     assert f"the trainer was killed by signal 9 after step {step}; it goes on from {checkpoint}" in log.read_text()
     same(tmp_path / "out", calm)
@@ -192,14 +194,14 @@ def test_a_trainer_that_gets_no_further_is_given_up(tmp_path: Path) -> None:
 def test_a_killed_supervisor_of_sessions_is_started_again(tmp_path: Path) -> None:
     killed: list[int] = []
 
-    def listen(measured: Measured) -> None:
+    def listen(measured: StepMetrics) -> None:
         if measured.stage == "rl" and not killed:
             killed.append(measured.step)
             kill(os.getpid(), "forkserver")
 
     train(small(warmup=None, sandbox=SandboxSpec(provider="process", allow_weaker=True)), tmp_path, listener=listen)
     assert killed
-    assert groups.accounts(tmp_path).outcomes.get("lost", 0) == 0
+    assert group_records.accounts(tmp_path).outcomes.get("lost", 0) == 0
     after = [each.values for each in read(tmp_path) if each.step > killed[0] and "rl_loss" in each.values]
     assert len(after) == 3
     assert all(values["sampled_tokens"] > 0 for values in after)
@@ -208,9 +210,9 @@ def test_a_killed_supervisor_of_sessions_is_started_again(tmp_path: Path) -> Non
 def test_buffers_of_a_dead_trainer_are_removed_and_those_of_a_living_one_stay(tmp_path: Path) -> None:
     import torch
 
-    from ramify.inference.weights.layout import sources
+    from ramify.inference.weight_sync.layout import sources
 
-    living = Shared(folder=str(tmp_path))
+    living = SharedMemorySync(folder=str(tmp_path))
     living.open(1)
     list(living.chunks(sources([("a", torch.ones(3))], torch.float32), 1, whole=True))
     held = {path.name for path in tmp_path.iterdir()}

@@ -10,24 +10,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ramify.train.forest import Forest, forest
-from ramify.types.sequence import Sequence
+from ramify.types.sequence import TokenSequence
 
 
-def sequence(*ids: int) -> Sequence:
+def sequence(*ids: int) -> TokenSequence:
     zeros = np.zeros(len(ids), np.float32)
-    return Sequence(
+    return TokenSequence(
         token_ids=np.array(ids, np.int64), mask=zeros > 0, sampler_logprobs=zeros, advantages=zeros, rl=zeros
     )
 
 
-def stretches(found: Forest, sequences: list[Sequence]) -> list[tuple[tuple[int, ...], int]]:
+def stretches(found: Forest, sequences: list[TokenSequence]) -> list[tuple[tuple[int, ...], int]]:
     """(ids of the node, its parent)"""
     return [
         (tuple(sequences[node.sequence].token_ids[node.begin : node.end].tolist()), node.parent) for node in found.nodes
     ]
 
 
-def path(found: Forest, sequences: list[Sequence], leaf: int) -> list[int]:
+def path(found: Forest, sequences: list[TokenSequence], leaf: int) -> list[int]:
     """The ids from the root to the end of node ``leaf``."""
     ids: list[int] = []
     while leaf >= 0:

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from ramify.policy.fingerprint import fingerprint
-from ramify.policy.load import load
-from ramify.train import groups, metrics
+from ramify.build.recipe import recipe, stored
+from ramify.errors import ConfigError
+from ramify.models.fingerprint import fingerprint
+from ramify.models.load import load
+from ramify.train import group_records, metrics
 from ramify.train.checkpoint import find, read_state, verify
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden_run"
@@ -29,7 +31,7 @@ def test_its_files_are_read(folder: Path) -> None:
     ]  # fmt: skip
     rewards = [row.values.get("reward") for row in rows if row.stage == "rl"]
     assert rewards == [0.4629808, 0.51, None, 0.45, 0.39375, None]
-    outcomes = [record.outcome for record in groups.read(folder)]
+    outcomes = [record.outcome for record in group_records.read(folder)]
     assert outcomes == [*["learnt"] * 6, "silent", "learnt"]
 
 
@@ -39,3 +41,32 @@ def test_its_checkpoint_is_whole_and_its_policy_is_the_same(folder: Path) -> Non
     assert policy.num_parameters == 17_408
     assert fingerprint(policy.model) == "b25d877261674ec3"
     assert fingerprint(load(find(folder) / "policy").model) == "7af843570d5cebeb"
+
+
+def test_its_configuration_has_the_names_of_today(folder: Path) -> None:
+    run = stored(folder)
+    assert run.rl is not None
+    assert (run.rl.sample.grace_steps, run.rl.algorithm.drop_zero_variance) == (4, True)
+    assert run.schedule.evaluate_every == 2
+
+
+@pytest.mark.parametrize(
+    ("field", "now"),
+    [
+        ("cadence.evaluate=3", "schedule"),
+        ("rl.sample.late=3", "rl.sample.grace_steps"),
+        ("rl.sample.straggle=2.0", "rl.sample.straggler_factor"),
+    ],
+)
+def test_a_renamed_field_is_named_in_one_sentence(folder: Path, field: str, now: str) -> None:
+    with pytest.raises(ConfigError, match=f"it is called {now}[a-z_.]* now$"):
+        stored(folder, [field])
+
+
+def test_a_recipe_with_a_renamed_field_is_told_the_new_name(tmp_path: Path) -> None:
+    old = tmp_path / "old.py"
+    old.write_text(
+        "from ramify.train.stages import StepSampleSpec\n\n\ndef run():\n    return StepSampleSpec(late=3)\n"
+    )
+    with pytest.raises(ConfigError, match=r"late is called rl\.sample\.grace_steps now$"):
+        recipe(old)

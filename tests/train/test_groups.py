@@ -7,53 +7,53 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from ramify.build.run import train
+from ramify.build.execute import train
 from ramify.errors import ConfigError
-from ramify.train import groups
-from ramify.train.checkpoint import Checkpoints, State, read_state
-from ramify.train.groups import Account
-from ramify.train.loop import Cadence
-from ramify.train.metrics import Measured
+from ramify.train import group_records
+from ramify.train.checkpoint import CheckpointState, CheckpointStore, read_state
+from ramify.train.group_records import GroupRecord
+from ramify.train.metrics import StepMetrics
 from ramify.train.rollout import RolloutOptions
-from ramify.train.stages import Sample
+from ramify.train.stages import StepSampleSpec
+from ramify.train.training_loop import Schedule
 from tests.train.small import small
 from tests.train.test_loop import Killed
 
 
-def one(number: int, outcome: groups.Outcome = "learnt") -> Account:
-    return Account(number=number, item=f"t/{number}", version=3, outcome=outcome, rollouts=["a"])
+def one(number: int, outcome: group_records.Outcome = "learnt") -> GroupRecord:
+    return GroupRecord(number=number, item=f"t/{number}", version=3, outcome=outcome, rollouts=["a"])
 
 
 def stand(out: Path, **state: int | list[int]) -> None:
-    Checkpoints(out).save(State(**state), {})  # type: ignore[arg-type]
+    CheckpointStore(out).save(CheckpointState(**state), {})  # type: ignore[arg-type]
 
 
 def test_groups_that_stand_twice_or_nowhere(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"holds no run: give the folder .* --out"):
-        groups.accounts(tmp_path)
+        group_records.accounts(tmp_path)
     (tmp_path / "checkpoints").mkdir()
-    assert groups.accounts(tmp_path).balanced
-    groups.write(tmp_path, [one(4), one(6, "silent")], 1)
-    groups.write(tmp_path, [], 2)
-    groups.write(tmp_path, [one(7), one(5, "lost")], 3)
+    assert group_records.accounts(tmp_path).balanced
+    group_records.write(tmp_path, [one(4), one(6, "silent")], 1)
+    group_records.write(tmp_path, [], 2)
+    group_records.write(tmp_path, [one(7), one(5, "lost")], 3)
     stand(tmp_path, step=3, first_item=4, next_item=10, pending=[8, 9])
-    found = groups.accounts(tmp_path)
+    found = group_records.accounts(tmp_path)
     assert (found.outcomes, found.pending, found.balanced) == ({"learnt": 2, "silent": 1, "lost": 1}, [8, 9], True)
-    groups.write(tmp_path, [one(7)], 4)  # after the last checkpoint: it will come again
-    assert groups.accounts(tmp_path).balanced
+    group_records.write(tmp_path, [one(7)], 4)  # after the last checkpoint: it will come again
+    assert group_records.accounts(tmp_path).balanced
     stand(tmp_path, step=4, first_item=3, next_item=12, pending=[8, 10, 4])
-    found = groups.accounts(tmp_path)
+    found = group_records.accounts(tmp_path)
     assert (found.duplicated, found.missing, found.balanced) == ([4, 7], [3, 9, 11], False)
 
 
 def test_a_torn_line_is_skipped_and_swallows_nothing(tmp_path: Path) -> None:
-    groups.write(tmp_path, [one(0)], 1)
-    with (tmp_path / groups.FILE).open("ab") as file:
+    group_records.write(tmp_path, [one(0)], 1)
+    with (tmp_path / group_records.FILE).open("ab") as file:
         file.write(b'{"step": 2, "numb')
-    groups.write(tmp_path, [one(1)], 2)
-    assert [each.number for each in groups.read(tmp_path)] == [0, 1]
-    groups.cut(tmp_path, 1)
-    assert [(each.number, each.step) for each in groups.read(tmp_path)] == [(0, 1)]
+    group_records.write(tmp_path, [one(1)], 2)
+    assert [each.number for each in group_records.read(tmp_path)] == [0, 1]
+    group_records.cut(tmp_path, 1)
+    assert [(each.number, each.step) for each in group_records.read(tmp_path)] == [(0, 1)]
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
@@ -61,30 +61,32 @@ def test_a_run_that_was_killed_and_resumed_accounts_for_each_group_once(tmp_path
     """Killed when the third step of rollouts is measured, one step after a checkpoint."""
     steps: list[int] = []
 
-    def kill(measured: Measured) -> None:
+    def kill(measured: StepMetrics) -> None:
         if "loss" in measured.values and measured.stage == "rl":
             steps.append(measured.step)
             if len(steps) == 3:
                 raise Killed
 
-    run = small(warmup=None, cadence=Cadence(evaluate_every=2))
+    run = small(warmup=None, schedule=Schedule(evaluate_every=2))
     rl = msgspec.structs.replace(
-        run.rl, sample=Sample(items=2, max_staleness=max_staleness), rollout=RolloutOptions(group=2, concurrency=3)
+        run.rl,
+        sample=StepSampleSpec(items=2, max_staleness=max_staleness),
+        rollout=RolloutOptions(group=2, concurrency=3),
     )
     run = msgspec.structs.replace(run, rl=rl)
     with pytest.raises(Killed):
         train(run, tmp_path, listener=kill)
-    state = read_state(Checkpoints(tmp_path).all()[-1])
-    known = [each.number for each in groups.read(tmp_path) if each.step <= state.step]
+    state = read_state(CheckpointStore(tmp_path).all()[-1])
+    known = [each.number for each in group_records.read(tmp_path) if each.step <= state.step]
     assert (
         sorted([*known, *state.pending]) == list(range(30, 34 + 4 * max_staleness)) == list(range(30, state.next_item))
     )
     assert len(state.pending) == 4 * max_staleness
     train(run, tmp_path, resume=tmp_path)
-    found = list(groups.read(tmp_path))
+    found = list(group_records.read(tmp_path))
     assert [each.step - steps[0] for each in found] == [0, 0, 1, 1, 2, 2, 3, 3]
     assert sorted(each.number for each in found) == list(range(30, 38))
     assert {each.number for each in found if each.step - steps[0] in (2, 3)} >= set(state.pending)
     assert all(each.version is not None and len(each.rollouts) == 2 for each in found)
-    ended = groups.accounts(tmp_path)
+    ended = group_records.accounts(tmp_path)
     assert (ended.balanced, ended.pending, sum(ended.outcomes.values())) == (True, [], 8)

@@ -8,31 +8,31 @@ import msgspec
 import pytest
 
 from ramify.errors import ConfigError
-from ramify.train.guards import Alarms, Guard, Memory, after_evaluation, after_step
+from ramify.train.guards import CollapseAlarms, GuardState, TrainingGuard, after_evaluation, after_step
 
 FINE = {"zero_variance": 0.2, "entropy": 1.0, "length_mean": 40.0, "clip_fraction": 0.01, "approx_kl": 0.001}
 
 
-def steps(guard: Guard, *changes: dict[str, float]) -> list[Any]:
+def steps(guard: TrainingGuard, *changes: dict[str, float]) -> list[Any]:
     """What is told of each step, through a checkpoint after each."""
-    memory, told = Memory(), []
+    memory, told = GuardState(), []
     for change in changes:
-        memory = msgspec.json.decode(msgspec.json.encode(memory), type=Memory)
+        memory = msgspec.json.decode(msgspec.json.encode(memory), type=GuardState)
         told.append(after_step(guard, memory, {**FINE, **change}))
     return told
 
 
 def test_patience() -> None:
-    memory, guard = Memory(), Guard(patience=2, min_delta=0.1)
+    memory, guard = GuardState(), TrainingGuard(patience=2, min_delta=0.1)
     told = [after_evaluation(guard, memory, reward) for reward in (0.3, 0.5, 0.55, None, 0.4, 0.6)]
     assert [bool(each.stop) for each in told] == [False, False, False, False, True, True]
     assert told[4].stop == "validation has not risen above 0.5 in 2 evaluations (guard.patience)"
-    endless = Memory()
-    assert not any(after_evaluation(Guard(), endless, 0.1).stop for _ in range(50))
+    endless = GuardState()
+    assert not any(after_evaluation(TrainingGuard(), endless, 0.1).stop for _ in range(50))
 
 
 def test_alarms_begin_once_and_cease() -> None:
-    quick = Guard(alarms=Alarms(window=2))
+    quick = TrainingGuard(alarms=CollapseAlarms(window=2))
     told = steps(quick, {}, {}, {"entropy": 0.05}, {"entropy": 0.05}, {}, {"entropy": 0.1})
     assert [each.says for each in told] == [
         [], [], ["alarm: the entropy is 0.05, and was 1 at first: the policy tries nothing new"], [], [],
@@ -55,19 +55,19 @@ def test_alarms_begin_once_and_cease() -> None:
     ],
 )
 def test_each_alarm(change: dict[str, float], alarm: str) -> None:
-    assert steps(Guard(alarms=Alarms(window=1)), {}, change)[-1].says == [alarm]
-    off = Alarms(window=1, zero_variance=0, entropy=0, length=0, clipped=0)
-    assert steps(Guard(alarms=off), {}, change)[-1].says == []
+    assert steps(TrainingGuard(alarms=CollapseAlarms(window=1)), {}, change)[-1].says == [alarm]
+    off = CollapseAlarms(window=1, zero_variance=0, entropy=0, length=0, clipped=0)
+    assert steps(TrainingGuard(alarms=off), {}, change)[-1].says == []
 
 
 def test_a_step_that_taught_nothing_is_no_measure_of_the_first_ones() -> None:
-    memory, silent = Memory(), {"zero_variance": 1.0, "length_mean": 4.0}
-    after_step(Guard(), memory, silent)
+    memory, zero_variance = GuardState(), {"zero_variance": 1.0, "length_mean": 4.0}
+    after_step(TrainingGuard(), memory, zero_variance)
     assert (memory.num, memory.first) == (0, {})
 
 
 def test_limits_stop_or_warn() -> None:
-    stop, warn = Guard(max_kl=0.1, min_entropy=0.5), Guard(max_kl=0.1, min_entropy=0.5, then="warn")
+    stop, warn = TrainingGuard(max_kl=0.1, min_entropy=0.5), TrainingGuard(max_kl=0.1, min_entropy=0.5, then="warn")
     changes = [{}, {"approx_kl": 0.2}, {"ref_kl": 0.3}, {}, {"entropy": 0.4}]
     assert [each.stop for each in steps(stop, *changes)] == [
         "", "the KL is 0.2, above guard.max_kl=0.1", "the KL is 0.3, above guard.max_kl=0.1", "",
@@ -82,7 +82,13 @@ def test_limits_stop_or_warn() -> None:
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: Guard(patience=-1), lambda: Alarms(window=0), lambda: Alarms(length=0.5), lambda: Guard(max_kl=-1)]
+    "make",
+    [
+        lambda: TrainingGuard(patience=-1),
+        lambda: CollapseAlarms(window=0),
+        lambda: CollapseAlarms(length=0.5),
+        lambda: TrainingGuard(max_kl=-1),
+    ],
 )
 def test_limits_that_mean_nothing(make: Any) -> None:
     with pytest.raises(ConfigError, match="guard"):

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ramify.train.head import Asked, entry_logprobs
+from ramify.train.head import HeadRequest, entry_logprobs
 
 NUM, WIDTH, VOCAB = 11, 6, 17
 RNG = torch.Generator().manual_seed(0)
@@ -22,7 +22,7 @@ def kept() -> tuple[Tensor, Tensor]:
     return torch.tensor(offsets), torch.tensor([id for each in KEPT for id in sorted(each)])
 
 
-def plain(asked: Asked) -> tuple[Tensor, Tensor]:
+def plain(asked: HeadRequest) -> tuple[Tensor, Tensor]:
     """Entry by entry."""
     logprobs, entropies = [], []
     for e in range(NUM):
@@ -37,7 +37,7 @@ def plain(asked: Asked) -> tuple[Tensor, Tensor]:
 def test_logprobs_entropies_and_gradients_in_any_chunks():
     for temperature in (None, TEMPERATURE):
         for cut in (None, kept()):
-            asked = Asked(TARGETS, temperature, cut, "gradient")
+            asked = HeadRequest(TARGETS, temperature, cut, "gradient")
             wanted = plain(asked)
             grads = []
             for max_elements in (1 << 20, 4 * VOCAB, VOCAB, 1):
@@ -51,17 +51,17 @@ def test_logprobs_entropies_and_gradients_in_any_chunks():
 
 def test_entropy_as_a_value_carries_no_gradient():
     h = H.clone().requires_grad_()
-    logprobs, entropy = entry_logprobs(h, lambda x: x @ W.T, Asked(TARGETS, entropy="value"), VOCAB, 1 << 20)
+    logprobs, entropy = entry_logprobs(h, lambda x: x @ W.T, HeadRequest(TARGETS, entropy="value"), VOCAB, 1 << 20)
     assert (logprobs.requires_grad, entropy.requires_grad) == (True, False)
-    torch.testing.assert_close(entropy, plain(Asked(TARGETS))[1], rtol=1e-12, atol=1e-12)
-    _, none = entry_logprobs(h, lambda x: x @ W.T, Asked(TARGETS), VOCAB, 1 << 20)
+    torch.testing.assert_close(entropy, plain(HeadRequest(TARGETS))[1], rtol=1e-12, atol=1e-12)
+    _, none = entry_logprobs(h, lambda x: x @ W.T, HeadRequest(TARGETS), VOCAB, 1 << 20)
     assert none.tolist() == [0.0] * NUM
 
 
 def test_an_id_that_was_cut_off_has_no_probability_and_gets_no_gradient():
     w = W.clone().requires_grad_()
     first_two = (torch.tensor([0, 2]), torch.tensor([0, 1]))
-    asked = Asked(torch.tensor([[0, 1]]), None, first_two, "gradient")
+    asked = HeadRequest(torch.tensor([[0, 1]]), None, first_two, "gradient")
     logprobs, entropy = entry_logprobs(H[:1], lambda x: x @ w.T, asked, VOCAB, 1 << 20)
     assert logprobs.exp().sum().item() == 1.0
     (slope,) = torch.autograd.grad(logprobs[0, 0] + entropy[0], w)

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from ramify.build.run import train
+from ramify.build.execute import train
 from ramify.cli.supervise import supervise
 from ramify.errors import RunInUse
-from ramify.train.checkpoint import Checkpoints, State, find
+from ramify.train.checkpoint import CheckpointState, CheckpointStore, find
 from ramify.train.lock import FILE, holder, locked
 from tests.cli.helpers import Shell
 from tests.train.small import small
@@ -88,8 +88,8 @@ def test_one_process_cannot_hold_it_twice(tmp_path: Path) -> None:
 
 def test_who_reads_a_live_run_does_not_touch_its_checkpoints(tmp_path: Path) -> None:
     """A live run replaces a checkpoint by two renames; putting the old one back in between would spoil the second."""
-    checkpoint = Checkpoints(tmp_path).save(State(step=1), {})
-    Checkpoints(tmp_path).save(State(step=2), {})
+    checkpoint = CheckpointStore(tmp_path).save(CheckpointState(step=1), {})
+    CheckpointStore(tmp_path).save(CheckpointState(step=2), {})
     aside = tmp_path / "checkpoints/.step-000002.old.tmp"
     (tmp_path / "checkpoints/step-000002").rename(aside)
     with held(tmp_path):

@@ -12,27 +12,27 @@ import msgspec
 import pytest
 import torch
 
-from ramify.build.run import train
+from ramify.build.execute import train
 from ramify.clients.base import Request, Sampling
 from ramify.errors import ConfigError, TrainError
-from ramify.inference.local.client import LocalClient
-from ramify.policy.load import Defaults, load
+from ramify.inference.local.local_client import LocalClient
+from ramify.models.load import SamplingDefaults, load
 from ramify.tasks.base import Item, generated
-from ramify.tasks.simple import SimpleTask, Whole
+from ramify.tasks.simple import SimpleTask, WholeTrajectoryReward
 from ramify.train.algorithms.sft import SFT
-from ramify.train.backends.base import Compute, Optim
-from ramify.train.backends.single import Single
-from ramify.train.checkpoint import Checkpoints, read_state
+from ramify.train.backends.base import ComputeSpec, OptimizerSpec
+from ramify.train.backends.single import SingleBackend
+from ramify.train.checkpoint import CheckpointStore, read_state
 from ramify.train.config import PolicySpec, SftSpec, TaskSpec
-from ramify.train.guards import Guard
-from ramify.train.loop import Cadence, Loop
-from ramify.train.loss import Loss
-from ramify.train.metrics import Measured, read
+from ramify.train.guards import TrainingGuard
+from ramify.train.loss import LossSpec
+from ramify.train.metrics import StepMetrics, read
 from ramify.train.pack import pack
-from ramify.train.sft import read as read_trajectories
-from ramify.train.stages import Given, Part, Work
+from ramify.train.sft_data import read as read_trajectories
+from ramify.train.stages import FixedDataStage, Minibatch, StepData
+from ramify.train.training_loop import Schedule, TrainingLoop
 from ramify.types.message import Message
-from ramify.types.sequence import Sequence as Row
+from ramify.types.sequence import TokenSequence as Row
 from ramify.types.trajectory import Trajectory
 from tests.train.backends.small import policy, tree
 from tests.train.small import Unpublished, _even, _make, not_evaluated, small, weights_of
@@ -42,8 +42,8 @@ class Killed(BaseException):
     """Ends a run as a signal would, wherever it stands."""
 
 
-def kill_at(step: int) -> Callable[[Measured], None]:
-    def listen(measured: Measured) -> None:
+def kill_at(step: int) -> Callable[[StepMetrics], None]:
+    def listen(measured: StepMetrics) -> None:
         if measured.step == step:
             raise Killed
 
@@ -58,7 +58,7 @@ def same(first: Path, second: Path) -> bool:
 
 def test_a_killed_run_ends_where_it_would_have_bit_by_bit(tmp_path: Path) -> None:
     """Through a warm-up, demonstrations and rollouts; killed once in each of the last two, between checkpoints."""
-    run = small(cadence=Cadence(evaluate_every=2, checkpoint_every=2, keep_last=1))
+    run = small(schedule=Schedule(evaluate_every=2, checkpoint_every=2, keep_last=1))
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     state = train(run, whole, say=pytest.fail)
     rl = read_rows(whole, "rl")
@@ -73,7 +73,7 @@ def test_a_killed_run_ends_where_it_would_have_bit_by_bit(tmp_path: Path) -> Non
     with pytest.raises(Killed):
         train(run, broken, listener=kill_at(5))
     for step in (state.step - 1, None):
-        resumed = read_state(Checkpoints(broken).all()[-1])
+        resumed = read_state(CheckpointStore(broken).all()[-1])
         assert resumed.step < state.step
         listener = None if step is None else kill_at(step)
         if step is None:
@@ -90,7 +90,10 @@ def test_a_killed_run_ends_where_it_would_have_bit_by_bit(tmp_path: Path) -> Non
 
 def test_a_run_that_is_resumed_from_the_middle_forgets_the_way_it_went_before(tmp_path: Path) -> None:
     """In place, from where rollouts begin: what came after is another branch, also where a kill follows."""
-    run, said = small(warmup=None, cadence=Cadence(evaluate_every=0, checkpoint_every=1, keep_last=9, save_rollouts_every=1)), []
+    run, said = (
+        small(warmup=None, schedule=Schedule(evaluate_every=0, checkpoint_every=1, keep_last=9, save_rollouts_every=1)),
+        [],
+    )
     last = train(run, tmp_path, say=pytest.fail).step
     ended = weights_of(tmp_path)
     folder = tmp_path / "checkpoints"
@@ -99,7 +102,7 @@ def test_a_run_that_is_resumed_from_the_middle_forgets_the_way_it_went_before(tm
         train(run, tmp_path, resume=middle, listener=kill_at(last - 1), say=said.append)
     assert said == [f"the run goes back to step {last - 4}: 4 checkpoints of later steps are set aside in {aside}"]
     assert [read_state(path).step for path in sorted(aside.iterdir())] == [last - 3, last - 2, last - 1, last]
-    assert Checkpoints(tmp_path).latest() == folder / f"step-{last - 2:06d}"
+    assert CheckpointStore(tmp_path).latest() == folder / f"step-{last - 2:06d}"
     assert max(each.step for each in read(tmp_path)) == last - 1
     assert len([*(tmp_path / "rollouts").iterdir()]) == 2
     train(run, tmp_path, resume=tmp_path, say=pytest.fail)
@@ -127,7 +130,7 @@ SAMPLINGS = [
     Sampling(8), Sampling(8, seed=1), Sampling(8, temperature=0.0), *(Sampling(8, temperature=1.0, seed=n) for n in (1, 2))
 ]  # fmt: skip
 """Two that do not say a temperature, one at 0, two at 1."""
-sometimes = SimpleTask("sometimes", generated("sometimes", _make), Whole(_down_at_second))
+sometimes = SimpleTask("sometimes", generated("sometimes", _make), WholeTrajectoryReward(_down_at_second))
 
 
 def test_the_best_may_be_what_rollouts_began_with(tmp_path: Path) -> None:
@@ -135,8 +138,8 @@ def test_the_best_may_be_what_rollouts_began_with(tmp_path: Path) -> None:
     JUDGED.clear()
     said: list[str] = []
     run = small(
-        warmup=None, task=TaskSpec(name="tests.train.test_loop:sometimes"), guard=Guard(patience=1),
-        cadence=Cadence(evaluate_every=2, checkpoint_every=1, keep_last=9),
+        warmup=None, task=TaskSpec(name="tests.train.test_loop:sometimes"), guard=TrainingGuard(patience=1),
+        schedule=Schedule(evaluate_every=2, checkpoint_every=1, keep_last=9),
     )  # fmt: skip
     state = train(run, tmp_path, say=said.append)
     shown = [each.values for each in read(tmp_path) if "validation/failed" in each.values]
@@ -149,7 +152,7 @@ def test_the_best_may_be_what_rollouts_began_with(tmp_path: Path) -> None:
         "validation: all 2 attempts failed for reasons not the policy's own: this evaluation has no score; the first: task "
         f"'sometimes', item {JUDGED[2]}: its score raised OSError: the grader is down"
     ]
-    kept = Checkpoints(tmp_path)
+    kept = CheckpointStore(tmp_path)
     assert [read_state(each).score for each in kept.all()][-5:] == [0.5, None, None, None, 0.25]
     first, last = kept.all()[-5], kept.all()[-1]
     assert (kept.best(), kept.latest()) == (first, last)
@@ -166,7 +169,7 @@ def _slowly_even(item: Item, trajectory: Trajectory) -> float:
     return _even(item, trajectory)
 
 
-slow = SimpleTask("even", generated("even", _make), Whole(_slowly_even))
+slow = SimpleTask("even", generated("even", _make), WholeTrajectoryReward(_slowly_even))
 
 
 def test_a_seed_gives_the_same_policy_however_long_rollouts_take(tmp_path: Path) -> None:
@@ -183,7 +186,7 @@ def test_a_trained_policy_is_asked_at_temperature_0_unless_a_request_says_otherw
     train(small(warmup=None), tmp_path)
     for folder in (tmp_path, *tmp_path.glob("checkpoints/step-*")):
         policy = load(folder / "policy")
-        assert policy.defaults == Defaults(temperature=0.0)
+        assert policy.defaults == SamplingDefaults(temperature=0.0)
     client = LocalClient(policy, slots=1)
     try:
         replies = [asyncio.run(client.complete(Request((Message("user", "?"),), each))) for each in SAMPLINGS]
@@ -194,7 +197,7 @@ def test_a_trained_policy_is_asked_at_temperature_0_unless_a_request_says_otherw
     assert len({*warm}) > 1
 
 
-def read_rows(out: Path, stage: str) -> list[Measured]:
+def read_rows(out: Path, stage: str) -> list[StepMetrics]:
     return [row for row in read(out) if row.stage == stage]
 
 
@@ -217,7 +220,7 @@ def test_what_is_written_down(tmp_path: Path) -> None:
     assert first["split_turns"] == 0
     assert [row.values.keys() >= {"test/reward"} for row in read_rows(tmp_path, "last")] == [True]
     assert (state.stage, state.next_item) == (2, 30 + 4 * 2)
-    best = Checkpoints(tmp_path).best()
+    best = CheckpointStore(tmp_path).best()
     assert best is not None
     loaded = Path(tmp_path / "policy")
     assert (loaded / "config.json").is_file()
@@ -225,7 +228,7 @@ def test_what_is_written_down(tmp_path: Path) -> None:
 
 
 def test_rollouts_are_kept_and_the_good_ones_learnt_from(tmp_path: Path) -> None:
-    run = small(warmup=None, cadence=Cadence(save_rollouts_every=2))
+    run = small(warmup=None, schedule=Schedule(save_rollouts_every=2))
     train(run, tmp_path / "rl")
     kept = list(read_trajectories(tmp_path / "rl/rollouts"))
     noted = [each.metadata.get("advantages") for each in kept]
@@ -254,7 +257,9 @@ def test_a_step_without_signal_says_so_and_moves_nothing(tmp_path: Path) -> None
     assert said[0].endswith("(rl) has nothing to learn from: in each of 2 groups all rollouts did equally well")
     (row, _) = read_rows(tmp_path, "rl")
     assert (row.values["silent"], "loss" in row.values) == (1, False)
-    before, after = (torch.load(path / "backend/backend.pt")["weights"] for path in Checkpoints(tmp_path, 9).all()[-2:])
+    before, after = (
+        torch.load(path / "backend/backend.pt")["weights"] for path in CheckpointStore(tmp_path, 9).all()[-2:]
+    )
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
@@ -266,10 +271,10 @@ def test_a_step_whose_rollouts_all_fail_ends_the_run(tmp_path: Path) -> None:
 
 def test_a_loss_that_is_not_finite_stops_the_run_which_can_go_on_from_before(tmp_path: Path) -> None:
     run = small(warmup=None, rl=None)
-    sft = msgspec.structs.replace(run.sft, optim=Optim(lr=1e30, warmup_steps=0))
+    sft = msgspec.structs.replace(run.sft, optim=OptimizerSpec(lr=1e30, warmup_steps=0))
     with pytest.raises(TrainError, match="not finite"):
-        train(msgspec.structs.replace(run, sft=sft, cadence=Cadence(checkpoint_every=1)), tmp_path)
-    assert Checkpoints(tmp_path).latest() == tmp_path / "checkpoints/step-000001"
+        train(msgspec.structs.replace(run, sft=sft, schedule=Schedule(checkpoint_every=1)), tmp_path)
+    assert CheckpointStore(tmp_path).latest() == tmp_path / "checkpoints/step-000001"
 
 
 def test_dynamic_sampling_takes_further_items(tmp_path: Path) -> None:
@@ -286,7 +291,7 @@ def test_dynamic_sampling_takes_further_items(tmp_path: Path) -> None:
 def test_the_kl_is_to_the_policy_that_rollouts_began_with(tmp_path: Path) -> None:
     run = small(warmup=None)
     rl = msgspec.structs.replace(
-        run.rl, loss=Loss(kl_beta=0.1), sample=msgspec.structs.replace(run.rl.sample, minibatches=1)
+        run.rl, loss=LossSpec(kl_beta=0.1), sample=msgspec.structs.replace(run.rl.sample, minibatches=1)
     )
     run = msgspec.structs.replace(run, rl=rl)
     train(run, tmp_path / "whole")
@@ -295,43 +300,45 @@ def test_the_kl_is_to_the_policy_that_rollouts_began_with(tmp_path: Path) -> Non
     assert all(value > 0 for value in kl[1:])
     with pytest.raises(Killed):
         train(
-            run, tmp_path / "broken", listener=kill_at(read_state(Checkpoints(tmp_path / "whole").all()[-1]).step - 1)
+            run,
+            tmp_path / "broken",
+            listener=kill_at(read_state(CheckpointStore(tmp_path / "whole").all()[-1]).step - 1),
         )
     train(run, tmp_path / "broken", resume=tmp_path / "broken")
     assert same(tmp_path / "whole", tmp_path / "broken")
 
 
-class Noted(Given):
+class Noted(FixedDataStage):
     """A stage and a backend that write down when they are asked for what."""
 
-    name, optim = "noted", Optim()
+    name, optim = "noted", OptimizerSpec()
 
     def __init__(self, num_steps: int) -> None:
         super().__init__()
         self.num_steps = num_steps
         self.notes: list[str] = []
 
-    async def work(self, step: int) -> Work:
+    async def work(self, step: int) -> StepData:
         self.notes.append(f"work {step}")
         if step == 3:
             raise TrainError("no fourth step")
-        return Work([], {})
+        return StepData([], {})
 
     def newer(self, step: int) -> None:
         self.notes.append(f"newer {step}")
 
 
-class InParts(Given):
+class InParts(FixedDataStage):
     """One step of several optimizer steps."""
 
-    name, optim, num_steps = "in parts", Optim(), 1
+    name, optim, num_steps = "in parts", OptimizerSpec(), 1
 
     def __init__(self, parts: list[list[Row]]) -> None:
         super().__init__()
-        self.parts = [Part(rows, None) for rows in parts]
+        self.parts = [Minibatch(rows, None) for rows in parts]
 
-    async def work(self, step: int) -> Work:
-        return Work(self.parts, {})
+    async def work(self, step: int) -> StepData:
+        return StepData(self.parts, {})
 
     def newer(self, step: int) -> None:
         """It has its work."""
@@ -349,11 +356,11 @@ def test_what_one_part_of_a_step_has_and_another_has_not_is_measured_over_those_
         row.ce, row.kd = row.rl / 2, row.rl.copy()
         row.streams["teacher_logprobs"] = row.sampler_logprobs + 0.1 * row.mask
     parts = [(plain, distilled)[index] for index in order]
-    backend, apart = Single(policy(), compute=Compute(precision="fp32")), []
+    backend, apart = SingleBackend(policy(), compute=ComputeSpec(precision="fp32")), []
     for rows in parts:
-        apart.append(backend.forward_backward(pack(rows, backend.packing), Loss()) | backend.optim_step())
-    trained = Single(policy(), compute=Compute(precision="fp32"))
-    loop = Loop(tmp_path, [InParts(parts)], lambda _: trained, Unpublished(), not_evaluated)
+        apart.append(backend.forward_backward(pack(rows, backend.packing), LossSpec()) | backend.optim_step())
+    trained = SingleBackend(policy(), compute=ComputeSpec(precision="fp32"))
+    loop = TrainingLoop(tmp_path, [InParts(parts)], lambda _: trained, Unpublished(), not_evaluated)
     asyncio.run(loop.run())
     values = next(row.values for row in read(tmp_path) if "learn_s" in row.values)
     assert {"kd_loss", "ce_loss", "teacher_gap"} <= apart[order.index(1)].keys() - apart[order.index(0)].keys()
@@ -370,7 +377,7 @@ def test_work_is_asked_for_when_the_step_before_is_over(tmp_path: Path) -> None:
     def backend_of(stage: Any) -> Any:
         return None
 
-    loop = Loop(
+    loop = TrainingLoop(
         tmp_path,
         [stage],
         backend_of,

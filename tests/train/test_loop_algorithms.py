@@ -9,17 +9,17 @@ import msgspec
 import pytest
 import torch
 
-from ramify.build.run import train
+from ramify.build.execute import train
 from ramify.train.algorithms.ppo import PPO
 from ramify.train.algorithms.rae import RAE
 from ramify.train.algorithms.reinforce_pp import ReinforcePP
 from ramify.train.algorithms.remax import ReMax
-from ramify.train.checkpoint import Checkpoints, read_state
+from ramify.train.checkpoint import CheckpointStore, read_state
 from ramify.train.config import CriticSpec, PolicySpec, Run
-from ramify.train.guards import Alarms, Guard
-from ramify.train.loop import Cadence
-from ramify.train.loss import Loss
+from ramify.train.guards import CollapseAlarms, TrainingGuard
+from ramify.train.loss import LossSpec
 from ramify.train.policy_losses import Decoupled, ProxApprox
+from ramify.train.training_loop import Schedule
 from tests.train.small import small, weights_of
 from tests.train.test_loop import read_rows
 
@@ -34,12 +34,12 @@ def base(tmp_path_factory: Any) -> str:
     return str(out / "policy")
 
 
-def run(base: str, *, guard: Guard | None = None, sample: dict[str, Any] | None = None, **rl: Any) -> Run:
-    given = small(policy=PolicySpec(path=base, slots=16), warmup=None, sft=None, guard=guard or Guard())
+def run(base: str, *, guard: TrainingGuard | None = None, sample: dict[str, Any] | None = None, **rl: Any) -> Run:
+    given = small(policy=PolicySpec(path=base, slots=16), warmup=None, sft=None, guard=guard or TrainingGuard())
     evaluate = msgspec.structs.replace(given.evaluate, final=())
     spec = msgspec.structs.replace(given.rl, sample=msgspec.structs.replace(given.rl.sample, **(sample or {})), **rl)
     return msgspec.structs.replace(
-        given, rl=spec, evaluate=evaluate, cadence=Cadence(evaluate_every=9, checkpoint_every=1, keep_last=9)
+        given, rl=spec, evaluate=evaluate, schedule=Schedule(evaluate_every=9, checkpoint_every=1, keep_last=9)
     )
 
 
@@ -52,7 +52,7 @@ def resumed_is_the_same(run: Run, out: Path) -> None:
 
     train(run, out, say=pytest.fail)
     weights, values = end()
-    train(run, out, resume=Checkpoints(out).all()[1])
+    train(run, out, resume=CheckpointStore(out).all()[1])
     again, same_values = end()
     assert same_values == values
     assert all(torch.equal(again[name], weights[name]) for name in weights)
@@ -75,7 +75,7 @@ def test_ppo_learns_with_a_critic(base: str, model: Any, tmp_path: Path) -> None
 
 def test_what_an_algorithm_remembers_goes_into_the_checkpoint(base: str, tmp_path: Path) -> None:
     resumed_is_the_same(run(base, algorithm=RAE(decay=0.5), steps=2), tmp_path)
-    memories = [read_state(path).memory["rlm@0"] for path in Checkpoints(tmp_path).all()[1:3]]
+    memories = [read_state(path).memory["rlm@0"] for path in CheckpointStore(tmp_path).all()[1:3]]
     rewards = [row.values["reward"] for row in read_rows(tmp_path, "rl") if "reward" in row.values]
     assert memories == pytest.approx([0.5 * rewards[0], 0.25 * rewards[0] + 0.5 * rewards[1]], abs=1e-6)
 
@@ -83,7 +83,7 @@ def test_what_an_algorithm_remembers_goes_into_the_checkpoint(base: str, tmp_pat
 def test_remax_rolls_out_greedily_beside_each_group(base: str, tmp_path: Path) -> None:
     said: list[str] = []
     given = run(base, algorithm=ReMax(), steps=1)
-    train(msgspec.structs.replace(given, cadence=Cadence(save_rollouts_every=1)), tmp_path, say=said.append)
+    train(msgspec.structs.replace(given, schedule=Schedule(save_rollouts_every=1)), tmp_path, say=said.append)
     assert said == []
     (row,) = [row for row in read_rows(tmp_path, "rl") if "reward" in row.values]
     assert row.values["loss"] != 0
@@ -99,7 +99,7 @@ def test_a_kl_in_the_reward_is_to_the_policy_that_rollouts_began_with(base: str,
 
 def test_old_log_probabilities_are_those_of_the_steps_start(base: str, tmp_path: Path) -> None:
     """The first of two minibatches sees itself; the second sees a policy that has moved on."""
-    train(run(base, loss=Loss(policy=Decoupled()), steps=1, sample={"minibatches": 2}), tmp_path)
+    train(run(base, loss=LossSpec(policy=Decoupled()), steps=1, sample={"minibatches": 2}), tmp_path)
     (row,) = [row for row in read_rows(tmp_path, "rl") if "loss" in row.values]
     assert row.values["approx_kl"] > 1e-9
     assert row.values["mismatch_max"] < 1e-5  # |o - m|: trainer and engine agree about the rollouts' own weights
@@ -107,7 +107,7 @@ def test_old_log_probabilities_are_those_of_the_steps_start(base: str, tmp_path:
 
 def test_stale_rollouts_are_counted_and_known_to_the_loss(base: str, tmp_path: Path) -> None:
     sample = {"minibatches": 1, "max_staleness": 1}
-    train(run(base, loss=Loss(policy=ProxApprox()), steps=3, sample=sample), tmp_path)
+    train(run(base, loss=LossSpec(policy=ProxApprox()), steps=3, sample=sample), tmp_path)
     staleness = [row.values["staleness"] for row in read_rows(tmp_path, "rl") if "staleness" in row.values]
     assert staleness[0] == 0
     assert all(0 <= value <= 1 for value in staleness)
@@ -118,11 +118,11 @@ def test_stale_rollouts_are_counted_and_known_to_the_loss(base: str, tmp_path: P
 
 def test_a_guard_ends_the_stage_and_a_resumed_run_knows_it(base: str, tmp_path: Path) -> None:
     said: list[str] = []
-    given = run(base, guard=Guard(max_kl=1e-12), steps=4)
+    given = run(base, guard=TrainingGuard(max_kl=1e-12), steps=4)
     state = train(given, tmp_path, say=said.append)
     (why,) = [each for each in said if "the stage ends here" in each]
     assert "above guard.max_kl=1e-12 " not in why
-    ended = read_state(Checkpoints(tmp_path).all()[-1])
+    ended = read_state(CheckpointStore(tmp_path).all()[-1])
     assert (ended.stage_step, ended.stopped != "") == (1, True)
     assert ended.score is not None  # the last step of a stage is evaluated
     again = train(given, tmp_path, resume=tmp_path)
@@ -131,15 +131,15 @@ def test_a_guard_ends_the_stage_and_a_resumed_run_knows_it(base: str, tmp_path: 
 
 def test_patience_leaves_the_best_checkpoint(base: str, tmp_path: Path) -> None:
     said: list[str] = []
-    given = run(base, guard=Guard(patience=1, min_delta=2.0), steps=9)
-    given = msgspec.structs.replace(given, cadence=Cadence(evaluate_every=1, keep_best=1))
+    given = run(base, guard=TrainingGuard(patience=1, min_delta=2.0), steps=9)
+    given = msgspec.structs.replace(given, schedule=Schedule(evaluate_every=1, keep_best=1))
     state = train(given, tmp_path, say=said.append)
     assert state.step == 2
     assert "validation has not risen above" in said[-1]
-    best = Checkpoints(tmp_path).best()
+    best = CheckpointStore(tmp_path).best()
     assert best is not None
     ours, theirs = (torch.load(best / "backend/backend.pt")["weights"], (tmp_path / "policy"))
-    from ramify.policy.weights import read_weights
+    from ramify.models.weights import read_weights
 
     left = read_weights(theirs)
     assert all(torch.equal(ours[name], left[name]) for name in left)
@@ -147,7 +147,11 @@ def test_patience_leaves_the_best_checkpoint(base: str, tmp_path: Path) -> None:
 
 def test_alarms_are_said_live_and_measured(base: str, tmp_path: Path) -> None:
     said: list[str] = []
-    train(run(base, guard=Guard(alarms=Alarms(length=1.0001, window=1)), steps=3), tmp_path, say=said.append)
+    train(
+        run(base, guard=TrainingGuard(alarms=CollapseAlarms(length=1.0001, window=1)), steps=3),
+        tmp_path,
+        say=said.append,
+    )
     alarms = [each for each in said if "alarm: rollouts have" in each]
     rows = [row.values["alarm_length"] for row in read_rows(tmp_path, "rl") if "alarm_length" in row.values]
     assert len(rows) == 2

@@ -10,16 +10,16 @@ import torch
 from torch import nn
 
 from ramify.errors import ConfigError
-from ramify.train.backends.base import Compute, Optim
-from ramify.train.backends.single import Single
-from ramify.train.backends.trained import Here
+from ramify.train.backends.base import ComputeSpec, OptimizerSpec
+from ramify.train.backends.single import SingleBackend
+from ramify.train.backends.trained_model import LocalTrainedModel
 from ramify.train.lora import attach, merged
-from ramify.train.loss import Loss
+from ramify.train.loss import LossSpec
 from ramify.train.pack import pack
 from tests.train.backends.small import policy as small_policy
 from tests.train.backends.small import tree
 
-FP32 = Compute(precision="fp32")
+FP32 = ComputeSpec(precision="fp32")
 
 
 def model() -> nn.Module:
@@ -70,17 +70,17 @@ def test_targets() -> None:
 def test_the_reference_is_the_model_without_its_adapters(with_critic: bool, tmp_path: Path) -> None:
     """Nothing is loaded for it (there is no folder), and after some steps it says to the bit what the policy said before
     there were adapters; the policy goes on with them. Where more than adapters was trained before, it is a second model."""
-    policy, plain = small_policy(), Single(small_policy(), None, FP32)
+    policy, plain = small_policy(), SingleBackend(small_policy(), None, FP32)
     attach(policy.model, 2, 6.0, "all-linear", 3)
-    here = Here(policy, FP32, tmp_path)
-    backend = here.with_critic(Optim(lr=0.01), None) if with_critic else here.backend(Optim(lr=0.01))
+    here = LocalTrainedModel(policy, FP32, tmp_path)
+    backend = here.with_critic(OptimizerSpec(lr=0.01), None) if with_critic else here.backend(OptimizerSpec(lr=0.01))
     rows = tree()
     for row in rows:
         row.streams |= {name: np.zeros(len(row), np.float32) for name in ("values", "returns")}
     batches = pack(rows, backend.packing)
     reference = here.reference(tmp_path / "nowhere", is_base=True)
     for _ in range(2):
-        backend.forward_backward(batches, Loss())
+        backend.forward_backward(batches, LossSpec())
         backend.optim_step()
     moved = backend.logprobs(batches)
     for ours, wanted, now in zip(reference.logprobs(batches), plain.logprobs(batches), moved, strict=True):
@@ -108,9 +108,9 @@ def test_the_recipe_for_any_checkpoint(tmp_path: Path, lora: dict[str, float] | 
     import msgspec
     from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+    from ramify.build.execute import train
     from ramify.build.recipe import recipe
-    from ramify.build.run import train
-    from ramify.policy.tokenizer import train_tokenizer
+    from ramify.models.tokenizer import train_tokenizer
 
     source = train_tokenizer(["some words to begin with, and some more"] * 3, 262)
     chatml = (

@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from ramify.errors import ConfigError
-from ramify.train.loss import Entries, Loss, Tally, compute, kl_estimate, per_entry
+from ramify.train.loss import LossEntries, LossSpec, LossTally, compute, kl_estimate, per_entry
 from ramify.train.policy_losses import (
     POLICY_LOSSES,
     Cispo,
     ClipCov,
-    Critic,
+    CriticOnlyLoss,
     Decoupled,
     DppoKl,
     DppoTv,
@@ -29,13 +29,13 @@ from ramify.train.policy_losses import (
     Gspo,
     ImportanceSampling,
     KlCov,
+    LossTokens,
     PpoClip,
     ProxApprox,
     RolloutIs,
     Sapo,
-    Tokens,
 )  # fmt: skip
-from ramify.train.policy_losses.base import Whole
+from ramify.train.policy_losses.base import SequenceSums
 
 P_NOW = np.array([0.9, 0.30, 0.50, 0.10, 0.40])
 P_OLD = np.array([0.5, 0.50, 0.45, 0.02, 0.40])
@@ -70,12 +70,12 @@ SIGN = np.sign(L - OLD)
 DPPO_KL = P_SAMPLER * np.log(P_SAMPLER / P_NOW) + (1 - P_SAMPLER) * np.log((1 - P_SAMPLER) / (1 - P_NOW))
 
 
-def tokens(now: np.ndarray = L) -> Tokens:
+def tokens(now: np.ndarray = L) -> LossTokens:
     given = (now, np.log(P_OLD), M, A)
     leaf, *others = (torch.tensor(each, dtype=torch.float64) for each in given)
-    whole = Whole(torch.tensor([0, 0, 0, 1, 1]), 2, torch.ones(5) > 0)
-    lag = torch.tensor([0.0, 1.0, 3.0, 0.0, 1.0], dtype=torch.float64)
-    return Tokens(leaf.requires_grad_(), *others, whole=whole, chosen=torch.tensor(CHOSEN) > 0, lag=lag)
+    whole = SequenceSums(torch.tensor([0, 0, 0, 1, 1]), 2, torch.ones(5) > 0)
+    staleness = torch.tensor([0.0, 1.0, 3.0, 0.0, 1.0], dtype=torch.float64)
+    return LossTokens(leaf.requires_grad_(), *others, whole=whole, chosen=torch.tensor(CHOSEN) > 0, staleness=staleness)
 
 
 CASES: list[tuple[Any, list[float], list[float]]] = [
@@ -155,7 +155,7 @@ CASES: list[tuple[Any, list[float], list[float]]] = [
         (W_NEAR * -np.minimum(R_NEAR * A, R_NEAR.clip(0.8, 1.28) * A)).tolist(),
         (W_NEAR * [0.0, 0.0, -R_NEAR[2] * 0.5, 5.0, -R_NEAR[4] * 3]).tolist(),
     ),
-    (Critic(), [0.0] * 5, [0.0] * 5),
+    (CriticOnlyLoss(), [0.0] * 5, [0.0] * 5),
 ]
 
 
@@ -202,10 +202,10 @@ def test_a_ratio_that_ran_away_stays_finite():
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_policy_losses_by_name(name: str):
-    assert msgspec.convert({"policy": {"name": name}}, Loss).policy == POLICY_LOSSES[name]()
-    assert msgspec.to_builtins(Loss(policy=POLICY_LOSSES[name]()))["policy"]["name"] == name
+    assert msgspec.convert({"policy": {"name": name}}, LossSpec).policy == POLICY_LOSSES[name]()
+    assert msgspec.to_builtins(LossSpec(policy=POLICY_LOSSES[name]()))["policy"]["name"] == name
     with pytest.raises(msgspec.ValidationError):
-        msgspec.convert({"policy": {"name": name, "nonsense": 1}}, Loss)
+        msgspec.convert({"policy": {"name": name, "nonsense": 1}}, LossSpec)
 
 
 def test_kl_estimates():
@@ -222,7 +222,7 @@ def test_kl_estimates():
     assert far.tolist() == [10.0, 10.0]
 
 
-def entries(**changed: Any) -> Entries:
+def entries(**changed: Any) -> LossEntries:
     streams = {
         "advantages": A, "sampler_logprobs": M, "old_logprobs": np.log(P_OLD), "rl": [0.5, 0.5, 1.0, 0.0, 0.25],
     } | changed.pop("streams", {})  # fmt: skip
@@ -231,13 +231,13 @@ def entries(**changed: Any) -> Entries:
         "streams": {name: torch.tensor(np.asarray(each, np.float64)) for name, each in streams.items()},
         "denominators": {"rl": 10.0},
     }
-    return Entries(**(fields | changed))
+    return LossEntries(**(fields | changed))
 
 
 def test_components_are_weighed_sums_over_their_own_counts():
     """rl: importance sampling with weights .5 .5 1 0 .25 over 10; ce: weights 0 0 2 1 0 over 4."""
     given = entries(streams={"ce": [0, 0, 2.0, 1.0, 0]}, denominators={"rl": 10.0, "ce": 4.0})
-    loss = Loss(policy=ImportanceSampling())
+    loss = LossSpec(policy=ImportanceSampling())
     found, tally = compute(loss, given)
     rl = -(RHO * A * [0.5, 0.5, 1.0, 0.0, 0.25]).sum() / 10
     ce = -(L * [0, 0, 2, 1, 0]).sum() / 4
@@ -250,20 +250,20 @@ def test_components_are_weighed_sums_over_their_own_counts():
 def test_kl_and_entropy_go_with_the_policy_gradient():
     entropy = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0], dtype=torch.float64)
     given = entries(streams={"ref_logprobs": np.log(P_OLD)}, entropy=entropy)
-    found, tally = compute(Loss(policy=ImportanceSampling(), kl_beta=0.1, kl="k2", entropy=0.01), given)
+    found, tally = compute(LossSpec(policy=ImportanceSampling(), kl_beta=0.1, kl="k2", entropy=0.01), given)
     k2 = (np.log(P_OLD) - L) ** 2 / 2
     weight = np.array([0.5, 0.5, 1.0, 0.0, 0.25])
     assert found.item() == pytest.approx((weight * (-RHO * A + 0.1 * k2 - 0.01 * entropy.numpy())).sum() / 10)
     assert tally.metrics()["ref_kl"] == pytest.approx(k2[weight > 0].mean())
     assert tally.metrics()["entropy"] == pytest.approx((1 + 2 + 3 + 5) / 4)
     with pytest.raises(ConfigError, match="the batch has no 'ref_logprobs'"):
-        compute(Loss(kl_beta=0.1), entries())
+        compute(LossSpec(kl_beta=0.1), entries())
 
 
 def test_what_is_measured():
     """Over the four tokens that weigh: all but the one before the last."""
-    _, tally = compute(Loss(policy=PpoClip()), entries())
-    _, twice = compute(Loss(policy=PpoClip()), entries())
+    _, tally = compute(LossSpec(policy=PpoClip()), entries())
+    _, twice = compute(LossSpec(policy=PpoClip()), entries())
     twice.merge(tally)
     weighs = np.array([0, 1, 2, 4])
     r, rho = R[weighs], RHO[weighs]
@@ -275,7 +275,7 @@ def test_what_is_measured():
         assert found["mismatch_max"] == pytest.approx(mismatch.max())
         assert found["ess"] == pytest.approx(rho.sum() ** 2 / (rho**2).sum() / 4)
     assert twice.metrics()["loss"] == pytest.approx(2 * tally.metrics()["loss"])
-    assert Tally().metrics() == {"loss": 0.0}
+    assert LossTally().metrics() == {"loss": 0.0}
 
 
 @pytest.mark.parametrize("plain", [False, True])
@@ -284,13 +284,13 @@ def test_numbers_that_are_none_are_told_as_such(plain: bool):
     figures of how far sampler and trainer are apart are NaN, whichever batch comes first; those of a token without weight
     say nothing."""
 
-    def tally(bad: int | None) -> Tally:
+    def tally(bad: int | None) -> LossTally:
         given = entries()
         sampler = given.streams["sampler_logprobs"].clone()
         if bad is not None:
             sampler[bad] = torch.nan
         loss, found = compute(
-            Loss(policy=PpoClip()), given._replace(streams={**given.streams, "sampler_logprobs": sampler})
+            LossSpec(policy=PpoClip()), given._replace(streams={**given.streams, "sampler_logprobs": sampler})
         )
         assert torch.isfinite(loss)
         return found.plain() if plain else found
@@ -306,17 +306,17 @@ def test_numbers_that_are_none_are_told_as_such(plain: bool):
 
 def test_measuring_waits_for_no_batch():
     """Tensors without values: whoever reads one fails."""
-    found = Tally()
+    found = LossTally()
     for _ in range(2):
         now, old, sampler, advantages = torch.zeros(4, 5, device="meta").unbind()
         clipped = torch.zeros(5, dtype=torch.bool, device="meta")
-        found.policy(Tokens(now, old, sampler, advantages), clipped, ~clipped)
+        found.policy(LossTokens(now, old, sampler, advantages), clipped, ~clipped)
 
 
 def test_without_an_old_pass_the_sampler_is_the_anchor():
     given = entries()
     streams = {name: each for name, each in given.streams.items() if name != "old_logprobs"}
-    found, tally = compute(Loss(policy=PpoClip()), given._replace(streams=streams))
+    found, tally = compute(LossSpec(policy=PpoClip()), given._replace(streams=streams))
     clipped = -np.minimum(RHO * A, RHO.clip(0.8, 1.28) * A)
     assert found.item() == pytest.approx((clipped * [0.5, 0.5, 1.0, 0.0, 0.25]).sum() / 10)
     assert tally.metrics()["mismatch"] == pytest.approx(abs(L - M)[[0, 1, 2, 4]].mean())
@@ -325,7 +325,7 @@ def test_without_an_old_pass_the_sampler_is_the_anchor():
 def test_distillation():
     """Two tokens with the teacher's two likeliest ids: sum over them of p_T (log p_T - log p)."""
     teacher, ours = np.array([[0.7, 0.2], [0.5, 0.5]]), np.array([[0.6, 0.3], [0.9, 0.1]])
-    given = Entries(
+    given = LossEntries(
         logprobs=torch.tensor(L[:2], requires_grad=True),
         streams={
             "kd": torch.tensor([1.0, 2.0]), "teacher_logprobs": torch.tensor(np.log(teacher)),
@@ -335,27 +335,27 @@ def test_distillation():
         teacher_ids_logprobs=torch.tensor(np.log(ours)),
     )  # fmt: skip
     kl = (teacher * np.log(teacher / ours)).sum(1)
-    assert compute(Loss(), given)[0].item() == pytest.approx((kl * [1, 2]).sum() / 3)
+    assert compute(LossSpec(), given)[0].item() == pytest.approx((kl * [1, 2]).sum() / 3)
     sampled = torch.tensor(np.log([0.5, 0.6]))
     by_sample = given._replace(teacher_ids_logprobs=None, streams={**given.streams, "teacher_logprobs": sampled})
     gap = sampled.numpy() - L[:2]
     value = (-gap * RHO[:2] + 1e-3 * (L - M)[:2] ** 2) * [1, 2] / 3
-    assert compute(Loss(), by_sample)[0].item() == pytest.approx(value.sum())
+    assert compute(LossSpec(), by_sample)[0].item() == pytest.approx(value.sum())
     no_teacher = {name: each for name, each in given.streams.items() if name != "teacher_logprobs"}
     with pytest.raises(ConfigError, match="no stream 'teacher_logprobs'"):
-        compute(Loss(), given._replace(streams=no_teacher))
+        compute(LossSpec(), given._replace(streams=no_teacher))
 
 
 def test_an_entry_without_weight_adds_nothing_even_where_it_is_not_finite():
     broken = L.copy()
     broken[3] = -math.inf
     given = entries(logprobs=torch.tensor(broken, requires_grad=True))
-    found, _ = compute(Loss(policy=ImportanceSampling()), given)
+    found, _ = compute(LossSpec(policy=ImportanceSampling()), given)
     assert math.isfinite(found.item())
 
 
 def test_wrong_options_are_refused():
     with pytest.raises(ConfigError, match=r"kl_beta=-1\.0 cannot be negative"):
-        Loss(kl_beta=-1.0)
+        LossSpec(kl_beta=-1.0)
     with pytest.raises(ConfigError, match="'then' is neither 'old' nor 'sampler'"):
         Cispo(anchor="then")

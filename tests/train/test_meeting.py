@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from ramify.train.meeting import proved
-from ramify.train.placement.runner import Told, heard
+from ramify.train.handshake import authenticate
+from ramify.train.placement.rollout_worker import WorkerMessage, heard
 
 KEY = b"the key of this run"
 Address = tuple[str, int]
@@ -32,7 +32,7 @@ def joins(key: bytes, word: object) -> Callable[[Address], None]:
     return join
 
 
-def silent(address: Address) -> None:
+def zero_variance(address: Address) -> None:
     with socket.create_connection(address) as peer:
         peer.recv(1000)
         peer.recv(1000)
@@ -53,7 +53,7 @@ def leaves(address: Address) -> None:
     [
         (joins(KEY, (1, "talk")), (1, "talk")),
         (joins(b"another key", (1, "talk")), None),
-        (silent, None),
+        (zero_variance, None),
         (shouts, None),
         (leaves, None),
     ],
@@ -62,7 +62,7 @@ def test_who_has_the_key_is_heard_and_nobody_else_is_waited_for(who: Callable[[A
     with socket.create_server(("127.0.0.1", 0)) as server:
         thread = threading.Thread(target=who, args=(server.getsockname(),))
         thread.start()
-        joined = proved(server.accept()[0], KEY, 2.0)
+        joined = authenticate(server.accept()[0], KEY, 2.0)
         if joined is not None:
             joined[0].send("go on")
             joined[0].close()
@@ -77,7 +77,7 @@ def test_what_a_runner_says_is_decoded_and_never_unpickled() -> None:
 
     ours, theirs = Pipe()
     assert isinstance(ours, Connection)
-    told = Told("done", 3, b"{}", (-(2**62), 7))
+    told = WorkerMessage("done", 3, b"{}", (-(2**62), 7))
     theirs.send_bytes(msgspec.msgpack.encode(told))
     assert heard(ours) == told
     theirs.send_bytes(pickle.dumps(Pickled()))

@@ -11,20 +11,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ramify.train.pack import Cost, Packing, attach, describe, pack
-from ramify.types.sequence import Batch, Kept, Segment, Sequence
+from ramify.train.pack import ComputeCost, PackingSpec, attach, describe, pack
+from ramify.types.sequence import Batch, SamplingSupport, Segment, TokenSequence
 
-FREE = Cost(pair=0.0, share=0.0, join=0.0)
+FREE = ComputeCost(pair=0.0, share=0.0, join=0.0)
 """Sharing always pays."""
 
 
-def sequence(name: str, ids: list[int], rl: dict[int, float], **more: Any) -> Sequence:
+def sequence(name: str, ids: list[int], rl: dict[int, float], **more: Any) -> TokenSequence:
     """With weights ``rl`` by token; advantages are 10 and sampler's log-probabilities -1 times the token's place."""
     weights = np.zeros(len(ids), np.float32)
     weights[list(rl)] = list(rl.values())
     places = np.arange(len(ids), dtype=np.float32)
     fields = {"token_ids": np.array(ids), "mask": weights > 0, "rl": weights, "name": name}
-    return Sequence(**(fields | {"sampler_logprobs": -places, "advantages": 10 * places} | more))
+    return TokenSequence(**(fields | {"sampler_logprobs": -places, "advantages": 10 * places} | more))
 
 
 def path(batch: Batch, token: int) -> list[int]:
@@ -50,7 +50,7 @@ SIBLINGS = [
 
 
 def test_siblings_share_and_keep_their_entries():
-    (batch,) = pack(SIBLINGS, Packing(cost=FREE))
+    (batch,) = pack(SIBLINGS, PackingSpec(cost=FREE))
     assert batch.token_ids.tolist() == [1, 2, 3, 7, 8, 4, 5, 9]
     assert batch.positions.tolist() == [0, 1, 2, 3, 4, 5, 5, 3]
     assert batch.segments == [
@@ -77,41 +77,41 @@ def test_siblings_that_sampled_alike_keep_an_entry_each():
 
 
 def test_rows_share_nothing():
-    (batch,) = pack(SIBLINGS, Packing(share=False))
+    (batch,) = pack(SIBLINGS, PackingSpec(share=False))
     assert batch.token_ids.tolist() == [1, 2, 3, 7, 8, 4, 1, 2, 3, 7, 8, 5, 1, 2, 3, 9]
     assert spans(batch) == [(0, 6, -1), (6, 12, -1), (12, 16, -1)]
 
 
 def test_sharing_must_pay():
     """[1 2 3] saves 3 tokens for 2 children, [7 8] another 2."""
-    (batch,) = pack(SIBLINGS, Packing(cost=Cost(pair=0.0, share=2.5, join=0.0)))
+    (batch,) = pack(SIBLINGS, PackingSpec(cost=ComputeCost(pair=0.0, share=2.5, join=0.0)))
     assert spans(batch) == [(0, 3, -1), (3, 6, 0), (6, 9, 0), (9, 10, 0)]
-    (batch,) = pack(SIBLINGS, Packing(cost=Cost(pair=0.0, share=6.5, join=0.0)))
+    (batch,) = pack(SIBLINGS, PackingSpec(cost=ComputeCost(pair=0.0, share=6.5, join=0.0)))
     assert spans(batch) == [(0, 6, -1), (6, 12, -1), (12, 16, -1)]
 
 
 def test_a_tree_too_large_is_cut_and_its_path_repeated():
-    batches = pack(SIBLINGS, Packing(max_tokens=7, cost=FREE))
+    batches = pack(SIBLINGS, PackingSpec(max_tokens=7, cost=FREE))
     assert [batch.token_ids.tolist() for batch in batches] == [[1, 2, 3, 7, 8, 4, 5], [1, 2, 3, 9]]
     assert [spans(batch) for batch in batches] == [[(0, 5, -1), (5, 6, 0), (6, 7, 0)], [(0, 4, -1)]]
-    batches = pack(SIBLINGS, Packing(max_tokens=2, cost=FREE))
+    batches = pack(SIBLINGS, PackingSpec(max_tokens=2, cost=FREE))
     assert sorted(len(batch) for batch in batches) == [4, 6, 6]
 
 
 def test_a_tree_is_not_cut_to_fill_batches_evenly():
     """Up to four tokens go together, and the tree of eight stays whole."""
     rows = [*SIBLINGS, sequence("e", [8, 1, 2], {1: 1.0}), sequence("f", [9, 1], {1: 1.0})]
-    batches = pack(rows, Packing(max_tokens=8, cost=FREE, fill_tokens=4))
+    batches = pack(rows, PackingSpec(max_tokens=8, cost=FREE, fill_tokens=4))
     assert sorted(sorted(batch.sequences.values()) for batch in batches) == [["a", "b", "c"], ["e"], ["f"]]
-    assert len(pack(rows, Packing(max_tokens=5, cost=FREE, fill_tokens=4))) > 3
+    assert len(pack(rows, PackingSpec(max_tokens=5, cost=FREE, fill_tokens=4))) > 3
 
 
 def test_batches_are_balanced_by_cost_and_not_by_tokens():
     """Rows of 40, 20, 20 and 20 tokens: with quadratic cost the long one stays alone."""
     rows = [sequence(str(first), [first] * num, {1: 1.0}) for first, num in enumerate((40, 20, 20, 20))]
-    batches = pack(rows, Packing(max_tokens=60, cost=Cost(pair=1.0)))
+    batches = pack(rows, PackingSpec(max_tokens=60, cost=ComputeCost(pair=1.0)))
     assert [list(batch.sequences) for batch in batches] == [[0], [1, 2, 3]]
-    batches = pack(rows, Packing(max_tokens=60, cost=Cost(pair=0.0)))
+    batches = pack(rows, PackingSpec(max_tokens=60, cost=ComputeCost(pair=0.0)))
     assert [list(batch.sequences) for batch in batches] == [[0, 3], [1, 2]]
 
 
@@ -125,7 +125,7 @@ def test_any_sequences(rows: list[list[int]], max_tokens: int, price: float, sha
         sequence(str(index), row, dict.fromkeys(range(1 + index % 2, len(row)), index + 1.0))
         for index, row in enumerate(rows)
     ]
-    packing = Packing(max_tokens, share, Cost(pair=0.1, share=price, join=0.0))
+    packing = PackingSpec(max_tokens, share, ComputeCost(pair=0.1, share=price, join=0.0))
     batches = pack(sequences, packing)
     found = []
     for batch in batches:
@@ -143,7 +143,7 @@ def test_any_sequences(rows: list[list[int]], max_tokens: int, price: float, sha
 
 
 def test_denominators_are_of_the_whole_step():
-    batches = pack(SIBLINGS, Packing(max_tokens=4, cost=FREE))
+    batches = pack(SIBLINGS, PackingSpec(max_tokens=4, cost=FREE))
     assert [batch.denominators for batch in batches] == [{"rl": 10.0}] * 3
     assert pack(SIBLINGS, denominators={"rl": 4.0, "ce": 1.0})[0].denominators == {"rl": 4.0}
     with pytest.raises(ValueError, match=r"component 'rl' has weights and the denominator 0\.0"):
@@ -152,7 +152,7 @@ def test_denominators_are_of_the_whole_step():
 
 def test_cross_entropy_of_a_tempered_token_has_an_entry_of_its_own():
     """Sampled at temperature 0.5 within kept sets: token 1 is reinforced, 2 imitated, 3 both."""
-    kept = Kept(np.array([0, 0, 2, 2, 3]), np.array([7, 9, 5]))
+    kept = SamplingSupport(np.array([0, 0, 2, 2, 3]), np.array([7, 9, 5]))
     both = sequence(
         "a", [1, 7, 6, 5], {1: 1.0, 3: 1.0}, ce=np.float32([0, 0, 2, 3]), temperature=0.5, kept=kept,
         versions=np.array([-1, 4, 4, 5]),
@@ -174,7 +174,7 @@ def test_a_token_with_two_entries_gets_the_stream_of_the_one_that_was_drawn(shar
         sequence("a", [1, 2, 3, 4], {1: 1.0, 2: 1.0}, ce=np.float32([0, 0, 1, 1]), temperature=0.7),
         sequence("b", [1, 2, 3, 5], {}, ce=np.float32([0, 0, 1, 1]), kd=np.float32([0, 1, 1, 0]), temperature=0.7),
     ]
-    batches = pack(rows, Packing(share=share, cost=FREE))
+    batches = pack(rows, PackingSpec(share=share, cost=FREE))
     assert sum(len(batch.owners) for batch in batches) == 8
     said = [np.where(batch.streams["temperature"] == 1, 9, 7).astype(np.float32) for batch in batches]
     attach(rows, batches, "old_logprobs", said)
@@ -187,7 +187,7 @@ def test_named_streams_travel_there_and_back():
         sequence(name, [first, 2, 3, 4], {2: 1.0, 3: 1.0}, streams={"teacher": teacher})
         for first, name in enumerate("ab")
     ]
-    batches = pack(rows, Packing(max_tokens=4))
+    batches = pack(rows, PackingSpec(max_tokens=4))
     assert [batch.streams["teacher"].tolist() for batch in batches] == [[[4, 5], [6, 7]]] * 2
     attach(rows, batches, "ref_logprobs", [np.float32([-1, -2]), np.float32([-3, -4])])
     assert [row.streams["ref_logprobs"].tolist() for row in rows] == [[0, 0, -1, -2], [0, 0, -3, -4]]
@@ -214,7 +214,7 @@ def test_growth_is_near_linear():
         best = float("inf")
         for _ in range(3):
             start = time.process_time()
-            pack(rows, Packing(max_tokens=4096))
+            pack(rows, PackingSpec(max_tokens=4096))
             best = min(best, time.process_time() - start)
         return best
 

@@ -89,7 +89,7 @@ import torch
 
 from ramify.errors import ConfigError
 from ramify.train.algorithms.dr_grpo import DrGRPO
-from ramify.train.loss import Entries, Loss, compute
+from ramify.train.loss import LossEntries, LossSpec, compute
 from ramify.train.pack import pack
 from ramify.train.policy_losses import PpoClip
 from tests.train.backends.small import policy, tree
@@ -108,9 +108,9 @@ def test_each_test_that_is_named_above_is_there() -> None:
         assert f"def {name}(" in everything, name
 
 
-def entries(now: Any, denominators: dict[str, float], **streams: Any) -> Entries:
+def entries(now: Any, denominators: dict[str, float], **streams: Any) -> LossEntries:
     given = {name: torch.tensor(np.asarray(each), dtype=torch.float64) for name, each in streams.items()}
-    return Entries(torch.tensor(np.asarray(now), dtype=torch.float64, requires_grad=True), given, denominators)
+    return LossEntries(torch.tensor(np.asarray(now), dtype=torch.float64, requires_grad=True), given, denominators)
 
 
 def test_e3_advantages_with_a_clipped_gap_through_the_clipped_loss_and_the_kl() -> None:
@@ -122,8 +122,8 @@ def test_e3_advantages_with_a_clipped_gap_through_the_clipped_loss_and_the_kl() 
         np.log(p_now), {"rl": 3.0}, advantages=advantages, rl=[1, 1, 1], sampler_logprobs=np.log(p_old),
         old_logprobs=np.log(p_old), ref_logprobs=np.log([0.4, 0.2, 0.9]),
     )  # fmt: skip
-    alone, _ = compute(Loss(policy=PpoClip()), given)
-    found, tally = compute(Loss(policy=PpoClip(), kl_beta=0.01, kl="k3"), given)
+    alone, _ = compute(LossSpec(policy=PpoClip()), given)
+    found, tally = compute(LossSpec(policy=PpoClip(), kl_beta=0.01, kl="k3"), given)
     assert (alone.item(), tally.metrics()["ref_kl"], found.item()) == pytest.approx(
         (0.455181, 0.134043, 0.456521), abs=1e-6
     )
@@ -133,13 +133,13 @@ def test_e4_the_forward_kl_over_the_whole_vocabulary() -> None:
     student, teacher = np.array([[0.6, 0.3, 0.1]]), np.array([[0.2, 0.7, 0.1]])
     given = entries([math.log(0.6)], {"kd": 1.0}, kd=[1], teacher_logprobs=np.log(teacher), sampler_logprobs=[0])
     given = given._replace(teacher_ids_logprobs=torch.tensor(np.log(student)))
-    assert compute(Loss(), given)[0].item() == pytest.approx(0.373386, abs=1e-6)
+    assert compute(LossSpec(), given)[0].item() == pytest.approx(0.373386, abs=1e-6)
 
 
 def test_10_a_component_without_its_stream_is_refused() -> None:
     for loss, columns, missing in [
-        (Loss(), {"kd": [1.0], "sampler_logprobs": [-1.0]}, "teacher_logprobs"),
-        (Loss(kl_beta=0.1), {"rl": [1.0], "advantages": [1.0], "sampler_logprobs": [-1.0]}, "ref_logprobs"),
+        (LossSpec(), {"kd": [1.0], "sampler_logprobs": [-1.0]}, "teacher_logprobs"),
+        (LossSpec(kl_beta=0.1), {"rl": [1.0], "advantages": [1.0], "sampler_logprobs": [-1.0]}, "ref_logprobs"),
     ]:
         with pytest.raises(ConfigError, match=missing):
             compute(loss, entries([-1.0], dict.fromkeys({"rl", "kd"} & set(columns), 1.0), **columns))
@@ -147,10 +147,10 @@ def test_10_a_component_without_its_stream_is_refused() -> None:
 
 def test_12_a_policy_that_is_its_own_teacher_moves_nothing() -> None:
     """Through the real backend: the teacher's log-probabilities are those of the trainer's own pass, id for id."""
-    from ramify.train.backends.single import Single
+    from ramify.train.backends.single import SingleBackend
     from ramify.train.pack import attach
 
-    rows, backend = tree(), Single(policy())
+    rows, backend = tree(), SingleBackend(policy())
     for row in rows:
         row.kd, row.ce, row.rl = (row.rl != 0).astype(np.float32), None, np.zeros_like(row.rl)
     batches = pack(rows)
@@ -158,25 +158,25 @@ def test_12_a_policy_that_is_its_own_teacher_moves_nothing() -> None:
     attach(rows, batches, "teacher_logprobs", [logprobs])
     for row in rows:
         row.sampler_logprobs = row.streams["teacher_logprobs"].copy()
-    measured = backend.forward_backward(pack(rows), Loss())
+    measured = backend.forward_backward(pack(rows), LossSpec())
     gradient = max(float(each.grad.abs().max()) for each in backend._model.parameters() if each.grad is not None)
     assert (measured["loss"], measured["teacher_gap"], gradient) == pytest.approx((0, 0, 0), abs=1e-5)
 
 
 def test_13_whether_a_term_acts_is_measured() -> None:
     given = entries([-1.0, -2.0], {"kd": 2.0}, kd=[1, 1], teacher_logprobs=[-0.5, -1.0], sampler_logprobs=[-1.0, -2.0])
-    found, tally = compute(Loss(), given)
+    found, tally = compute(LossSpec(), given)
     assert tally.metrics()["teacher_gap"] == pytest.approx(0.75)
     assert found.item() == pytest.approx(-0.75)
 
 
 def test_14_one_alone_gets_nothing_and_length_buys_nothing() -> None:
-    assert DrGRPO().stamp([group(rollout(call("0", 3), reward=1))], {}).rollouts == []
+    assert DrGRPO().assign_advantages([group(rollout(call("0", 3), reward=1))], {}).rollouts == []
     batch = [group(rollout(call("0", 2), reward=1), rollout(call("0", 8), reward=0))]
 
     def masses(**options: Any) -> list[float]:
-        found = DrGRPO(**options).stamp(batch, {}).rollouts
-        return [sum(stamp.rl) for each in found for stamp in each.stamps.values()]
+        found = DrGRPO(**options).assign_advantages(batch, {}).rollouts
+        return [sum(credit.rl) for each in found for credit in each.credits.values()]
 
     assert masses() == pytest.approx([1, 1])  # a token of the short one weighs four times as much: the bias of a mean
     assert masses(reduction="token") == pytest.approx([2, 8])

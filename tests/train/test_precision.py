@@ -16,17 +16,17 @@ import pytest
 import torch
 
 import ramify
-from ramify.build.parts import Made
-from ramify.build.run import train
+from ramify.build.execute import train
+from ramify.build.run_parts import RunParts
 from ramify.errors import TrainError
-from ramify.inference.local.client import LocalClient
-from ramify.policy.load import Policy, from_config
-from ramify.train.backends.base import Compute, Shard
+from ramify.inference.local.local_client import LocalClient
+from ramify.models.load import Policy, from_config
+from ramify.train.backends.base import ComputeSpec, ShardSpec
 from ramify.train.backends.precision import ROUNDING, decided
-from ramify.train.backends.single import Single
+from ramify.train.backends.single import SingleBackend
 from ramify.train.config import Run
 from ramify.train.pack import pack
-from ramify.train.selfcheck import Seen, SelfCheck
+from ramify.train.selfcheck import AuditedClient, SelfCheck
 from ramify.types.message import Message
 from tests.train.backends.small import policy as small_policy
 from tests.train.backends.small import tree
@@ -47,7 +47,7 @@ PROMPT = [Message("user", "count rows of 'red' in a table with more columns than
     ],
 )
 def test_auto_is_the_precision_of_the_policy(asked: Any, dtype: torch.dtype, found: str) -> None:
-    assert decided(Compute(precision=asked), dtype, "cpu").precision == found
+    assert decided(ComputeSpec(precision=asked), dtype, "cpu").precision == found
 
 
 ASKING = re.compile(r"\b(_is_\w+_supported|get_cpu_capability|get_capabilities|_is_mkldnn\w*|\w*avx\w*)\b")
@@ -69,10 +69,10 @@ for name in dir(torch.cpu):
     if name.startswith("_is_") and name.endswith("_supported"):
         setattr(torch.cpu, name, lambda: sys.argv[1] == "yes")
 import json
-from ramify.build.run import train
-from ramify.train.backends.base import Compute
+from ramify.build.execute import train
+from ramify.train.backends.base import ComputeSpec
 from tests.train.small import small
-run = small(compute=Compute())
+run = small(compute=ComputeSpec())
 rows = []
 train(run, sys.argv[2], listener=rows.append, say=lambda text: None)
 losses = [row.values[name] for row in rows for name in ("loss", "grad_norm") if name in row.values]
@@ -97,7 +97,7 @@ def test_a_run_is_the_same_whatever_the_processor_says_of_bf16(tmp_path: Path) -
 
 
 def precise(precision: Any, dtype: Any, **compute: Any) -> Run:
-    run = small(compute=Compute(precision=precision, **compute))
+    run = small(compute=ComputeSpec(precision=precision, **compute))
     return msgspec.structs.replace(run, policy=msgspec.structs.replace(run.policy, dtype=dtype))
 
 
@@ -110,7 +110,7 @@ def test_each_precision_starts_and_trains(precision: str, dtype: str, tmp_path: 
 
 
 def test_bf16_over_ranks_starts_and_trains(tmp_path: Path) -> None:
-    run = precise("bf16", "auto", backend="fsdp", shard=Shard(ranks=1, timeout_s=200))
+    run = precise("bf16", "auto", backend="fsdp", shard=ShardSpec(ranks=1, timeout_s=200))
     assert train(run, tmp_path, say=lambda text: None).step == 11
 
 
@@ -120,7 +120,7 @@ def test_bf16_over_ranks_starts_and_trains(tmp_path: Path) -> None:
 )
 def test_stages_and_references_compute_as_decided(precision: str, dtype: str, computed: str, tmp_path: Path) -> None:
     """The second backend finds weights that the first turned into fp32."""
-    made = Made(precise(precision, dtype), lambda text: None)
+    made = RunParts(precise(precision, dtype), lambda text: None)
     try:
         assert str(made.serving.dtype) == ("torch.bfloat16" if dtype == "bfloat16" else "torch.float32")
         trained = made._trained(tmp_path)
@@ -134,9 +134,9 @@ def test_stages_and_references_compute_as_decided(precision: str, dtype: str, co
 
 def test_a_resumed_backend_computes_as_its_run_says(tmp_path: Path) -> None:
     rows = tree()
-    rough = Single(small_policy(), compute=Compute(precision="bf16"))
+    rough = SingleBackend(small_policy(), compute=ComputeSpec(precision="bf16"))
     rough.save(tmp_path)
-    exact, resumed = (Single(small_policy(), compute=Compute(precision="fp32")) for _ in range(2))
+    exact, resumed = (SingleBackend(small_policy(), compute=ComputeSpec(precision="fp32")) for _ in range(2))
     resumed.load(tmp_path)
     batches = pack(rows, exact.packing)
     for one, other in zip(exact.logprobs(batches), resumed.logprobs(batches), strict=True):
@@ -146,7 +146,7 @@ def test_a_resumed_backend_computes_as_its_run_says(tmp_path: Path) -> None:
 # --- the canary: rounding passes, another model does not
 
 
-def sharp(made: Made, seed: int) -> Policy:
+def sharp(made: RunParts, seed: int) -> Policy:
     """A policy whose log-probabilities reach -50: as sure of itself as a trained one, and surer."""
     policy = from_config(made.policy.config, made.policy.tokenizer, seed)
     with torch.no_grad():
@@ -160,14 +160,14 @@ async def at_once(work: Any, *arguments: Any) -> Any:
 
 def shown(precision: Any, engine: torch.dtype, rounding: float, other: int = 6) -> float:
     """The worst difference that the canary shows."""
-    made = Made(small(), lambda text: None)
+    made = RunParts(small(), lambda text: None)
     served, trained = sharp(made, 6), sharp(made, other)
     served.model.to(engine)
     client = LocalClient(served, name="local:sharp")
     hint = "set compute.precision=fp32"
-    check = SelfCheck(Seen(client), served.model.named_parameters, PROMPT, 0.3, rounding, hint)
+    check = SelfCheck(AuditedClient(client), served.model.named_parameters, PROMPT, 0.3, rounding, hint)
     try:
-        asyncio.run(check.engine(Single(trained, compute=Compute(precision=precision)), at_once))
+        asyncio.run(check.engine(SingleBackend(trained, compute=ComputeSpec(precision=precision)), at_once))
     finally:
         asyncio.run(client.close())
         asyncio.run(made.client.close())

@@ -9,15 +9,15 @@ from types import ModuleType
 
 import pytest
 
+from ramify.build.execute import train
 from ramify.build.recipe import recipe
-from ramify.build.run import train
 from ramify.train.metrics import read
 
 ROOT = Path(__file__).parents[2]
 SHORT = (
     "sft.num=60", "sft.batch_tokens=2000", "sft.optim.warmup_steps=1", "rl.steps=2", "rl.sample.items=2", "rl.rollout.group=4",
     "policy.shape.hidden_size=32", "policy.shape.num_hidden_layers=1", "evaluate.num=2", "evaluate.validation=2",
-    "evaluate.attempts=2", "cadence.evaluate_every=0",
+    "evaluate.attempts=2", "schedule.evaluate_every=0",
 )  # fmt: skip
 
 

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 
 from ramify import RLM, Limits, ScriptedClient
-from ramify.clients.byte_ids import ByteIds
+from ramify.clients.byte_ids import ByteTokenIds
 from ramify.errors import ConfigError
-from ramify.progress import Doing, heard
+from ramify.progress import ProgressState, subscribe
 from ramify.tasks.base import Item
-from ramify.tasks.simple import SimpleTask, Whole
-from ramify.train.groups import account
-from ramify.train.queue import Queue, Taken
-from ramify.train.rollout import RolloutOptions, Rollouts
-from ramify.train.stages import Sample
+from ramify.tasks.simple import SimpleTask, WholeTrajectoryReward
+from ramify.train.group_queue import GroupQueue, StepGroups
+from ramify.train.group_records import account
+from ramify.train.rollout import Rollouter, RolloutOptions
+from ramify.train.stages import StepSampleSpec
 from ramify.types.message import Message
 from ramify.types.trajectory import Group, Trajectory
 
@@ -54,15 +54,15 @@ def scored(item: Item, trajectory: Trajectory) -> float:
 
 
 def ran(
-    gates: Gates, test: Callable[[Queue], Coroutine[Any, Any, None]], num_steps: int = 9, *, group: int = 1,
+    gates: Gates, test: Callable[[GroupQueue], Coroutine[Any, Any, None]], num_steps: int = 9, *, group: int = 1,
     reward: Any = scored, concurrency: int = 64, queue: dict[str, Any] | None = None, **sample: Any,
 ) -> None:  # fmt: skip
     async def run() -> None:
-        client = ScriptedClient(gates, ids=ByteIds())
+        client = ScriptedClient(gates, ids=ByteTokenIds())
         async with RLM(client, scaffold="tiny", limits=Limits(max_seconds=60), sandbox="inprocess") as rlm:
-            task = SimpleTask("t", {"train": ITEMS}, Whole(reward))
-            rollouts = Rollouts(rlm, task, RolloutOptions(group=group, concurrency=concurrency, grace_s=5), seed=1)
-            made = Queue(rollouts, ITEMS, Sample(**sample), num_steps, **{"next_item": 0, **(queue or {})})
+            task = SimpleTask("t", {"train": ITEMS}, WholeTrajectoryReward(reward))
+            rollouts = Rollouter(rlm, task, RolloutOptions(group=group, concurrency=concurrency, grace_s=5), seed=1)
+            made = GroupQueue(rollouts, ITEMS, StepSampleSpec(**sample), num_steps, **{"next_item": 0, **(queue or {})})
             try:
                 await asyncio.wait_for(test(made), 30)
             finally:
@@ -77,41 +77,41 @@ async def soon(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.001)
 
 
-async def stays(taking: asyncio.Task[Taken]) -> None:
+async def stays(taking: asyncio.Task[StepGroups]) -> None:
     for _ in range(30):
         await asyncio.sleep(0.001)
     assert not taking.done()
 
 
-def numbers(taken: Taken) -> list[int]:
+def numbers(taken: StepGroups) -> list[int]:
     return [number for number, _ in taken.groups]
 
 
 def test_a_step_takes_what_is_whole_and_the_next_waits_for_what_would_be_too_old() -> None:
     gates = Gates(2, 3)
 
-    async def test(queue: Queue) -> None:
+    async def test(queue: GroupQueue) -> None:
         assert numbers(await queue.take(0)) == [2, 3]
-        assert (sorted(gates.asked), queue.standing()) == ([0, 1, 2, 3], (4, [0, 1]))
+        assert (sorted(gates.asked), queue.state()) == ([0, 1, 2, 3], (4, [0, 1]))
         queue.newer(1)
-        assert queue.standing() == (6, [0, 1, 4, 5])
+        assert queue.state() == (6, [0, 1, 4, 5])
         gates.open(4, 5)
         taking = asyncio.create_task(queue.take(1))
         await stays(taking)
         gates.open(0, 1)
         assert numbers(await taking) == [0, 1]
         queue.newer(2)  # the last step: nothing is begun that no step would take
-        assert queue.standing() == (6, [4, 5])
+        assert queue.state() == (6, [4, 5])
         assert numbers(await queue.take(2)) == [4, 5]
-        assert queue.standing() == (6, [])
+        assert queue.state() == (6, [])
 
-    ran(gates, test, 3, items=2, max_staleness=1, late=0)
+    ran(gates, test, 3, items=2, max_staleness=1, grace_steps=0)
 
 
 def test_a_slow_group_may_be_late_and_no_later_than_that() -> None:
     gates = Gates(*range(1, 20))
 
-    async def test(queue: Queue) -> None:
+    async def test(queue: GroupQueue) -> None:
         assert [numbers(await queue.take(step)) for step in range(3)] == [[1], [2], [3]]
         queue.newer(3)
         taking = asyncio.create_task(queue.take(3))
@@ -119,14 +119,14 @@ def test_a_slow_group_may_be_late_and_no_later_than_that() -> None:
         gates.open(0)
         assert numbers(await taking) == [0]
 
-    ran(gates, test, items=1, max_staleness=1, late=2)
+    ran(gates, test, items=1, max_staleness=1, grace_steps=2)
 
 
 def test_a_step_leaves_no_more_to_later_ones_than_they_can_take() -> None:
     """With two steps of staleness and one group a step: 0 and 1 are both due at step 2, so one of them must go at step 1."""
     gates = Gates(2, 3)
 
-    async def test(queue: Queue) -> None:
+    async def test(queue: GroupQueue) -> None:
         assert numbers(await queue.take(0)) == [2]
         queue.newer(1)
         taking = asyncio.create_task(queue.take(1))
@@ -139,18 +139,18 @@ def test_a_step_leaves_no_more_to_later_ones_than_they_can_take() -> None:
         assert numbers(await queue.take(2)) == [0]
         assert numbers(await queue.take(3)) == [3]
 
-    ran(gates, test, 4, items=1, max_staleness=2, late=0)
+    ran(gates, test, 4, items=1, max_staleness=2, grace_steps=0)
 
 
 def test_without_staleness_nothing_begins_before_its_step() -> None:
     gates = Gates(*range(9))
 
-    async def test(queue: Queue) -> None:
+    async def test(queue: GroupQueue) -> None:
         for step in range(3):
             taken = await queue.take(step)
             assert numbers(taken) == [2 * step, 2 * step + 1]
             queue.newer(step + 1)
-            assert queue.standing() == (2 * step + 2, [])
+            assert queue.state() == (2 * step + 2, [])
             assert [t.id for _, group in taken.groups for t in group.trajectories] == [
                 f"step={step}/group={index}/rollout={number}" for index in range(2) for number in range(2)
             ]
@@ -163,7 +163,7 @@ def test_no_name_and_no_seed_depends_on_when_a_group_began() -> None:
     for first in ([0, 1], [3, 2]):
         gates = Gates(*first)
 
-        async def test(queue: Queue, gates: Gates = gates) -> None:
+        async def test(queue: GroupQueue, gates: Gates = gates) -> None:
             taken = [await queue.take(0)]
             gates.open(*range(9))
             taken.append(await queue.take(1))
@@ -174,12 +174,13 @@ def test_no_name_and_no_seed_depends_on_when_a_group_began() -> None:
 
 
 def test_what_a_resumed_run_had_begun_comes_first() -> None:
-    gates = Gates(*range(20))
+    gates = Gates(3, 5)
 
-    async def test(queue: Queue) -> None:
-        assert queue.standing() == (7, [3, 5])
+    async def test(queue: GroupQueue) -> None:
+        assert queue.state() == (7, [3, 5])
         assert numbers(await queue.take(0)) == [3, 5]
-        assert queue.standing() == (9, [7, 8])
+        gates.open(7, 8)
+        assert queue.state() == (9, [7, 8])
         assert numbers(await queue.take(1)) == [7, 8]
 
     ran(gates, test, 2, items=2, max_staleness=1, queue={"next_item": 7, "pending": [3, 5]})
@@ -190,10 +191,10 @@ def test_groups_without_a_signal_are_given_up_for_others(max_staleness: int) -> 
     """Odd items have a signal; a step of two may try five."""
     gates = Gates(*range(20))
 
-    def is_silent(group: Group) -> bool:
+    def has_no_signal(group: Group) -> bool:
         return int(group.task.split("/")[1]) % 2 == 0 or int(group.task.split("/")[1]) > 6
 
-    async def test(queue: Queue) -> None:
+    async def test(queue: GroupQueue) -> None:
         first = await queue.take(0)
         assert numbers(first) == [1, 3]
         second = await queue.take(1)
@@ -201,11 +202,11 @@ def test_groups_without_a_signal_are_given_up_for_others(max_staleness: int) -> 
         assert all(each.outcome == "silent" for each in first.given_up + second.given_up)
         assert second.metrics["items"] <= 5
         tried = [*numbers(first), *numbers(second), *(each.number for each in first.given_up + second.given_up)]
-        next_item, pending = queue.standing()
+        next_item, pending = queue.state()
         assert sorted([*tried, *pending]) == list(range(next_item))
 
     ran(
-        gates, test, 2, items=2, max_items=5, max_staleness=max_staleness, queue={"is_silent": is_silent},
+        gates, test, 2, items=2, max_items=5, max_staleness=max_staleness, queue={"has_no_signal": has_no_signal},
     )  # fmt: skip
 
 
@@ -215,7 +216,7 @@ def test_a_rollout_that_alone_holds_the_step_up_is_given_up_and_its_group_goes_o
     never = asyncio.Event()
     gates.held = {(1, 2): never}
 
-    async def test(queue: Queue) -> None:
+    async def test(queue: GroupQueue) -> None:
         taken = [await queue.take(step) for step in range(2 if max_staleness else 1)]
         (group,) = [group for each in taken for number, group in each.groups if number == 1]
         assert [(len(each.rewards), each.errors) for each in group.trajectories] == [(1, []), (1, [])]
@@ -228,7 +229,7 @@ def test_a_rollout_that_alone_holds_the_step_up_is_given_up_and_its_group_goes_o
         assert account(1, group, known, [lost]).failed == [lost]
         assert sum(each.metrics["stragglers"] for each in taken) == 1
 
-    ran(gates, test, 2, items=2, group=3, max_staleness=max_staleness, late=0, straggle=25.0)
+    ran(gates, test, 2, items=2, group=3, max_staleness=max_staleness, grace_steps=0, straggler_factor=25.0)
 
 
 def test_a_step_is_never_further_than_it_has_to_go() -> None:
@@ -236,10 +237,10 @@ def test_a_step_is_never_further_than_it_has_to_go() -> None:
     gates = Gates(*range(4))
     last = [asyncio.Event() for _ in range(4)]
     gates.held = {(number, 3): last[number] for number in range(4)}
-    seen: list[Doing] = []
+    seen: list[ProgressState] = []
 
-    async def test(queue: Queue) -> None:
-        with heard(seen.append):
+    async def test(queue: GroupQueue) -> None:
+        with subscribe(seen.append):
             taking = asyncio.create_task(queue.take(0))
             await soon(lambda: [each.rolling.num_over for each in queue._open] == [2, 2, 2, 2])
             assert max((each.done, each.total) for each in seen if each.what == "rollouts") == (4, 6)
@@ -248,13 +249,13 @@ def test_a_step_is_never_further_than_it_has_to_go() -> None:
             assert numbers(await taking) == [0, 1]
         assert max((each.done, each.total) for each in seen if each.what == "rollouts") == (6, 6)
 
-    ran(gates, test, 2, items=2, group=3, max_staleness=1, late=0)
+    ran(gates, test, 2, items=2, group=3, max_staleness=1, grace_steps=0)
 
 
 def test_a_slow_rollout_that_the_step_need_not_wait_for_is_left_alone() -> None:
     gates = Gates(1, 2, 3, 4, 5)
 
-    async def test(queue: Queue) -> None:
+    async def test(queue: GroupQueue) -> None:
         taken = await queue.take(0)
         assert (0 in numbers(taken), taken.notes) == (False, [])
         gates.open(0)
@@ -262,13 +263,13 @@ def test_a_slow_rollout_that_the_step_need_not_wait_for_is_left_alone() -> None:
         taken = await queue.take(1)
         assert (0 in numbers(taken), taken.notes) == (True, [])
 
-    ran(gates, test, 2, items=2, max_staleness=1, late=0, straggle=1.0)
+    ran(gates, test, 2, items=2, max_staleness=1, grace_steps=0, straggler_factor=1.0)
 
 
 def test_while_it_is_paused_nothing_begins_and_what_has_begun_goes_on() -> None:
     gates = Gates()
 
-    async def test(queue: Queue) -> None:
+    async def test(queue: GroupQueue) -> None:
         taking = asyncio.create_task(queue.take(0))
         await soon(lambda: sorted(gates.asked) == [0, 1])  # two at once
         with queue.paused():
@@ -285,7 +286,7 @@ def test_what_is_a_bug_is_raised_by_the_next_step() -> None:
     async def read(group: Group) -> None:
         raise ZeroDivisionError(group.task)
 
-    async def test(queue: Queue) -> None:
+    async def test(queue: GroupQueue) -> None:
         with pytest.raises(ZeroDivisionError, match="t/1"):
             await queue.take(0)
 
@@ -298,7 +299,7 @@ def test_a_group_goes_on_without_a_rollout_that_failed_and_one_that_lost_all_is_
             raise OSError("the grader is down")
         return 1.0
 
-    async def test(queue: Queue) -> None:
+    async def test(queue: GroupQueue) -> None:
         taken = await queue.take(0)
         found = [account(number, group, {"item=0/rollout=0"}) for number, group in taken.groups]
         assert [(each.outcome, len(each.rollouts), each.failed) for each in found] == [
@@ -309,5 +310,5 @@ def test_a_group_goes_on_without_a_rollout_that_failed_and_one_that_lost_all_is_
 
 
 def test_a_bound_that_would_give_up_half_of_all() -> None:
-    with pytest.raises(ConfigError, match=r"straggle=0\.5 is times the median"):
-        Sample(straggle=0.5)
+    with pytest.raises(ConfigError, match=r"straggler_factor=0\.5 is times the median"):
+        StepSampleSpec(straggler_factor=0.5)

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from ramify.build.parts import Made
+from ramify.build.execute import train
 from ramify.build.recipe import recipe
-from ramify.build.run import train
-from ramify.policy.load import load, save
+from ramify.build.run_parts import RunParts
+from ramify.models.load import load, save
 from ramify.train.metrics import read
 from tests.train.small import SHAPE, small
 
@@ -40,7 +40,7 @@ def test_from_nothing_to_a_policy(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_loop_in_one_file(tmp_path: Path) -> None:
-    made = Made(small(), print)
+    made = RunParts(small(), print)
     asyncio.run(made.client.close())
     save(made.policy, tmp_path / "policy")
     command = [sys.executable, "recipes/rl_loop.py", str(tmp_path / "policy"), "1", "2"]

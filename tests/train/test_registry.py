@@ -14,12 +14,12 @@ from ramify.errors import ConfigError
 from ramify.train.algorithms import ALGORITHMS
 from ramify.train.algorithms.dr_grpo import DrGRPO
 from ramify.train.algorithms.group import GroupOptions
-from ramify.train.checkpoint import Checkpoints, State
+from ramify.train.checkpoint import CheckpointState, CheckpointStore
 from ramify.train.config import plain
-from ramify.train.loss import Loss
-from ramify.train.policy_losses import POLICY_LOSSES, Formula, PpoClip, Tokens
+from ramify.train.loss import LossSpec
+from ramify.train.policy_losses import POLICY_LOSSES, LossFormula, LossTokens, PpoClip
 from ramify.train.registry import Registry
-from ramify.train.signals.credit import CREDITS, Node, Numbers
+from ramify.train.signals.credit import CREDITS, CreditNode, Numbers
 from tests.train.small import small
 
 RECIPE = '''
@@ -27,7 +27,7 @@ import msgspec
 from tests.train.small import small
 from ramify.train.algorithms import ALGORITHMS
 from ramify.train.algorithms.dr_grpo import DrGRPO
-from ramify.train.policy_losses import POLICY_LOSSES, Formula
+from ramify.train.policy_losses import POLICY_LOSSES, LossFormula
 from ramify.train.signals.credit import CREDITS
 
 @ALGORITHMS.register("twice")
@@ -36,7 +36,7 @@ class Twice(DrGRPO, frozen=True, kw_only=True, tag="twice"):
     times: float = 2.0
 
 @POLICY_LOSSES.register("plain")
-class Plain(Formula, frozen=True, kw_only=True, tag="plain"):
+class Plain(LossFormula, frozen=True, kw_only=True, tag="plain"):
     """-A l"""
     scale: float = 1.0
     def per_token(self, tokens):
@@ -68,29 +68,29 @@ def test_a_recipe_adds_its_own_by_decorator(mine: Path, tmp_path: Path) -> None:
     run = recipe(mine, [*words, "rl.loss.policy.scale=0.5"])  # read twice, as by a resumed run
     assert run.rl is not None
     assert (run.rl.algorithm.times, run.rl.algorithm.credit, run.rl.loss.policy.scale) == (3, "nothing", 0.5)
-    Checkpoints(tmp_path).save(State(step=1, config=plain(run)), {})
+    CheckpointStore(tmp_path).save(CheckpointState(step=1, config=plain(run)), {})
     assert stored(tmp_path) == run
 
 
-def flat(trees: Sequence[Mapping[str, Node]], baseline: Any, gamma: float) -> list[Numbers]:
+def flat(trees: Sequence[Mapping[str, CreditNode]], baseline: Any, gamma: float) -> list[Numbers]:
     return [dict.fromkeys(tree, 1.0) for tree in trees]
 
 
-class Own(Formula, frozen=True, kw_only=True, tag=f"{__name__}:Own"):
+class Own(LossFormula, frozen=True, kw_only=True, tag=f"{__name__}:Own"):
     """-A l"""
 
-    def per_token(self, tokens: Tokens) -> Any:
+    def per_token(self, tokens: LossTokens) -> Any:
         return -tokens.advantages * tokens.now
 
-    def clipped(self, tokens: Tokens) -> Any:
+    def clipped(self, tokens: LossTokens) -> Any:
         return tokens.now > 0
 
 
 def test_a_dotted_path_needs_no_registration() -> None:
     assert CREDITS.of(DrGRPO(credit=f"{__name__}:flat").credit) is flat
-    loss = msgspec.convert({"policy": f"{__name__}:Own"}, Loss)
+    loss = msgspec.convert({"policy": f"{__name__}:Own"}, LossSpec)
     assert loss.policy == Own()
-    assert msgspec.convert(msgspec.to_builtins(loss), Loss) == loss
+    assert msgspec.convert(msgspec.to_builtins(loss), LossSpec) == loss
 
 
 @pytest.mark.parametrize(

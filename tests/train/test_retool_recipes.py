@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 from transformers import Qwen3Config
 
-from ramify.build.parts import Made
+from ramify.build.execute import train
 from ramify.build.recipe import recipe
-from ramify.build.run import train
+from ramify.build.run_parts import RunParts
 from ramify.errors import ConfigError, SourceError
-from ramify.policy.load import from_config, save
+from ramify.models.load import from_config, save
 from ramify.train.config import Run, plain
 from ramify.train.metrics import read
-from tests.policy.templates import tokenizer_of
+from tests.models.templates import tokenizer_of
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 SOLVED = (
@@ -68,7 +68,7 @@ def short(name: str, files: dict[str, str]) -> Run:
             "rl.sample.items=2",
             "rl.sample.minibatches=1",
             "rl.rollout.group=2",
-            "cadence.evaluate_every=0",
+            "schedule.evaluate_every=0",
         ]
     return recipe(RECIPES / f"{name}.py", overrides)
 
@@ -98,7 +98,7 @@ def test_settings_are_those_of_the_study() -> None:
 
 def test_demonstrations_are_learnt_without_what_came_back(files: dict[str, str], tmp_path: Path) -> None:
     run = short("retool_sft", files)
-    made = Made(run, print)
+    made = RunParts(run, print)
     row = made.rows[0]
     assert row.ce is not None
     tokenizer = made.policy.tokenizer
@@ -130,7 +130,7 @@ def test_one_step_of_rollouts_in_the_jail(name: str, files: dict[str, str], tmp_
 
 def test_files_that_are_not_there_are_named(files: dict[str, str]) -> None:
     with pytest.raises(SourceError, match=r"there is no file data/"):
-        Made(recipe(RECIPES / "retool_sft.py", [f"policy.path={files['policy']}"]), print)
+        RunParts(recipe(RECIPES / "retool_sft.py", [f"policy.path={files['policy']}"]), print)
     given = [f"task.options.{split}={files[split]}" for split in ("train", "validation", "test")]
     with pytest.raises(ConfigError, match=r"needs a file: give sft\.options\.source"):
-        Made(recipe(RECIPES / "retool_sft.py", [f"policy.path={files['policy']}", *given, "sft.options={}"]), print)
+        RunParts(recipe(RECIPES / "retool_sft.py", [f"policy.path={files['policy']}", *given, "sft.options={}"]), print)

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from ramify import RLM, Limits, ScriptedClient
-from ramify.clients.byte_ids import ByteIds
-from ramify.clients.scripted import Failure, refused
+from ramify.clients.byte_ids import ByteTokenIds
+from ramify.clients.scripted import ScriptedFailure, refused
 from ramify.errors import ConfigError, Refused
-from ramify.tasks.base import Item, Score, Start
-from ramify.tasks.simple import SimpleTask, Whole
-from ramify.train.rollout import RolloutOptions, Rollouts
+from ramify.tasks.base import Item, Score, TaskStart
+from ramify.tasks.simple import SimpleTask, WholeTrajectoryReward
+from ramify.train.rollout import Rollouter, RolloutOptions
 from ramify.types.message import Message
 from ramify.types.trajectory import Group, Stop, Trajectory
 from tests.engine.helpers import at_once
@@ -37,12 +37,12 @@ def rolled(
     script: Any, *, group: int = 2, given: SimpleTask | None = None, limits: Mapping[str, Any] | None = None,
     client: ScriptedClient | None = None, **options: Any,
 ) -> list[Group]:  # fmt: skip
-    client = client or ScriptedClient(script, ids=ByteIds(version=3))
+    client = client or ScriptedClient(script, ids=ByteTokenIds(version=3))
 
     async def run() -> list[Group]:
         async with RLM(client, scaffold="tiny", limits=Limits(**(limits or {})), sandbox="inprocess") as rlm:
             told = options.pop("on_stall", print)
-            rollouts = Rollouts(rlm, given or task(), RolloutOptions(group=group, **options), seed=1, on_stall=told)
+            rollouts = Rollouter(rlm, given or task(), RolloutOptions(group=group, **options), seed=1, on_stall=told)
             return await rollouts.groups(ITEMS, step=4)
 
     return asyncio.run(run())
@@ -67,7 +67,7 @@ def test_groups_come_scored_and_in_order() -> None:
 def test_each_rollout_has_a_seed_of_its_own_that_a_second_run_repeats() -> None:
     seeds = []
     for _ in range(2):
-        client = ScriptedClient(say("FINAL(1)"), ids=ByteIds())
+        client = ScriptedClient(say("FINAL(1)"), ids=ByteTokenIds())
         rolled(None, client=client, temperature=0.5)
         assert {(r.sampling.temperature, r.sampling.logprobs) for r in client.requests} == {(0.5, True)}
         seeds.append(sorted(r.sampling.seed or 0 for r in client.requests))
@@ -76,7 +76,7 @@ def test_each_rollout_has_a_seed_of_its_own_that_a_second_run_repeats() -> None:
 
 
 def test_no_more_at_once_than_asked() -> None:
-    client = ScriptedClient(at_once(3, lambda _: "FINAL(1)"), ids=ByteIds(), latency_s=0.002)
+    client = ScriptedClient(at_once(3, lambda _: "FINAL(1)"), ids=ByteTokenIds(), latency_s=0.002)
     rolled(None, client=client, group=4, concurrency=3)
     assert (client.most_in_flight, len(client.requests)) == (3, 8)
 
@@ -98,12 +98,12 @@ def test_what_a_policy_did_to_itself_is_scored() -> None:
                 raise error
             return await super().complete(request)
 
-    (first, _), _ = (group.trajectories for group in rolled(None, client=Small(say("1"), ids=ByteIds())))
+    (first, _), _ = (group.trajectories for group in rolled(None, client=Small(say("1"), ids=ByteTokenIds())))
     assert (first.stop, first.rewards) == (Stop.MAX_TOKENS, {"correct": 0})
 
 
 def test_a_task_that_fails_leaves_a_record() -> None:
-    async def begin(item: Item) -> Start:
+    async def begin(item: Item) -> TaskStart:
         raise OSError("no such file")
 
     for given, words in (
@@ -119,19 +119,19 @@ def test_a_task_that_fails_leaves_a_record() -> None:
 
 
 def test_state_of_a_rollout_is_its_own_and_reaches_the_score() -> None:
-    async def begin(item: Item) -> Start:
+    async def begin(item: Item) -> TaskStart:
         counted: list[int] = []
 
         def count() -> int:
             counted.append(1)
             return len(counted)
 
-        return Start(context=item.context, tools={"count": count}, on_end=lambda answer: {"count": len(counted)})
+        return TaskStart(context=item.context, tools={"count": count}, on_end=lambda answer: {"count": len(counted)})
 
     def reward(item: Item, trajectory: Trajectory) -> Score:
         return Score({"count": trajectory.metadata["count"]})
 
-    groups = rolled(say("count()", "count()\nFINAL(1)"), given=task(Whole(reward), begin=begin))
+    groups = rolled(say("count()", "count()\nFINAL(1)"), given=task(WholeTrajectoryReward(reward), begin=begin))
     assert [t.rewards["count"] for group in groups for t in group.trajectories] == [2, 2, 2, 2]
 
 
@@ -168,13 +168,13 @@ def test_children_are_scored_by_call() -> None:
     def model(messages: tuple[Message, ...]) -> Any:
         if messages[0].content.startswith("how"):
             return "A=rlm_query_batched(['one']*2,['x','y'])\nFINAL(sum(A))"
-        return "FINAL(1)" if messages[0].content.startswith("one") else Failure("refused")
+        return "FINAL(1)" if messages[0].content.startswith("one") else ScriptedFailure("refused")
 
     def reward(item: Item, trajectory: Trajectory) -> Score:
         calls = {call.id: {"own": float(call.answer == 1)} for call in trajectory.calls if call.depth}
         return Score({"correct": float(trajectory.answer == 2)}, calls)
 
-    trajectory = rolled(model, given=task(Whole(reward)))[0].trajectories[0]
+    trajectory = rolled(model, given=task(WholeTrajectoryReward(reward)))[0].trajectories[0]
     assert (trajectory.rewards, trajectory.call_rewards) == ({"correct": 1}, {"0.0": {"own": 1}, "0.1": {"own": 1}})
 
 
@@ -199,9 +199,9 @@ def test_a_group_is_looked_at_while_others_go_on() -> None:
         looked.set()
 
     async def run() -> list[Group]:
-        client = ScriptedClient(model, ids=ByteIds(version=3))
+        client = ScriptedClient(model, ids=ByteTokenIds(version=3))
         async with RLM(client, scaffold="tiny", limits=Limits(max_seconds=200.0), sandbox="inprocess") as rlm:
-            return await Rollouts(rlm, task(), RolloutOptions(group=2), seed=1).groups(ITEMS, 0, after=after)
+            return await Rollouter(rlm, task(), RolloutOptions(group=2), seed=1).groups(ITEMS, 0, after=after)
 
     assert [group.task for group in asyncio.run(run())] == seen == ["len/train/0", "len/train/1"]
 

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import asyncio
 
-from ramify.inference.base import Pressure
-from ramify.train.room import Room
+from ramify.inference.base import CachePressure
+from ramify.train.concurrency import ConcurrencyController
 
 
 class Engine:
     """A gauge that says what it is told to."""
 
     def __init__(self) -> None:
-        self.now: Pressure | None = Pressure(0.2, 0, 0)
+        self.now: CachePressure | None = CachePressure(0.2, 0, 0)
 
-    async def __call__(self) -> Pressure | None:
+    async def __call__(self) -> CachePressure | None:
         return self.now
 
 
 def test_a_quarter_fewer_when_sequences_are_thrown_out_and_one_more_each_time_after() -> None:
     async def run() -> list[int]:
         engine, limits = Engine(), []
-        room = Room(16, engine, least=3)
+        room = ConcurrencyController(16, engine, least=3)
         async with asyncio.TaskGroup() as tasks:
             leave = asyncio.Event()
 
@@ -34,11 +34,11 @@ def test_a_quarter_fewer_when_sequences_are_thrown_out_and_one_more_each_time_af
             await asyncio.sleep(0)
             assert room.used == 16
             for pressure in (
-                Pressure(0.2, 0, 5),  # what was thrown out before counts for nothing
-                Pressure(0.99, 0, 5),  # full, and nobody waits
-                Pressure(0.5, 9, 5),  # they wait for something else than memory
-                Pressure(0.5, 0, 6),
-                Pressure(0.5, 0, 7),  # sixteen are still inside: the decrease has yet to show
+                CachePressure(0.2, 0, 5),  # what was thrown out before counts for nothing
+                CachePressure(0.99, 0, 5),  # full, and nobody waits
+                CachePressure(0.5, 9, 5),  # they wait for something else than memory
+                CachePressure(0.5, 0, 6),
+                CachePressure(0.5, 0, 7),  # sixteen are still inside: the decrease has yet to show
             ):
                 engine.now = pressure
                 await room.look()
@@ -53,7 +53,7 @@ def test_a_quarter_fewer_when_sequences_are_thrown_out_and_one_more_each_time_af
 def test_between_the_least_and_the_most() -> None:
     async def run() -> list[int]:
         engine = Engine()
-        room, limits, leave = Room(6, engine, least=3), [], asyncio.Event()
+        room, limits, leave = ConcurrencyController(6, engine, least=3), [], asyncio.Event()
 
         async def rollout() -> None:
             async with room:
@@ -61,7 +61,7 @@ def test_between_the_least_and_the_most() -> None:
 
         async with room:
             for evicted in (0, 1, 2, 3):
-                engine.now = Pressure(0.5, 0, evicted)
+                engine.now = CachePressure(0.5, 0, evicted)
                 await room.look()
                 limits.append(room.limit)
             async with asyncio.TaskGroup() as tasks:
@@ -71,7 +71,7 @@ def test_between_the_least_and_the_most() -> None:
                 for _ in range(4):
                     await room.look()
                     limits.append(room.limit)
-                engine.now = Pressure(0.96, 2, 3)
+                engine.now = CachePressure(0.96, 2, 3)
                 await room.look()
                 engine.now = None  # it does not say
                 await room.look()
@@ -84,7 +84,7 @@ def test_between_the_least_and_the_most() -> None:
 
 def test_in_order_of_arrival_and_a_place_that_is_given_up_goes_to_the_next() -> None:
     async def run() -> list[str]:
-        room, order, leave = Room(1), [], asyncio.Event()
+        room, order, leave = ConcurrencyController(1), [], asyncio.Event()
 
         async def rollout(name: str) -> None:
             async with room:
@@ -111,9 +111,9 @@ def test_in_order_of_arrival_and_a_place_that_is_given_up_goes_to_the_next() -> 
 def test_it_looks_when_a_rollout_ends() -> None:
     async def run() -> int:
         engine = Engine()
-        room = Room(8, engine, every_s=0)
+        room = ConcurrencyController(8, engine, every_s=0)
         for evicted in (0, 1):
-            engine.now = Pressure(0.5, 0, evicted)
+            engine.now = CachePressure(0.5, 0, evicted)
             async with room:
                 pass
             await asyncio.sleep(0.01)

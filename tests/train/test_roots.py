@@ -10,15 +10,15 @@ import msgspec
 import pytest
 
 from ramify import RLM, Limits, ScriptedClient
+from ramify.build.execute import train
 from ramify.build.recipe import recipe
-from ramify.build.run import train
-from ramify.clients.byte_ids import ByteIds
+from ramify.clients.byte_ids import ByteTokenIds
 from ramify.evaluate.run import evaluate
 from ramify.store.store import Store
 from ramify.tasks.base import Item, items_of, task_of
 from ramify.tasks.scoring import exact
 from ramify.tasks.simple import SimpleTask
-from ramify.train.rollout import RolloutOptions, Rollouts
+from ramify.train.rollout import Rollouter, RolloutOptions
 from ramify.train.roots import RootCount
 from tests.evaluate.helpers import SPEC, plan
 from tests.train.small import small
@@ -38,7 +38,7 @@ def answering(messages: Any) -> str:
 
 
 def rlm(**options: Any) -> RLM:
-    client = ScriptedClient(answering, ids=ByteIds(version=1))
+    client = ScriptedClient(answering, ids=ByteTokenIds(version=1))
     return RLM(client, **{"scaffold": "default", "sandbox": SPEC, "limits": Limits(max_depth=1), **options})
 
 
@@ -48,7 +48,7 @@ def kinds(direct: bool | None) -> tuple[list[str], RootCount]:
     async def roll() -> tuple[list[str], RootCount]:
         async with rlm() as engine:
             given = {} if direct is None else {"direct": direct}
-            rollouts = Rollouts(engine, TASK, RolloutOptions(group=1, **given))
+            rollouts = Rollouter(engine, TASK, RolloutOptions(group=1, **given))
             counted = await rollouts.roots(ITEMS)
             groups = await rollouts.groups(ITEMS, 0)
             return [each.trajectories[0].root.kind for each in groups], counted
@@ -99,7 +99,7 @@ def test_the_first_roots_of_the_recipe_for_checkpoints_are_recursive() -> None:
 
     async def roll() -> tuple[RootCount, list[str]]:
         async with rlm(scaffold=run.scaffold, limits=run.limits) as engine:
-            rollouts = Rollouts(engine, task, options)
+            rollouts = Rollouter(engine, task, options)
             groups = await rollouts.groups(items, 0)
             return await rollouts.roots(items), [each.trajectories[0].root.kind for each in groups]
 

@@ -12,29 +12,29 @@ import pytest
 import torch
 
 from ramify import RLM
-from ramify.build.checks import first_prompt
-from ramify.build.parts import Made
+from ramify.build.preflight import first_prompt
+from ramify.build.run_parts import RunParts
 from ramify.clients.base import Request
 from ramify.errors import TrainError
-from ramify.inference.http.client import HttpEngines
-from ramify.inference.http.spec import InferenceSpec
-from ramify.inference.local.client import LocalClient
-from ramify.inference.weights.layout import sources
-from ramify.policy.load import Policy, from_config
+from ramify.inference.http.http_engines import HttpEngines
+from ramify.inference.http.inference_spec import InferenceSpec
+from ramify.inference.local.local_client import LocalClient
+from ramify.inference.weight_sync.layout import sources
+from ramify.models.load import Policy, from_config
 from ramify.serve.policy import PolicyServer
 from ramify.tasks.base import items_of
-from ramify.train.backends.single import Single
+from ramify.train.backends.single import SingleBackend
 from ramify.train.pack import pack
-from ramify.train.rollout import RolloutOptions, Rollouts
-from ramify.train.selfcheck import Seen, SelfCheck
+from ramify.train.rollout import Rollouter, RolloutOptions
+from ramify.train.selfcheck import AuditedClient, SelfCheck
 from ramify.types.message import Message, Reply
 from ramify.types.trajectory import Group
 from tests.train.small import small
 
 
 @pytest.fixture(scope="module")
-def made() -> Iterator[Made]:
-    parts = Made(small(), print)
+def made() -> Iterator[RunParts]:
+    parts = RunParts(small(), print)
     yield parts
     asyncio.run(parts.client.close())
 
@@ -43,28 +43,28 @@ async def at_once(work: Callable[..., Any], *arguments: Any) -> Any:
     return work(*arguments)
 
 
-def check(made: Made, client: Any = None, model: Any = None) -> SelfCheck:
+def check(made: RunParts, client: Any = None, model: Any = None) -> SelfCheck:
     prompt = first_prompt(made.scaffold, made.run, items_of(made.task, "validation")[0])
-    return SelfCheck(Seen(client or made.client), (model or made.policy.model).named_parameters, prompt)
+    return SelfCheck(AuditedClient(client or made.client), (model or made.policy.model).named_parameters, prompt)
 
 
-def test_one_policy_on_both_sides_passes(made: Made) -> None:
+def test_one_policy_on_both_sides_passes(made: RunParts) -> None:
     checked = check(made)
-    asyncio.run(checked.engine(Single(made.policy), at_once))
+    asyncio.run(checked.engine(SingleBackend(made.policy), at_once))
     assert 0 < checked.worst < 1e-5
 
 
-def test_other_weights_in_the_engine(made: Made) -> None:
+def test_other_weights_in_the_engine(made: RunParts) -> None:
     other = from_config(made.policy.config, made.policy.tokenizer, seed=5)
     client = LocalClient(other, name="local:other")
     try:
         with pytest.raises(TrainError, match="the engine answers with other weights"):
-            asyncio.run(check(made, client).engine(Single(made.policy), at_once))
+            asyncio.run(check(made, client).engine(SingleBackend(made.policy), at_once))
     finally:
         asyncio.run(client.close())
 
 
-def test_a_cache_of_older_weights(made: Made) -> None:
+def test_a_cache_of_older_weights(made: RunParts) -> None:
     """The engine shares the trainer's weights, but was not told that they changed: the fingerprints agree, the canary
     does not."""
     policy = from_config(made.policy.config, made.policy.tokenizer, seed=6)
@@ -72,16 +72,16 @@ def test_a_cache_of_older_weights(made: Made) -> None:
     checked = check(made, client, policy.model)
 
     async def run() -> None:
-        await checked.engine(Single(policy), at_once)
+        await checked.engine(SingleBackend(policy), at_once)
         with torch.no_grad():
             for parameter in policy.model.parameters():
                 parameter += 0.05 * torch.ones_like(parameter)
         with pytest.raises(
             TrainError, match=r"the canary's log-probabilities differ by .* the engine's cache is stale"
         ):
-            await checked.engine(Single(policy), at_once)
+            await checked.engine(SingleBackend(policy), at_once)
         await client.update(policy.model, 1)
-        await checked.engine(Single(policy), at_once)
+        await checked.engine(SingleBackend(policy), at_once)
 
     try:
         asyncio.run(run())
@@ -105,19 +105,19 @@ class OldMatrix:
         return await self._old.logprobs(ids)
 
 
-def test_an_old_output_matrix_is_found_where_samples_hide_it(made: Made) -> None:
+def test_an_old_output_matrix_is_found_where_samples_hide_it(made: RunParts) -> None:
     old = LocalClient(from_config(made.policy.config, made.policy.tokenizer, seed=5), name="local:old")
     checked = check(made, OldMatrix(made.client, made.client))  # type: ignore[arg-type]
 
     async def run() -> None:
-        await checked.engine(Single(made.policy), at_once)
+        await checked.engine(SingleBackend(made.policy), at_once)
         assert checked.good_version == 3
         checked._seen.client._old = old  # type: ignore[attr-defined]
         with pytest.raises(
             TrainError,
             match=r"-\d+\.\d+ by the engine, -\d+\.\d+ by the trainer, at scored token .* the last good version is 3",
         ):
-            await checked.engine(Single(made.policy), at_once)
+            await checked.engine(SingleBackend(made.policy), at_once)
 
     try:
         asyncio.run(run())
@@ -142,7 +142,9 @@ def changed(policy: Policy, by: float, seed: int) -> None:
 
 
 @pytest.mark.parametrize("kind", [LocalClient, Unmoved])
-def test_a_sync_that_did_nothing_is_found_where_the_canary_is_too_coarse(made: Made, kind: type[LocalClient]) -> None:
+def test_a_sync_that_did_nothing_is_found_where_the_canary_is_too_coarse(
+    made: RunParts, kind: type[LocalClient]
+) -> None:
     """vLLM's protocol, which says no fingerprint, in bf16, where 0.3 is allowed. Steps that bf16 may round away are none."""
     trained, served = (from_config(made.policy.config, made.policy.tokenizer, seed=6) for _ in range(2))
     served.model.to(torch.bfloat16)
@@ -157,17 +159,17 @@ def test_a_sync_that_did_nothing_is_found_where_the_canary_is_too_coarse(made: M
             spec = InferenceSpec(engine="vllm", urls=(server.url.removesuffix("/v1"),), restarts=0)
             engines = HttpEngines(served, spec, name="vllm:test")
             await engines.start(Path("unused"), lambda _: None)
-            checked, version = SelfCheck(Seen(engines), weights, prompt, 0.3), 0
+            checked, version = SelfCheck(AuditedClient(engines), weights, prompt, 0.3), 0
 
             async def step(by: float) -> None:
                 nonlocal version
                 changed(trained, by, version)
                 version += 1
                 await engines.update(sources(trained.model.named_parameters(), torch.bfloat16), version)
-                await checked.engine(Single(trained), at_once)
+                await checked.engine(SingleBackend(trained), at_once)
 
             try:
-                await checked.engine(Single(trained), at_once)
+                await checked.engine(SingleBackend(trained), at_once)
                 for _ in range(3):
                     await step(1e-8)
                 if kind is LocalClient:
@@ -187,7 +189,7 @@ def test_a_sync_that_did_nothing_is_found_where_the_canary_is_too_coarse(made: M
     asyncio.run(run())
 
 
-def test_where_the_only_engine_is_gone_nobody_waits_for_it(made: Made) -> None:
+def test_where_the_only_engine_is_gone_nobody_waits_for_it(made: RunParts) -> None:
     """It comes back once it was given weights, by whoever waits for this check to end; then it is checked."""
 
     async def run() -> None:
@@ -196,11 +198,11 @@ def test_where_the_only_engine_is_gone_nobody_waits_for_it(made: Made) -> None:
         await server.__aenter__()
         engines = HttpEngines(made.policy, InferenceSpec(urls=(server.url.removesuffix("/v1"),)), name="http:test")
         await engines.start(Path("unused"), lambda _: None)
-        checked = SelfCheck(Seen(engines), made.policy.model.named_parameters, [Message("user", "count rows")])
+        checked = SelfCheck(AuditedClient(engines), made.policy.model.named_parameters, [Message("user", "count rows")])
         await server.__aexit__(None, None, None)
         await engines.look_after(server.url.removesuffix("/v1"), "this test")
         assert engines.answering == ()
-        await checked.engine(Single(made.policy), at_once)
+        await checked.engine(SingleBackend(made.policy), at_once)
         assert checked.good_version is None
         await engines.close()
         await local.close()
@@ -208,17 +210,17 @@ def test_where_the_only_engine_is_gone_nobody_waits_for_it(made: Made) -> None:
     asyncio.run(run())
 
 
-def rolled(made: Made, seen: Seen) -> list[Group]:
+def rolled(made: RunParts, seen: AuditedClient) -> list[Group]:
     async def run() -> list[Group]:
         run = made.run
         async with RLM(seen, limits=run.limits, scaffold=made.scaffold, sandbox=run.sandbox) as rlm:
-            rollouts = Rollouts(rlm, made.task, RolloutOptions(group=2))
+            rollouts = Rollouter(rlm, made.task, RolloutOptions(group=2))
             return await rollouts.groups([items_of(made.task, "train")[0]], 0)
 
     return asyncio.run(run())
 
 
-def test_ids_of_a_tree_are_those_that_the_engine_saw(made: Made) -> None:
+def test_ids_of_a_tree_are_those_that_the_engine_saw(made: RunParts) -> None:
     checked = check(made)
     groups = rolled(made, checked._seen)
     checked.ids(groups)
@@ -236,7 +238,7 @@ def test_ids_of_a_tree_are_those_that_the_engine_saw(made: Made) -> None:
         checked.ids(groups)
 
 
-def test_weight_that_is_lost_or_doubled(made: Made) -> None:
+def test_weight_that_is_lost_or_doubled(made: RunParts) -> None:
     rows = made.rows[:6]
     batches = pack(rows)
     check(made).weights(rows, batches)
@@ -246,7 +248,7 @@ def test_weight_that_is_lost_or_doubled(made: Made) -> None:
         check(made).weights([*rows, rows[0]], batches)
 
 
-def test_a_client_without_ids_is_not_counted(made: Made) -> None:
+def test_a_client_without_ids_is_not_counted(made: RunParts) -> None:
     class Plain:
         name, window, price, version = "plain", 100, None, 0
 
@@ -255,6 +257,6 @@ def test_a_client_without_ids_is_not_counted(made: Made) -> None:
 
         async def close(self) -> None: ...
 
-    seen = Seen(Plain())  # type: ignore[arg-type]
+    seen = AuditedClient(Plain())  # type: ignore[arg-type]
     asyncio.run(seen.complete(Request((Message("user", "?"),))))
     assert not seen.has_seen(())

@@ -9,15 +9,15 @@ import pytest
 
 from ramify.engine.scaffold import SCAFFOLDS
 from ramify.errors import ConfigError
-from ramify.policy.renderer import renderer_of
-from ramify.policy.tokenizer import train_tokenizer
+from ramify.models.renderer import renderer_of
+from ramify.models.tokenizer import train_tokenizer
 from ramify.tasks.ledger.demos import EXPERT, NOISY
-from ramify.tasks.ledger.play import demonstrations
+from ramify.tasks.ledger.ledger_demos import demonstrations
 from ramify.tasks.ledger.task import ledger
 from ramify.train.algorithms.sft import SFT
 from ramify.train.compile import sequences
 from ramify.train.induction import induction
-from ramify.train.sft import Tokeniser, order, read, trajectory_of, write
+from ramify.train.sft_data import TrajectoryTokenizer, order, read, trajectory_of, write
 from ramify.types.message import Message, Reply
 from ramify.types.trajectory import Call, Fork, Group, Trajectory, Turn
 
@@ -40,7 +40,7 @@ def test_demonstrations_become_trees() -> None:
 
 
 def test_paths_are_what_the_renderer_writes() -> None:
-    tokeniser = Tokeniser(RENDERER)
+    tokeniser = TrajectoryTokenizer(RENDERER)
     for tree in map(trajectory_of, DEMOS):
         tokenised = tokeniser.tokenised(tree)
         for call in tokenised.calls:
@@ -54,8 +54,8 @@ def test_paths_are_what_the_renderer_writes() -> None:
 
 
 def test_what_was_said_carries_the_loss() -> None:
-    tree = Tokeniser(RENDERER).tokenised(trajectory_of(DEMOS[0]))
-    rows = sequences(SFT().stamp([Group("", [tree])], {}).rollouts)
+    tree = TrajectoryTokenizer(RENDERER).tokenised(trajectory_of(DEMOS[0]))
+    rows = sequences(SFT().assign_advantages([Group("", [tree])], {}).rollouts)
     for row in rows:
         assert row.ce is not None
         assert (row.ce > 0).tolist() == row.mask.tolist()
@@ -69,13 +69,15 @@ def test_a_history_that_was_cut_is_given_anew() -> None:
         return Message("user", text)
 
     turns = [Turn(0, (asked("q"),), said("a")), Turn(1, (asked("summary"),), said("b"))]
-    tree = Tokeniser(RENDERER).tokenised(Trajectory("t", "q", calls=[Call("0", "rlm", "m", 0, "q", turns=turns)]))
+    tree = TrajectoryTokenizer(RENDERER).tokenised(
+        Trajectory("t", "q", calls=[Call("0", "rlm", "m", 0, "q", turns=turns)])
+    )
     assert [turn.reused_ids for turn in tree.root.turns] == [0, 0]
     assert list(tree.root.turns[1].reply.prompt_ids or ()) == RENDERER.prompt([asked("q"), asked("summary")])
     turns = [Turn(0, (asked("q"),), said("a"))]
     forked = Call("0:1", "rlm", "m", 0, "q", fork=Fork("0", 0), turns=turns)
     with pytest.raises(ConfigError, match="branches"):
-        Tokeniser(RENDERER).tokenised(Trajectory("t", "q", calls=[forked]))
+        TrajectoryTokenizer(RENDERER).tokenised(Trajectory("t", "q", calls=[forked]))
 
 
 def test_trajectories_in_a_file(tmp_path: Path) -> None:
@@ -108,16 +110,16 @@ def test_the_order_is_shuffled_by_epoch_and_fills_steps() -> None:
 def test_evaluated_runs_of_a_store(tmp_path: Path) -> None:
     """Eight items are evaluated with a scripted model that is wrong three times: the right ones alone are imitated."""
     from ramify import Store
-    from ramify.evaluate.record import Records
+    from ramify.evaluate.record import EvaluationRecords
     from tests.evaluate.helpers import evaluated, plan, unless
 
     store = Store(tmp_path / "store")
-    record = Records(store.root).create(plan())
+    record = EvaluationRecords(store.root).create(plan())
     evaluated(unless(lambda n: n in (1, 2, 5)), record=record, store=store)
     record.close()
     found = list(read(store.root))
     assert sorted(each.rewards["correct"] for each in found) == [0, 0, 0, 1, 1, 1, 1, 1]
-    tokeniser = Tokeniser(RENDERER)
+    tokeniser = TrajectoryTokenizer(RENDERER)
     groups = [Group(each.task, [tokeniser.tokenised(each)]) for each in found]
-    stamping = SFT(min_reward=1.0).stamp(groups, {})
-    assert len(sequences(stamping.rollouts)) == 5
+    assigned = SFT(min_reward=1.0).assign_advantages(groups, {})
+    assert len(sequences(assigned.rollouts)) == 5

@@ -12,51 +12,51 @@ from ramify.errors import ConfigError, TrainError
 from ramify.tasks.base import Item
 from ramify.tasks.simple import SimpleTask
 from ramify.train.algorithms.dr_grpo import DrGRPO
-from ramify.train.backends.base import Optim
-from ramify.train.loss import Loss
-from ramify.train.rollout import Attempt, Rolling, Rollouts
-from ramify.train.room import Room
-from ramify.train.stages import Imitate, Reinforce, Sample, WarmUp, Work
+from ramify.train.backends.base import OptimizerSpec
+from ramify.train.concurrency import ConcurrencyController
+from ramify.train.loss import LossSpec
+from ramify.train.rollout import GroupRollout, RolloutAttempt, Rollouter
+from ramify.train.stages import RlStage, SftStage, StepData, StepSampleSpec, WarmUpStage
 from ramify.types.trajectory import Trajectory
 from tests.train.trees import call, tree
 
 ITEMS = [Item("?", id=f"{index}") for index in range(7)]
 
 
-class Canned(Rollouts):
+class Canned(Rollouter):
     """Rollouts that are made already: item n's attempts have the rewards that ``rewards`` gives n."""
 
     def __init__(self, rewards: dict[int, tuple[float | None, ...]]) -> None:
         self.rewards = rewards
         self.asked: list[str] = []
-        self.room, self.per_item = Room(99), 2
+        self.room, self.per_item = ConcurrencyController(99), 2
 
-    def begin(self, item: Item, name: str, over: Callable[[Attempt], None] = lambda _: None) -> Rolling:
+    def begin(self, item: Item, name: str, over: Callable[[RolloutAttempt], None] = lambda _: None) -> GroupRollout:
         self.asked.append(f"{name} {item.id}")
 
-        def one(number: int, reward: float | None) -> Attempt:
+        def one(number: int, reward: float | None) -> RolloutAttempt:
             async def run() -> Trajectory:
                 rolled = tree(call("0", 3), reward=reward)
                 rolled.id, rolled.task = f"{name}/rollout={number}", item.id
                 return rolled
 
-            return Attempt(name, item, self.room, run, over)
+            return RolloutAttempt(name, item, self.room, run, over)
 
-        return Rolling(item, [one(*each) for each in enumerate(self.rewards.get(int(item.id), (1, 1)))], None)
+        return GroupRollout(item, [one(*each) for each in enumerate(self.rewards.get(int(item.id), (1, 1)))], None)
 
 
-def work(canned: Canned, *, next_item: int = 0, **sample: Any) -> tuple[Work, int]:
+def work(canned: Canned, *, next_item: int = 0, **sample: Any) -> tuple[StepData, int]:
     """The first step, and the first item that was not begun."""
     task = SimpleTask("t", {"train": ITEMS}, lambda answer, item: 0.0)
-    stage = Reinforce(
-        4, Optim(), Loss(), task=task, items=ITEMS, rollouts=canned, algorithm=DrGRPO(),
-        sample=Sample(**sample), temperature=1.0,
+    stage = RlStage(
+        4, OptimizerSpec(), LossSpec(), task=task, items=ITEMS, rollouts=canned, algorithm=DrGRPO(),
+        sample=StepSampleSpec(**sample), temperature=1.0,
     )  # fmt: skip
 
-    async def first() -> tuple[Work, int]:
+    async def first() -> tuple[StepData, int]:
         async with stage.source(next_item, []) as source:
             found = await source.work(0)
-            return found, source.standing()[0]
+            return found, source.state()[0]
 
     return asyncio.run(first())
 
@@ -68,14 +68,14 @@ def test_minibatches_share_rollouts_and_denominator() -> None:
     ]  # fmt: skip
     assert [part.denominators for part in found.parts] == [{"rl": 2.5}, {"rl": 2.5}]
     assert found.metrics["items"] == 2
-    assert (next_item, found.silence) == (2, "")
+    assert (next_item, found.no_signal) == (2, "")
 
 
 def test_fewer_rollouts_than_minibatches() -> None:
     found, _ = work(Canned({0: (1, 0)}), items=1, minibatches=5)
     assert [len(part.rows) for part in found.parts] == [1, 1]
-    silent, _ = work(Canned({}), items=2, minibatches=5)
-    assert (silent.parts, silent.silence) == ([], "in each of 2 groups all rollouts did equally well")
+    zero_variance, _ = work(Canned({}), items=2, minibatches=5)
+    assert (zero_variance.parts, zero_variance.no_signal) == ([], "in each of 2 groups all rollouts did equally well")
 
 
 def test_dynamic_sampling_tries_other_items() -> None:
@@ -113,16 +113,16 @@ def test_a_step_whose_rollouts_all_failed() -> None:
 
 
 def test_schedules_take_the_length_of_their_stage() -> None:
-    warm = WarmUp(9, Optim(schedule="linear"), range(4, 20), 100, seed=0)
+    warm = WarmUpStage(9, OptimizerSpec(schedule="linear"), range(4, 20), 100, seed=0)
     assert warm.optim.num_steps == 9
     with pytest.raises(
         ConfigError, match=r"^warmup\.optim\.schedule=linear over 9 .* lower warmup\.optim\.warmup_steps"
     ):
-        WarmUp(9, Optim(schedule="linear", warmup_steps=30), range(4, 20), 100, seed=0)
+        WarmUpStage(9, OptimizerSpec(schedule="linear", warmup_steps=30), range(4, 20), 100, seed=0)
     with pytest.raises(ConfigError, match="nothing to learn from"):
-        Imitate([], Optim(), 100, 1, 0)
+        SftStage([], OptimizerSpec(), 100, 1, 0)
     rows = asyncio.run(warm.work(0)).parts[0].rows
-    imitate = Imitate(rows, Optim(schedule="cosine"), 2 * len(rows[0]), 3, 0)
+    imitate = SftStage(rows, OptimizerSpec(schedule="cosine"), 2 * len(rows[0]), 3, 0)
     assert imitate.optim.num_steps == imitate.num_steps >= 3 * len(rows) // 2
 
 
@@ -131,4 +131,4 @@ def test_schedules_take_the_length_of_their_stage() -> None:
 )
 def test_sizes_that_allow_nothing(options: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match=r"rl\.sample: items="):
-        Sample(**options)
+        StepSampleSpec(**options)

@@ -13,10 +13,10 @@ from typing import Any, ClassVar
 import msgspec
 import pytest
 
-from ramify.build.run import train
+from ramify.build.execute import train
 from ramify.errors import ConfigError
-from ramify.train.metrics import Measured, read
-from ramify.train.trackers.base import FILE, About, Trackers, flat
+from ramify.train.metrics import StepMetrics, read
+from ramify.train.trackers.base import FILE, RunInfo, RunTrackers, flat
 from tests.train.small import small
 
 CONFIG = {"name": "mini", "rl": {"steps": 3, "optim": {"lr": 1e-3}}, "rows": [4, 6], "nothing": None}
@@ -29,7 +29,7 @@ class Noting:
     extra: ClassVar[str] = ""
     told: ClassVar[list[Any]] = []
 
-    def __init__(self, about: About, label: str = "") -> None:
+    def __init__(self, about: RunInfo, label: str = "") -> None:
         self.id = about.id or f"there-{label}"
         self.told.append(("opened", about.id, about.step, about.config.get("name")))
 
@@ -50,7 +50,7 @@ class Missing(Noting):
 
 
 class Shut(Noting):
-    def __init__(self, about: About) -> None:
+    def __init__(self, about: RunInfo) -> None:
         raise PermissionError("log in first")
 
 
@@ -65,21 +65,21 @@ def told() -> list[Any]:
     return Noting.told
 
 
-def send(trackers: Trackers, folder: Path, steps: range, resumed_at: int | None = None) -> None:
+def send(trackers: RunTrackers, folder: Path, steps: range, resumed_at: int | None = None) -> None:
     """A run of ``steps``, whose reward is a hundredth of the step, and more where it is resumed."""
     more = 0.001 if resumed_at is not None else 0.0
     with trackers.opened("mini", folder, CONFIG, resumed_at):
         for step in steps:
-            trackers(Measured(step, "rl", float(step), {"reward": step / 100 + more, "loss": 0.5}))
+            trackers(StepMetrics(step, "rl", float(step), {"reward": step / 100 + more, "loss": 0.5}))
 
 
 def twice(name: str, folder: Path, options: dict[str, Any] | None = None) -> dict[str, str]:
     """Steps 1 to 3, then resumed from step 2: 3 to 5; the ids over there."""
     said: list[str] = []
     given = {name: options or {}}
-    send(Trackers((name,), given, said.append), folder, range(1, 4))
+    send(RunTrackers((name,), given, said.append), folder, range(1, 4))
     ids: dict[str, str] = msgspec.json.decode((folder / FILE).read_bytes())
-    send(Trackers((name,), given, said.append), folder, range(3, 6), resumed_at=2)
+    send(RunTrackers((name,), given, said.append), folder, range(3, 6), resumed_at=2)
     assert said == []
     assert msgspec.json.decode((folder / FILE).read_bytes()) == ids
     return ids
@@ -112,7 +112,7 @@ def policy_of(folder: Path) -> Any:
 
 def test_one_that_fails_is_told_of_once_and_the_others_go_on(tmp_path: Path, told: list[Any]) -> None:
     said: list[str] = []
-    send(Trackers((FAILING, NOTING), {}, said.append), tmp_path, range(1, 4))
+    send(RunTrackers((FAILING, NOTING), {}, said.append), tmp_path, range(1, 4))
     assert said == [
         f"tracker '{FAILING}' failed and is told no more; the run goes on: OSError: the line is down",
     ]
@@ -120,7 +120,7 @@ def test_one_that_fails_is_told_of_once_and_the_others_go_on(tmp_path: Path, tol
 
 
 def test_a_run_that_fails_is_told_so(tmp_path: Path, told: list[Any]) -> None:
-    trackers = Trackers((NOTING,), {}, print)
+    trackers = RunTrackers((NOTING,), {}, print)
     with pytest.raises(KeyboardInterrupt), trackers.opened("mini", tmp_path, {}):
         raise KeyboardInterrupt
     assert told[-1] == ("closed", True)
@@ -147,7 +147,7 @@ def test_one_that_cannot_be_opened_closes_the_others(tmp_path: Path, told: list[
         pytest.raises(
             ConfigError, match="cannot be opened: PermissionError: log in first; leave it out to go on without"
         ),
-        Trackers((NOTING, SHUT), {}, print).opened("mini", tmp_path, {}),
+        RunTrackers((NOTING, SHUT), {}, print).opened("mini", tmp_path, {}),
     ):
         pass
     assert told[-1] == ("closed", True)

@@ -16,29 +16,29 @@ import pytest
 import torch
 
 from ramify.train.corrections import Opsm, TokenTis
-from ramify.train.head import Asked, entry_logprobs
-from ramify.train.loss import Entries, Loss, compute
-from ramify.train.pack import Packing, pack
+from ramify.train.head import HeadRequest, entry_logprobs
+from ramify.train.loss import LossEntries, LossSpec, compute
+from ramify.train.pack import PackingSpec, pack
 from ramify.train.policy_losses import Cispo, DualClip, Gspo, PpoClip, Sapo
 from ramify.train.signals.weight import Reduction, weights
-from ramify.types.sequence import Batch, Sequence
+from ramify.types.sequence import Batch, TokenSequence
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "data/trl_grpo.json").read_text())
 GIVEN = {name: np.array(each) for name, each in GOLDEN["batch"].items()}
 PROMPT = GOLDEN["prompt"]
 
-CASES: dict[str, tuple[Loss, Reduction]] = {
-    "grpo": (Loss(policy=PpoClip()), "seq_mean_token_mean"),
-    "grpo_kl": (Loss(policy=PpoClip(), kl_beta=0.04, kl="k3"), "rollout"),
-    "two_sided": (Loss(policy=DualClip(bound=1.5)), "rollout"),
-    "bnpo": (Loss(policy=PpoClip()), "token"),
-    "dapo": (Loss(policy=PpoClip()), "token_mean"),
-    "dr_grpo": (Loss(policy=PpoClip()), "seq_mean_token_sum_norm"),
-    "gspo": (Loss(policy=Gspo(clip_low=0.1, clip_high=0.1)), "rollout"),
-    "cispo": (Loss(policy=Cispo(clip_low=1.0)), "token"),
-    "sapo": (Loss(policy=Sapo()), "rollout"),
-    "opsm": (Loss(policy=PpoClip(), corrections=(Opsm(delta=0.3),)), "rollout"),
-    "token_tis": (Loss(policy=PpoClip(), corrections=(TokenTis(cap=2.0),)), "rollout"),
+CASES: dict[str, tuple[LossSpec, Reduction]] = {
+    "grpo": (LossSpec(policy=PpoClip()), "seq_mean_token_mean"),
+    "grpo_kl": (LossSpec(policy=PpoClip(), kl_beta=0.04, kl="k3"), "rollout"),
+    "two_sided": (LossSpec(policy=DualClip(bound=1.5)), "rollout"),
+    "bnpo": (LossSpec(policy=PpoClip()), "token"),
+    "dapo": (LossSpec(policy=PpoClip()), "token_mean"),
+    "dr_grpo": (LossSpec(policy=PpoClip()), "seq_mean_token_sum_norm"),
+    "gspo": (LossSpec(policy=Gspo(clip_low=0.1, clip_high=0.1)), "rollout"),
+    "cispo": (LossSpec(policy=Cispo(clip_low=1.0)), "token"),
+    "sapo": (LossSpec(policy=Sapo()), "rollout"),
+    "opsm": (LossSpec(policy=PpoClip(), corrections=(Opsm(delta=0.3),)), "rollout"),
+    "token_tis": (LossSpec(policy=PpoClip(), corrections=(TokenTis(cap=2.0),)), "rollout"),
 }
 
 
@@ -51,7 +51,7 @@ def packed(reduction: Reduction) -> Batch:
         return np.concatenate([np.zeros(PROMPT), values]).astype(np.float32)
 
     rows = [
-        Sequence(
+        TokenSequence(
             name=f"{index}", token_ids=ids[index], mask=column(mask[index]) > 0,
             sampler_logprobs=column(GIVEN["sampler"][index]), advantages=column(mask[index] * GIVEN["advantages"][index]),
             rl=column(mask[index] * found[index]["0"]),
@@ -59,7 +59,7 @@ def packed(reduction: Reduction) -> Batch:
         )
         for index in range(len(ids))
     ]  # fmt: skip
-    (batch,) = pack(rows, Packing(share=False), {"rl": denominator})
+    (batch,) = pack(rows, PackingSpec(share=False), {"rl": denominator})
     return batch
 
 
@@ -69,10 +69,10 @@ def test_the_same_loss_and_gradient(name: str) -> None:
     batch = packed(reduction)
     logits = torch.tensor(GIVEN["logits"], requires_grad=True)
     rows, places = torch.tensor(batch.owners).T
-    asked = Asked(torch.tensor(batch.targets)[:, None])
+    asked = HeadRequest(torch.tensor(batch.targets)[:, None])
     logprobs, _ = entry_logprobs(logits[rows, places - 1], lambda h: h, asked, logits.shape[-1], 1 << 20)
     streams = {key: torch.tensor(each, dtype=torch.float64) for key, each in batch.streams.items()}
-    found, _ = compute(loss, Entries(logprobs[:, 0], streams, batch.denominators, sequences=(rows, len(logits))))
+    found, _ = compute(loss, LossEntries(logprobs[:, 0], streams, batch.denominators, sequences=(rows, len(logits))))
     found.backward()
     wanted = GOLDEN["cases"][name]
     assert found.item() == pytest.approx(wanted["loss"], abs=1e-6)

@@ -11,17 +11,17 @@ from typing import Any, cast
 import pytest
 
 from ramify.errors import ConfigError, TrainError
-from ramify.progress import moved
-from ramify.train.backends.base import Optim
-from ramify.train.loop import Loop
-from ramify.train.stages import Given, Work
-from ramify.train.watch import FILE, OneThread, Stalled, Watch
+from ramify.progress import heartbeat
+from ramify.train.backends.base import OptimizerSpec
+from ramify.train.stages import FixedDataStage, StepData
+from ramify.train.training_loop import TrainingLoop
+from ramify.train.watchdog import FILE, RunWatchdog, SerialThread, StallError
 from tests.train.small import Unpublished, not_evaluated, small
 
 
 def test_work_that_gets_on_is_waited_for(tmp_path: Path) -> None:
     async def test() -> None:
-        watch, thread = Watch(tmp_path, 2.0), OneThread("work")
+        watch, thread = RunWatchdog(tmp_path, 2.0), SerialThread("work")
         assert await watch.bounded("adding", thread.run(lambda a, b: a + b, 1, 2)) == 3
         with pytest.raises(ZeroDivisionError):
             await watch.bounded("dividing", thread.run(lambda: 1 / 0))
@@ -49,10 +49,10 @@ def test_a_thread_that_stands_still(tmp_path: Path) -> None:
         release.wait(60)
 
     async def test() -> None:
-        watch = Watch(tmp_path, 0.3, others=lambda: "rank 1 is somewhere else", on_stall=told.append)
-        thread = OneThread("ramify-train")
+        watch = RunWatchdog(tmp_path, 0.3, others=lambda: "rank 1 is somewhere else", on_stall=told.append)
+        thread = SerialThread("ramify-train")
         with pytest.raises(
-            Stalled, match=r"learning stands still: nothing moved for 0.3 s\. It stands at File .* in stand_here"
+            StallError, match=r"learning stands still: nothing moved for 0.3 s\. It stands at File .* in stand_here"
         ):
             await watch.bounded("learning", thread.run(stand_here), thread="ramify-train")
         release.set()
@@ -73,21 +73,21 @@ def test_an_event_loop_that_stands_still(tmp_path: Path) -> None:
             time.sleep(0.01)  # noqa: ASYNC251 (what is to be found out)
 
     async def test() -> None:
-        watch = Watch(tmp_path, 0.3)
+        watch = RunWatchdog(tmp_path, 0.3)
         try:
             await watch.bounded("stamping", busy())
         finally:
             watch.close()
 
-    with pytest.raises(Stalled, match=r"stamping stands still: .* line \d+, in busy"):
+    with pytest.raises(StallError, match=r"stamping stands still: .* line \d+, in busy"):
         asyncio.run(test())
 
 
 def test_a_watch_goes_on_after_a_wait_that_stood(tmp_path: Path) -> None:
     async def test() -> None:
-        watch = Watch(tmp_path, 0.3)
+        watch = RunWatchdog(tmp_path, 0.3)
         for what in ("one", "another"):
-            with pytest.raises(Stalled, match=f"{what} stands still"):
+            with pytest.raises(StallError, match=f"{what} stands still"):
                 await asyncio.wait_for(watch.bounded(what, asyncio.Event().wait()), 120)
         watch.close()
 
@@ -105,7 +105,7 @@ def test_what_gets_on_while_it_is_asked_where_it_stands_goes_on(tmp_path: Path) 
             may_end.set()
             return ""
 
-        watch, thread = Watch(tmp_path, 0.3, others=others, on_stall=told.append), OneThread("work")
+        watch, thread = RunWatchdog(tmp_path, 0.3, others=others, on_stall=told.append), SerialThread("work")
         assert await watch.bounded("learning", thread.run(may_end.wait))
         thread.close()
         watch.close()
@@ -115,24 +115,24 @@ def test_what_gets_on_while_it_is_asked_where_it_stands_goes_on(tmp_path: Path) 
     assert not (tmp_path / FILE).exists()
 
 
-class Batches(Given):
-    """A stage whose steps compute ``num`` batches each, of which nobody is told but by ``progress.moved``."""
+class Batches(FixedDataStage):
+    """A stage whose steps compute ``num`` batches each, of which nobody is told but by ``progress.heartbeat``."""
 
-    name, num_steps, optim, num = "sft", 1, Optim(), 3
+    name, num_steps, optim, num = "sft", 1, OptimizerSpec(), 3
 
-    async def work(self, step: int) -> Work:
+    async def work(self, step: int) -> StepData:
         for _ in range(self.num):
-            moved()
+            heartbeat()
         raise TrainError("that was all")
 
 
 def test_each_batch_of_a_step_is_a_sign_of_life(tmp_path: Path) -> None:
     """However long the whole step may take."""
 
-    class Counting(Watch):
+    class Counting(RunWatchdog):
         num = 0
 
-        def moved(self) -> None:
+        def heartbeat(self) -> None:
             self.num += 1
             super().moved()
 
@@ -142,7 +142,9 @@ def test_each_batch_of_a_step_is_a_sign_of_life(tmp_path: Path) -> None:
         stage.num = num
         with pytest.raises(TrainError, match="that was all"):
             asyncio.run(
-                Loop(tmp_path, [stage], lambda _: cast(Any, None), Unpublished(), not_evaluated, watch=watch).run()
+                TrainingLoop(
+                    tmp_path, [stage], lambda _: cast(Any, None), Unpublished(), not_evaluated, watch=watch
+                ).run()
             )
         counts.append(watch.num)
     assert counts[1] - counts[0] == 5
@@ -150,7 +152,7 @@ def test_each_batch_of_a_step_is_a_sign_of_life(tmp_path: Path) -> None:
 
 def test_what_fails_elsewhere_ends_every_wait(tmp_path: Path) -> None:
     async def test() -> None:
-        watch = Watch(tmp_path, 60.0)
+        watch = RunWatchdog(tmp_path, 60.0)
         waits = asyncio.ensure_future(watch.bounded("one", asyncio.Event().wait()))
         await asyncio.sleep(0)
         watch.fail(TrainError("the canary differs"))
@@ -162,21 +164,21 @@ def test_what_fails_elsewhere_ends_every_wait(tmp_path: Path) -> None:
     asyncio.run(test())
 
 
-class Endless(Given):
+class Endless(FixedDataStage):
     """A stage whose work never comes."""
 
-    name, num_steps, optim = "rl", 3, Optim()
+    name, num_steps, optim = "rl", 3, OptimizerSpec()
 
-    async def work(self, step: int) -> Work:
+    async def work(self, step: int) -> StepData:
         await asyncio.Event().wait()
         raise AssertionError
 
 
 def test_a_run_whose_rollouts_never_end_stops_with_all_stacks(tmp_path: Path) -> None:
-    loop = Loop(
-        tmp_path, [Endless()], lambda _: cast(Any, None), Unpublished(), not_evaluated, watch=Watch(tmp_path, 2.0)
+    loop = TrainingLoop(
+        tmp_path, [Endless()], lambda _: cast(Any, None), Unpublished(), not_evaluated, watch=RunWatchdog(tmp_path, 2.0)
     )
-    with pytest.raises(Stalled, match=r"the work of step 1 \(rl\) stands still: .* in work"):
+    with pytest.raises(StallError, match=r"the work of step 1 \(rl\) stands still: .* in work"):
         asyncio.run(loop.run())
     assert "in work\n  File" in (tmp_path / FILE).read_text()
 

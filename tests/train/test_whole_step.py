@@ -13,12 +13,12 @@ import pytest
 
 from ramify.errors import ConfigError, TrainError
 from ramify.train import whole_step
-from ramify.train.loss import Loss
-from ramify.train.pack import Packing, pack
+from ramify.train.loss import LossSpec
+from ramify.train.pack import PackingSpec, pack
 from ramify.train.policy_losses import ClipCov, KlCov
-from ramify.train.policy_losses.base import Step
+from ramify.train.policy_losses.base import LossStep
 from ramify.train.policy_losses.cov import covariance
-from ramify.types.sequence import Sequence
+from ramify.types.sequence import TokenSequence
 from tests.train.backends.small import tree
 
 ADVANTAGES = np.array([1, 1, 1, -1, -1, 1, 1, -1, -1, 8.0])
@@ -26,8 +26,8 @@ NOW = np.array([-0.1, -3, -0.1, -0.1, -3, -3, -0.1, -3, -0.1, -0.1])
 COV = [0.116, -0.174, 0.116, -2.204, 3.306, -0.174, 0.116, 3.306, -2.204, 8.236]
 
 
-def step(keys: list[int], old: np.ndarray = NOW) -> Step:
-    return Step(NOW, old, ADVANTAGES, np.array(keys, np.uint64))
+def step(keys: list[int], old: np.ndarray = NOW) -> LossStep:
+    return LossStep(NOW, old, ADVANTAGES, np.array(keys, np.uint64))
 
 
 def test_covariance() -> None:
@@ -64,10 +64,10 @@ def test_a_weight_folded_into_the_advantage_would_choose_nothing() -> None:
     assert ClipCov().choose(step([0] * 10)).any()
 
 
-def chosen_places(rows: list[Sequence], packing: Packing) -> set[tuple[str, int]]:
+def chosen_places(rows: list[TokenSequence], packing: PackingSpec) -> set[tuple[str, int]]:
     batches = pack(rows, packing)
     logprobs = [-batch.targets.astype(np.float32) / 7 for batch in batches]
-    found = whole_step.choose(batches, Loss(policy=ClipCov(share=0.2, cov_low=0.01)), logprobs)
+    found = whole_step.choose(batches, LossSpec(policy=ClipCov(share=0.2, cov_low=0.01)), logprobs)
     return {
         (batch.sequences[index], token)
         for batch in found
@@ -78,15 +78,15 @@ def chosen_places(rows: list[Sequence], packing: Packing) -> set[tuple[str, int]
 
 def test_the_choice_does_not_depend_on_how_a_step_is_cut_or_ordered() -> None:
     rows = tree()
-    wanted = chosen_places(rows, Packing())
+    wanted = chosen_places(rows, PackingSpec())
     assert 3 < len(wanted) < 20
-    assert chosen_places(rows[::-1], Packing(max_tokens=50)) == wanted
-    assert chosen_places(rows, Packing(share=False, max_tokens=1)) == wanted
+    assert chosen_places(rows[::-1], PackingSpec(max_tokens=50)) == wanted
+    assert chosen_places(rows, PackingSpec(share=False, max_tokens=1)) == wanted
 
 
 def test_a_split_sequence_is_refused() -> None:
     rows = tree()
-    whole_step.check_whole(pack(rows, Packing(max_tokens=50)))
+    whole_step.check_whole(pack(rows, PackingSpec(max_tokens=50)))
     rows[2].name = "fork=1/path=1"
     with pytest.raises(TrainError, match=r"looks at whole sequences, and fork=1 is split into 2: its history was cut"):
         whole_step.check_whole(pack(rows))

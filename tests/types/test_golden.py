@@ -5,12 +5,12 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from ramify.secrets import Secrets
-from ramify.store.line import encode_line
-from ramify.store.reading import decode_line, read_events
-from ramify.types.event import CallStarted, Fold, RunEnded, RunStarted, Scored, scores_of
+from ramify.secrets import SecretRedactor
+from ramify.store.event_line import encode_line
+from ramify.store.journal_reader import decode_line, read_events
+from ramify.types.event import CallStarted, RunEnded, RunStarted, ScoreAdded, TrajectoryFold, scores_of
 from ramify.types.message import Message, Usage
-from ramify.types.trajectory import Mark, Stop, Trajectory
+from ramify.types.trajectory import Annotation, Stop, Trajectory
 from tests.data.golden import JOURNAL, TRAJECTORY, events, journal_bytes, trajectory_bytes
 
 
@@ -27,7 +27,7 @@ def test_the_files_are_what_their_builder_makes():
 def test_journal_round_trips_byte_for_byte():
     read = list(read_events(JOURNAL))
     assert read == events()
-    assert b"".join(encode_line(event, Secrets(environ={})) for event in read) == JOURNAL.read_bytes()
+    assert b"".join(encode_line(event, SecretRedactor(environ={})) for event in read) == JOURNAL.read_bytes()
 
 
 def test_trajectory_round_trips_byte_for_byte(golden: Trajectory):
@@ -35,7 +35,7 @@ def test_trajectory_round_trips_byte_for_byte(golden: Trajectory):
 
 
 def test_the_fold_of_the_journal_is_the_trajectory(golden: Trajectory):
-    fold = Fold()
+    fold = TrajectoryFold()
     for event in read_events(JOURNAL):
         fold.apply(event)
     assert fold.trajectory == golden
@@ -43,10 +43,10 @@ def test_the_fold_of_the_journal_is_the_trajectory(golden: Trajectory):
 
 def test_a_journal_of_the_first_schema_is_read(golden: Trajectory):
     """What wrote it knew no scores; all else is the same."""
-    fold = Fold()
+    fold = TrajectoryFold()
     for line in JOURNAL.read_bytes().replace(b'"schema_version":2', b'"schema_version":1').splitlines():
         event = decode_line(line, JOURNAL, 1)
-        if not isinstance(event, Scored):
+        if not isinstance(event, ScoreAdded):
             fold.apply(event)
     assert fold.trajectory.calls == golden.calls
     assert (fold.trajectory.rewards, fold.trajectory.marks) == ({}, [])
@@ -57,10 +57,10 @@ def test_scores_are_on_the_trajectory_and_make_the_same_again(golden: Trajectory
     assert golden.call_rewards == {"0.2": {"correct": 0.0}}
     assert golden.metrics == {"f1": 0.75}
     assert golden.marks == [
-        Mark("process", "0", 1, {"process": 0.5}, text="asks about both parts at once"),
-        Mark("hindsight", "0.0", 0, tokens={"gap": [0.25, -1.5, 0.0]}, text="Name the host."),
+        Annotation("process", "0", 1, {"process": 0.5}, text="asks about both parts at once"),
+        Annotation("hindsight", "0.0", 0, tokens={"gap": [0.25, -1.5, 0.0]}, text="Name the host."),
     ]
-    fold = Fold()
+    fold = TrajectoryFold()
     fold.apply(RunStarted(id="again", question="?", started_at=0.0))
     for event in scores_of(golden, 90.0):
         fold.apply(event)
@@ -73,14 +73,14 @@ def test_scores_are_on_the_trajectory_and_make_the_same_again(golden: Trajectory
 def test_every_prefix_of_the_journal_folds_to_a_valid_trajectory():
     whole = events()
     for length in range(len(whole) + 1):
-        fold = Fold()
+        fold = TrajectoryFold()
         for event in whole[:length]:
             fold.apply(event)
         cut = fold.trajectory
         assert msgspec.json.decode(msgspec.json.encode(cut), type=Trajectory) == cut
         assert len(cut.calls) == sum(isinstance(event, CallStarted) for event in whole[:length])
         assert cut.usage == sum((call.usage for call in cut.calls), Usage())
-        acts = [event for event in whole[:length] if not isinstance(event, Scored)]
+        acts = [event for event in whole[:length] if not isinstance(event, ScoreAdded)]
         ended = bool(acts) and isinstance(acts[-1], RunEnded)
         assert (cut.stop is not None) == ended, f"after event {length}"
 

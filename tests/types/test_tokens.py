@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from ramify.types import Call, Fork, Message, Reply, TokenPath, TokenSpan, Trajectory, Turn, VersionSpan
-from ramify.types.event import AnyEvent, CallStarted, Fold, Replied, Requested, RunStarted
+from ramify.types.event import AnyEvent, CallStarted, ReplyReceived, RequestStarted, RunStarted, TrajectoryFold
 
 
 def turn(reused_ids: int, prompt: tuple[int, ...] | None, sampled: tuple[int, ...] | None, **more: object) -> Turn:
@@ -115,7 +115,7 @@ def test_the_fold_counts_turns_that_do_not_extend() -> None:
         CallStarted(id="0:1", kind="rlm", model="m", depth=0, question="?", fork=Fork("0", 0)),
         *_said("0:1", 0, 2, turn(3, (9,), (20,))),
     ]
-    fold = Fold()
+    fold = TrajectoryFold()
     for event in events:
         fold.apply(event)
     assert fold.trajectory.metrics == {"split_turns": 2, "retokenised_turns": 1}
@@ -129,6 +129,6 @@ def test_the_fold_counts_turns_that_do_not_extend() -> None:
 def _said(call: str, index: int, reused: int, step: Turn) -> list[AnyEvent]:
     prompt = (Message("user", "x"),)
     return [
-        Requested(call=call, turn=index, reused=reused, prompt=prompt, prompt_hash="h"),
-        Replied(call=call, turn=index, reply=step.reply, reused_ids=step.reused_ids),
+        RequestStarted(call=call, turn=index, reused=reused, prompt=prompt, prompt_hash="h"),
+        ReplyReceived(call=call, turn=index, reply=step.reply, reused_ids=step.reused_ids),
     ]

@@ -9,7 +9,7 @@ import pytest
 
 from ramify.types.event import AnyEvent, RunStarted
 from ramify.types.message import Message, Reply, Usage
-from ramify.types.sequence import Batch, Kept, Segment, Sequence
+from ramify.types.sequence import Batch, SamplingSupport, Segment, TokenSequence
 from ramify.types.trajectory import SCHEMA_VERSION, Stop, Trajectory
 
 
@@ -49,7 +49,7 @@ def test_an_unknown_event_or_role_is_refused():
         msgspec.json.decode(b'{"role":"robot"}', type=Message)
 
 
-def sequence(**changed: Any) -> Sequence:
+def sequence(**changed: Any) -> TokenSequence:
     fields: dict[str, Any] = {
         "token_ids": [1, 2, 3],
         "mask": [False, True, True],
@@ -58,7 +58,7 @@ def sequence(**changed: Any) -> Sequence:
         "rl": [0.0, 0.5, 0.5],
         "name": "7c1f/call=0",
     }
-    return Sequence(**(fields | changed))
+    return TokenSequence(**(fields | changed))
 
 
 def test_sequence_streams_have_one_entry_per_token():
@@ -69,7 +69,7 @@ def test_sequence_streams_have_one_entry_per_token():
         with pytest.raises(ValueError, match=f"sequence 7c1f/call=0 of 3 tokens has . entries in '{name}'"):
             sequence(**changed)
     with pytest.raises(ValueError, match="of 3 tokens has 2 offsets of kept sets"):
-        sequence(kept=Kept([0, 1], [5]))
+        sequence(kept=SamplingSupport([0, 1], [5]))
 
 
 def batch(segments: list[Segment], **changed: Any) -> Batch:

@@ -16,8 +16,8 @@ from collections.abc import Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ramify.viewer.library import Library
-from ramify.viewer.server import ViewServer
+from ramify.viewer.run_library import RunLibrary
+from ramify.viewer.view_server import ViewServer
 
 T = TypeVar("T")
 FLAGS = ["--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"]
@@ -61,7 +61,7 @@ def served(*paths: str | Path, **options: Any) -> Iterator[ViewServer]:
     """A viewer of ``paths`` on a free port."""
     loop = Loop()
     try:
-        server = ViewServer(Library(paths), port=0, **options)
+        server = ViewServer(RunLibrary(paths), port=0, **options)
         loop.run(server.__aenter__())
         try:
             yield server

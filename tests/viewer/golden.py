@@ -14,8 +14,8 @@ from typing import Any
 
 from ramify import RLM, Limits, SandboxSpec, Scaffold, ScriptedClient, Store
 from ramify.clients.base import Price
-from ramify.clients.scripted import ByteIds, refused
-from ramify.types.event import Scored
+from ramify.clients.scripted import ByteTokenIds, refused
+from ramify.types.event import ScoreAdded
 from ramify.types.message import Message
 from ramify.types.trajectory import Trajectory
 
@@ -93,7 +93,9 @@ def model(wait: Wait | None = None) -> Callable[[tuple[Message, ...]], Awaitable
 
 
 def rlm(script: Any, store: Store | None, scaffold: str | Scaffold = "default", **options: Any) -> RLM:
-    client = ScriptedClient(script, price=Price(1.0, 4.0), **{"name": "scripted:reader", "ids": ByteIds(3), **options})
+    client = ScriptedClient(
+        script, price=Price(1.0, 4.0), **{"name": "scripted:reader", "ids": ByteTokenIds(3), **options}
+    )
     return RLM(
         client, sandbox=SPEC, store=store, scaffold=scaffold, limits=Limits(max_depth=3, max_cost=0.5, max_seconds=60)
     )
@@ -160,8 +162,8 @@ def scored(run: str, store: Store, reward: float) -> Trajectory:
 def evaluation(store: Store, wrong: tuple[int, ...] = (1, 3)) -> tuple[str, str]:
     """(id, id of its first run) of an evaluation: four items of two kinds, two attempts each, of which one is wrong at the
     items in ``wrong``; each looks at its text through a tool. A judge scored the first run's turns afterwards."""
-    from ramify.evaluate.record import Records
-    from ramify.evaluate.run import Plan, evaluate
+    from ramify.evaluate.record import EvaluationRecords
+    from ramify.evaluate.run import EvaluationPlan, evaluate
     from ramify.tasks.base import Item
     from ramify.tasks.scoring import exact
     from ramify.tasks.simple import SimpleTask
@@ -192,25 +194,25 @@ def evaluation(store: Store, wrong: tuple[int, ...] = (1, 3)) -> tuple[str, str]
     made = RLM(
         client, sandbox=SPEC, store=store, scaffold=ALWAYS, tools={"describe": describe}, limits=Limits(max_cost=0.5)
     )
-    plan = Plan(model="scripted:counter", task="words", items=4, attempts=2)
-    record = Records(store.root).create(plan)
+    plan = EvaluationPlan(model="scripted:counter", task="words", items=4, attempts=2)
+    record = EvaluationRecords(store.root).create(plan)
     first = asyncio.run(evaluate(made, task, plan, record=record, concurrency=4)).outcomes[0].run
     record.close()
     store.append(first, [
-        Scored(at_s=60.0, by="judge", call="0", turn=0, values={"helpful": 0.8}, text="Looks before it counts."),
-        Scored(at_s=61.0, by="hindsight", call="0", turn=1, values={"gap": -0.4}, text="Count once, then check."),
-        Scored(at_s=62.0, by="judge", call="0", values={"clear": 1.0}),
+        ScoreAdded(at_s=60.0, by="judge", call="0", turn=0, values={"helpful": 0.8}, text="Looks before it counts."),
+        ScoreAdded(at_s=61.0, by="hindsight", call="0", turn=1, values={"gap": -0.4}, text="Count once, then check."),
+        ScoreAdded(at_s=62.0, by="judge", call="0", values={"clear": 1.0}),
     ])  # fmt: skip
     return record.id, first
 
 
 def training(folder: Path, trajectories: list[Trajectory], steps: int = 40, seed: int = 1) -> Path:
     """A folder as ``ramify train`` leaves it, with the rollouts of every tenth step."""
-    from ramify.train.metrics import Metrics
-    from ramify.train.sft import write
+    from ramify.train.metrics import MetricsFile
+    from ramify.train.sft_data import write
 
     folder.mkdir(parents=True)
-    metrics = Metrics(folder)
+    metrics = MetricsFile(folder)
     for step in range(1, steps + 1):
         share = step / steps
         stage = "sft" if step <= steps // 4 else "rl"
@@ -236,9 +238,18 @@ def training(folder: Path, trajectories: list[Trajectory], steps: int = 40, seed
 
 def journal_of(num_calls: int, path: Path) -> Path:
     """A journal of one session with ``num_calls`` plain sub-calls, 64 at once, as the engine writes it."""
-    from ramify.secrets import Secrets
-    from ramify.store.line import encode_line
-    from ramify.types.event import AnyEvent, CallEnded, CallStarted, CellRan, Replied, Requested, RunEnded, RunStarted
+    from ramify.secrets import SecretRedactor
+    from ramify.store.event_line import encode_line
+    from ramify.types.event import (
+        AnyEvent,
+        CallEnded,
+        CallStarted,
+        CellRan,
+        ReplyReceived,
+        RequestStarted,
+        RunEnded,
+        RunStarted,
+    )
     from ramify.types.message import Reply, Usage
     from ramify.types.trajectory import Cell, Parent, Stop
 
@@ -249,8 +260,8 @@ def journal_of(num_calls: int, path: Path) -> Path:
             id=path.stem, question="Summarise each part.", started_at=1.7e9, config={"limits": {"max_calls": 20_000}}
         ),
         CallStarted(id="0", kind="rlm", model="scripted:root", depth=0, question="Summarise each part."),
-        Requested(at_s=0.1, call="0", turn=0, reused=0, prompt=ask, prompt_hash="0" * 64),
-        Replied(
+        RequestStarted(at_s=0.1, call="0", turn=0, reused=0, prompt=ask, prompt_hash="0" * 64),
+        ReplyReceived(
             at_s=0.6,
             call="0",
             turn=0,
@@ -279,7 +290,7 @@ def journal_of(num_calls: int, path: Path) -> Path:
             (
                 begin,
                 4 * n + 1,
-                Requested(
+                RequestStarted(
                     at_s=begin, call=id, turn=0, reused=0, prompt=(Message("user", words),), prompt_hash="1" * 64
                 ),
             ),
@@ -290,7 +301,7 @@ def journal_of(num_calls: int, path: Path) -> Path:
                 (
                     end,
                     4 * n + 2,
-                    Replied(
+                    ReplyReceived(
                         at_s=end,
                         call=id,
                         turn=0,
@@ -311,7 +322,7 @@ def journal_of(num_calls: int, path: Path) -> Path:
         CallEnded(at_s=over, id="0", stop=Stop.FINAL, answer="done"), RunEnded(at_s=over, stop=Stop.FINAL, answer="done"),
     ]  # fmt: skip
     path.parent.mkdir(exist_ok=True)
-    path.write_bytes(b"".join(encode_line(event, Secrets(environ={})) for event in events))
+    path.write_bytes(b"".join(encode_line(event, SecretRedactor(environ={})) for event in events))
     return path
 
 

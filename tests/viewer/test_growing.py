@@ -14,20 +14,20 @@ import pytest
 
 from ramify import Store
 from ramify.store.journal import Journal
-from ramify.train.groups import Account
-from ramify.train.groups import read as read_groups
-from ramify.train.groups import write as write_groups
-from ramify.train.metrics import Measured, Metrics
+from ramify.train.cpu_seconds import CpuSeconds
+from ramify.train.cpu_seconds import read as read_processors
+from ramify.train.cpu_seconds import write as write_processors
+from ramify.train.group_records import GroupRecord
+from ramify.train.group_records import read as read_groups
+from ramify.train.group_records import write as write_groups
+from ramify.train.metrics import MetricsFile, StepMetrics
 from ramify.train.metrics import read as read_metrics
-from ramify.train.processors import Spent
-from ramify.train.processors import read as read_processors
-from ramify.train.processors import write as write_processors
-from ramify.viewer.kinds import Found
-from ramify.viewer.library import Library
 from ramify.viewer.picture import changes, picture
-from ramify.viewer.server import ViewServer
-from ramify.viewer.training import Curves
-from ramify.viewer.watch import Watched
+from ramify.viewer.run_kinds import LocatedRun
+from ramify.viewer.run_library import RunLibrary
+from ramify.viewer.training import TrainingCurves
+from ramify.viewer.view_server import ViewServer
+from ramify.viewer.watched_run import WatchedRun
 from tests.data.golden import JOURNAL
 from tests.viewer import golden
 from tests.viewer.test_server import messages
@@ -35,11 +35,11 @@ from tests.viewer.test_server import messages
 LINES = JOURNAL.read_bytes().splitlines(keepends=True)
 
 
-def watched(path: Path) -> Watched:
-    return Watched(Found("r", path, None))
+def watched(path: Path) -> WatchedRun:
+    return WatchedRun(LocatedRun("r", path, None))
 
 
-def shown(run: Watched) -> dict[str, object]:
+def shown(run: WatchedRun) -> dict[str, object]:
     """What a page shows of it, but for what tells this file from another."""
     found = picture(run)
     return found | {"head": found["head"] | {"path": "", "alive": False}}
@@ -195,7 +195,7 @@ def test_a_page_that_follows_hears_of_damage_of_what_comes_after_it_and_of_the_e
             10: lambda: append(live.path, LINES[9][30:] + b"".join(LINES[10:])),
             num: live.close,
         }
-        async with ViewServer(Library([tmp_path]), port=0) as server, aiohttp.ClientSession() as http:
+        async with ViewServer(RunLibrary([tmp_path]), port=0) as server, aiohttp.ClientSession() as http:
             url = f"http://127.0.0.1:{server.port}/api/events"
             async with http.get(url, params={"key": "r", "version": 0}) as response:
                 async for message in messages(response):
@@ -214,11 +214,11 @@ def test_a_page_that_follows_hears_of_damage_of_what_comes_after_it_and_of_the_e
 
 # --- trainings -----------------------------------------------------------------------------------------------------------
 
-STEP = Measured(1, "rl", 1.0, {"reward": 0.5})
+STEP = StepMetrics(1, "rl", 1.0, {"reward": 0.5})
 
 
 def test_curves_wait_for_the_rest_of_a_line_and_come_back_after_an_error(tmp_path: Path) -> None:
-    curves, path = Curves(tmp_path), tmp_path / "metrics.jsonl"
+    curves, path = TrainingCurves(tmp_path), tmp_path / "metrics.jsonl"
     assert curves.refresh() is True
     assert curves.data()["problems"] == [f"cannot read {path}: No such file or directory"]
     assert curves.refresh() is False  # said once
@@ -234,11 +234,11 @@ def test_curves_wait_for_the_rest_of_a_line_and_come_back_after_an_error(tmp_pat
 
 
 def test_what_a_kill_cut_off_in_a_training_folder_is_skipped_and_swallows_nothing(tmp_path: Path) -> None:
-    account = Account(number=1, item="é", version=None, outcome="lost", rollouts=[])
-    spent = Spent(step=1, cores=1, loop_s=1.0, sessions_s=0.0, engine=[])
+    account = GroupRecord(number=1, item="é", version=None, outcome="lost", rollouts=[])
+    spent = CpuSeconds(step=1, cores=1, loop_s=1.0, sessions_s=0.0, engine=[])
     for name in ("metrics.jsonl", "groups.jsonl", "processors.jsonl"):
         (tmp_path / name).write_bytes(b'{"item":"\xff"}\n' + b"[" * 5000 + b'\n{"item":"\xc3')
-    metrics = Metrics(tmp_path)
+    metrics = MetricsFile(tmp_path)
     metrics.write(1, "rl", 1.0, {"reward": 0.5})
     metrics.close()
     write_groups(tmp_path, [account], 1)

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from ramify import Store
-from ramify.types.event import Scored
+from ramify.types.event import ScoreAdded
 from ramify.viewer.export import page as exported
-from ramify.viewer.library import Library
+from ramify.viewer.run_library import RunLibrary
 from tests.viewer import golden
 from tests.viewer.browser import NARROW, WIDE, Loop, photograph, served, tab
 from tests.viewer.conftest import World
@@ -362,8 +362,8 @@ def test_a_score_reaches_a_page_after_the_end(browser: Any, tmp_path: Path) -> N
             store.append(
                 run,
                 [
-                    Scored(at_s=9.0, by="task", rewards={"correct": 0.25}),
-                    Scored(at_s=9.0, by="judge", call="0", turn=1, values={"step": -1.0}, text="reads it all"),
+                    ScoreAdded(at_s=9.0, by="task", rewards={"correct": 0.25}),
+                    ScoreAdded(at_s=9.0, by="judge", call="0", turn=1, values={"step": -1.0}, text="reads it all"),
                 ],
             )
             page.locator(".badge.worth", has_text="correct 0.25").wait_for()
@@ -376,13 +376,13 @@ def test_a_score_reaches_a_page_after_the_end(browser: Any, tmp_path: Path) -> N
 
 
 def test_training_as_it_goes_on(browser: Any, tmp_path: Path) -> None:
-    from ramify.train.metrics import Metrics
+    from ramify.train.metrics import MetricsFile
 
     folder = golden.training(tmp_path / "mine", [], steps=20)
     with served(folder) as server, tab(browser) as shown:
         page = shown.open(f"{server.url}#/training")
         page.locator(".wide-head .quiet", has_text="step 20").wait_for()
-        metrics = Metrics(folder)
+        metrics = MetricsFile(folder)
         metrics.write(21, "rl", 40.0, {"reward": 0.123, "brand_new": 7.0})
         metrics.close()
         page.locator(".wide-head .quiet", has_text="step 21").wait_for()
@@ -462,7 +462,7 @@ def test_what_a_model_says_is_never_html(browser: Any, world: World, tmp_path: P
 def test_a_file_that_works_offline(browser: Any, world: World, tmp_path: Path, name: str) -> None:
     run = getattr(world, name)
     file = tmp_path / "run.html"
-    file.write_bytes(exported(Library([world.store]).find(run)))
+    file.write_bytes(exported(RunLibrary([world.store]).find(run)))
     with tab(browser) as shown:
         page = shown.page
         asked: list[str] = []

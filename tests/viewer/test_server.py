@@ -16,15 +16,15 @@ import pytest
 
 from ramify import Store
 from ramify.errors import ConfigError
-from ramify.types.event import AnyEvent, Scored
+from ramify.types.event import AnyEvent, ScoreAdded
 from ramify.types.message import Reply
 from ramify.viewer.answers import STATIC
-from ramify.viewer.glance import AnyGlance, Bill
+from ramify.viewer.event_glances import AnyGlance, UsageGlance
 from ramify.viewer.guard import POLICY
-from ramify.viewer.kinds import kind_of
-from ramify.viewer.library import Library
 from ramify.viewer.picture import COLUMNS
-from ramify.viewer.server import ViewServer
+from ramify.viewer.run_kinds import kind_of
+from ramify.viewer.run_library import RunLibrary
+from ramify.viewer.view_server import ViewServer
 from tests.data.golden import JOURNAL
 from tests.viewer import golden
 from tests.viewer.conftest import World
@@ -37,7 +37,7 @@ def asked(paths: list[Path], ask: Callable[[Get, ViewServer], Awaitable[Any]], *
     """What ``ask(get, server)`` gives, of a server of ``paths``; ``get(path, **query)`` is the answer's JSON."""
 
     async def main() -> Any:
-        async with ViewServer(Library(paths), port=0, **options) as server, aiohttp.ClientSession() as http:
+        async with ViewServer(RunLibrary(paths), port=0, **options) as server, aiohttp.ClientSession() as http:
 
             async def get(path: str, **query: Any) -> Any:
                 async with http.get(f"http://127.0.0.1:{server.port}{path}", params=query) as response:
@@ -98,7 +98,7 @@ def test_a_glance_names_what_the_event_has() -> None:
     assert short.keys() == whole.keys()
     for tag, kind in short.items():
         assert set(kind.__struct_fields__) <= set(whole[tag].__struct_fields__)
-    assert set(Bill.__struct_fields__) <= set(Reply.__struct_fields__)
+    assert set(UsageGlance.__struct_fields__) <= set(Reply.__struct_fields__)
 
 
 def test_a_call_is_told_turn_by_turn(world: World) -> None:
@@ -318,7 +318,7 @@ def test_an_evaluation_is_shown_as_far_as_it_can_be_read(world: World, tmp_path:
 
 def test_what_is_not_there(tmp_path: Path, world: World) -> None:
     with pytest.raises(ConfigError, match="there is no file or folder"):
-        Library([tmp_path / "nothing"])
+        RunLibrary([tmp_path / "nothing"])
     (tmp_path / "texts").mkdir()
     (problem,) = seen([tmp_path / "texts"], "/api/runs")["problems"]
     assert "holds no runs" in problem["text"]
@@ -359,12 +359,12 @@ def test_kinds(tmp_path: Path) -> None:
 
 def test_another_address_needs_a_token() -> None:
     with pytest.raises(ConfigError, match=r"0\.0\.0\.0 can be reached from other machines: give a token"):
-        ViewServer(Library([JOURNAL]), host="0.0.0.0")
+        ViewServer(RunLibrary([JOURNAL]), host="0.0.0.0")
 
 
 def test_without_a_token_only_names_of_this_machine_are_answered() -> None:
     async def main() -> None:
-        async with ViewServer(Library([JOURNAL]), port=0) as server, aiohttp.ClientSession() as http:
+        async with ViewServer(RunLibrary([JOURNAL]), port=0) as server, aiohttp.ClientSession() as http:
             url = f"http://127.0.0.1:{server.port}/api/runs"
             for host, status in {"evil.example": 403, "localhost": 200, "127.0.0.1": 200, "[::1]": 200}.items():
                 async with http.get(url, headers={"Host": f"{host}:{server.port}"}) as response:
@@ -375,7 +375,7 @@ def test_without_a_token_only_names_of_this_machine_are_answered() -> None:
 
 def test_the_token_moves_from_the_address_to_a_cookie() -> None:
     async def main() -> None:
-        async with ViewServer(Library([JOURNAL]), host="0.0.0.0", port=0, token="s3cret/+") as server:
+        async with ViewServer(RunLibrary([JOURNAL]), host="0.0.0.0", port=0, token="s3cret/+") as server:
             base = f"http://127.0.0.1:{server.port}"
             async with aiohttp.ClientSession(cookie_jar=aiohttp.CookieJar(unsafe=True)) as http:
                 for path in ("/", "/api/runs", "/static/main.js", "/?token=wrong"):
@@ -482,13 +482,13 @@ def test_what_is_written_is_told_to_every_page_and_scores_after_the_end_too(tmp_
     store = Store(tmp_path)
 
     async def main() -> None:
-        from ramify.store.reading import decode_line
+        from ramify.store.journal_reader import decode_line
 
         events = [decode_line(line[:-1], JOURNAL, 1) for line in lines]
         journal = store.create(GOLDEN_ID)
         for event in events[:10]:
             journal.append(event)
-        async with ViewServer(Library([tmp_path]), port=0) as server, aiohttp.ClientSession() as http:
+        async with ViewServer(RunLibrary([tmp_path]), port=0) as server, aiohttp.ClientSession() as http:
             url = f"http://127.0.0.1:{server.port}/api/"
             async with http.get(f"{url}run", params={"key": GOLDEN_ID}) as response:
                 picture = await response.json()
@@ -511,7 +511,7 @@ def test_what_is_written_is_told_to_every_page_and_scores_after_the_end_too(tmp_
                 await asyncio.sleep(0.005)
                 journal.append(event)
             journal.close()
-            store.append(GOLDEN_ID, [Scored(at_s=99.0, by="judge", call="0", turn=0, values={"clear": 1.0})])
+            store.append(GOLDEN_ID, [ScoreAdded(at_s=99.0, by="judge", call="0", turn=0, values={"clear": 1.0})])
             both = await asyncio.wait_for(asyncio.gather(*pages), 100)
             async with http.get(f"{url}run", params={"key": GOLDEN_ID}) as response:
                 whole = await response.json()
@@ -525,10 +525,10 @@ def test_what_is_written_is_told_to_every_page_and_scores_after_the_end_too(tmp_
 
 def test_a_resumed_training_is_read_anew(world: World, tmp_path: Path) -> None:
     from ramify.train.metrics import cut
-    from ramify.viewer.training import Curves
+    from ramify.viewer.training import TrainingCurves
 
     folder = golden.training(tmp_path / "mine", [])
-    curves = Curves(folder)
+    curves = TrainingCurves(folder)
     curves.refresh()
     assert curves.data()["step"] == 40
     cut(folder, 20)

@@ -17,11 +17,11 @@ from ramify.errors import ModelError, RateLimited, Refused, ReplyLost, ServerFai
 _CONNECT_S = 10.0
 
 
-class Conflict(Refused):
+class EngineStateConflict(Refused):
     """The server is in another state than the request supposes."""
 
 
-class Api:
+class EngineHttpApi:
     """Belongs to the event loop of its first request."""
 
     def __init__(self, url: str, key: str = "") -> None:
@@ -84,7 +84,7 @@ def _object(where: str, said: bytes) -> dict[str, Any]:
 def _error(where: str, status: int, said: bytes) -> ModelError:
     text = f"{where} answered {status}: {_message(said)}"
     if status == 409:
-        return Conflict(text)
+        return EngineStateConflict(text)
     if status == 429:
         return RateLimited(text)
     return ServerFailed(text) if status >= 500 else Refused(text)

@@ -2,12 +2,12 @@
 
     a tree's calls     go to one server, where what they share is computed already
     a new tree         goes to the one with least to do
-    a server that does not answer is dropped, aloud, and brought back where it may be (``absent.py``); its trees move
+    a server that does not answer is dropped, aloud, and brought back where it may be (``membership.py``); its trees move
 
 One that was started for the run is started again, perhaps elsewhere, and then has another address. Who only asks, while another
-gives the weights, is told by that other which ones have them (``listed.py``).
+gives the weights, is told by that other which ones have them (``engine_list.py``).
 
-Leaves out what is asked (``client.py``) and how weights reach them (``sync.py``).
+Leaves out what is asked (``http_engines.py``) and how weights reach them (``update_engines.py``).
 """
 
 from __future__ import annotations
@@ -21,30 +21,34 @@ from pathlib import Path
 
 from ramify.errors import ModelError, ReplyLost, ServerFailed, Unreachable
 from ramify.inference.base import TAGS
-from ramify.inference.http.absent import Absent
-from ramify.inference.http.api import Conflict
-from ramify.inference.http.checks import check, until_up
-from ramify.inference.http.listed import Listed
-from ramify.inference.http.process import Engine, EngineProcess, ended_soon, ports_for, status_of
-from ramify.inference.http.server import Sampled, Server
-from ramify.inference.http.sglang import Sglang
-from ramify.inference.http.spec import InferenceSpec
-from ramify.inference.http.vllm import Ramify, Vllm
-from ramify.policy.load import Policy
+from ramify.inference.http.api import EngineStateConflict
+from ramify.inference.http.engine_list import EngineList
+from ramify.inference.http.engine_process import EngineHandle, EngineProcess, ended_soon, ports_for, status_of
+from ramify.inference.http.engine_server import EngineServer, SampledIds
+from ramify.inference.http.inference_spec import InferenceSpec
+from ramify.inference.http.membership import EngineMembership
+from ramify.inference.http.server_checks import check, until_up
+from ramify.inference.http.sglang import SglangServer
+from ramify.inference.http.vllm import RamifyServer, VllmServer
+from ramify.models.load import Policy
 
-ENGINES: dict[str, Callable[[str, InferenceSpec, str], Server]] = {"ramify": Ramify, "vllm": Vllm, "sglang": Sglang}
-Launch = Callable[[InferenceSpec, int, Path, str, int, Path], Engine]
+ENGINES: dict[str, Callable[[str, InferenceSpec, str], EngineServer]] = {
+    "ramify": RamifyServer,
+    "vllm": VllmServer,
+    "sglang": SglangServer,
+}
+Launch = Callable[[InferenceSpec, int, Path, str, int, Path], EngineHandle]
 """What starts an engine: of the spec, which one, a checkpoint, dtype, window and the file for its output."""
 _MAX_TREES = 65_536
 _TOLD = 3
 """Of the engines that went last an error says why."""
 
 
-class Lost(Exception):
+class EnginesDropped(Exception):
     """Servers were dropped in the middle of something that all of them had to do."""
 
 
-class Fleet:
+class EngineFleet:
     """Belongs to one event loop."""
 
     def __init__(self, policy: Policy, spec: InferenceSpec, name: str, say: Callable[[str], None]) -> None:
@@ -55,22 +59,22 @@ class Fleet:
         self._window = policy.window
         self._key = os.environ.get(spec.key_variable, "")
         self._ports = [] if spec.urls else ports_for(spec)
-        self._processes: dict[str, Engine] = {}
+        self._processes: dict[str, EngineHandle] = {}
         """By each address that one had."""
         self._urls: list[str] = []
-        self.alive: list[Server] = []
+        self.alive: list[EngineServer] = []
         """Those that may be asked."""
         self.in_flight: dict[str, int] = {}
         """URL -> requests that it is answering."""
-        self.trees: OrderedDict[Hashable, Server] = OrderedDict()
+        self.trees: OrderedDict[Hashable, EngineServer] = OrderedDict()
         """Tree -> the server that it began at."""
-        self.absent = Absent(spec.restarts, self._bring, say)
+        self.membership = EngineMembership(spec.restarts, self._bring, say)
         self._asleep: dict[str, list[str]] = {}
         """URL -> what of ``TAGS`` sleeps there."""
         self._older: set[str] = set()
         """URLs of those that are back, and do not have the newest weights yet."""
         self._leads = False
-        self.listed: Listed | None = None
+        self.listed: EngineList | None = None
         """Who says which engines may be asked, where that is another."""
 
     # --- from start to end ---------------------------------------------------------------------------------------
@@ -89,7 +93,7 @@ class Fleet:
 
     async def close(self) -> None:
         """End what was started here; what goes on without this run answers again. Idempotent."""
-        await self.absent.close()
+        await self.membership.close()
         if self.spec.urls:
             await asyncio.gather(*(self._leave(each) for each in self.alive if each.url in self._asleep))
         servers, self.alive = self.alive, []
@@ -111,15 +115,15 @@ class Fleet:
             self._processes[process.url] = process
         return list(self._processes)
 
-    def _server(self, url: str) -> Server:
+    def _server(self, url: str) -> EngineServer:
         return ENGINES[self.spec.engine](url, self.spec, self._key)
 
-    async def _until_up(self, server: Server, attached_s: float) -> None:
+    async def _until_up(self, server: EngineServer, attached_s: float) -> None:
         process = self._processes.get(server.url)
         wait_s = self.spec.start_s if process is not None else attached_s
         await until_up(server, process, wait_s, self.spec.restarts)
 
-    async def _check(self, server: Server) -> None:
+    async def _check(self, server: EngineServer) -> None:
         if self._leads and self.spec.urls and await server.is_asleep():  # a run that was killed left it so
             self._asleep[server.url] = list(TAGS)
             await self._leave(server)
@@ -135,7 +139,7 @@ class Fleet:
     async def sleep(self) -> None:
         """All that do not sleep give their memory back. Raises what one refuses; Lost where some went."""
 
-        async def act(server: Server) -> None:
+        async def act(server: EngineServer) -> None:
             if server.url not in self._asleep:
                 await server.sleep(self.spec.level)
                 self._asleep[server.url] = list(TAGS)
@@ -147,7 +151,7 @@ class Fleet:
         if self._asleep:
             await self.all(lambda server: self._wake(server, tag))
 
-    async def _wake(self, server: Server, tag: str) -> None:
+    async def _wake(self, server: EngineServer, tag: str) -> None:
         asleep = self._asleep.get(server.url, [])
         if tag in asleep:
             await server.wake(tag)
@@ -155,7 +159,7 @@ class Fleet:
             if not asleep:
                 del self._asleep[server.url]
 
-    async def _leave(self, server: Server) -> None:
+    async def _leave(self, server: EngineServer) -> None:
         """Have it answer, as far as it does."""
         with contextlib.suppress(ModelError):
             for tag in TAGS:
@@ -165,7 +169,7 @@ class Fleet:
 
     # --- who is asked --------------------------------------------------------------------------------------------
 
-    def pick(self, tree: Hashable) -> Server:
+    def pick(self, tree: Hashable) -> EngineServer:
         """The server that the tree began at; for a new one that with least to do, of equals the one with fewest trees.
         Raises ServerFailed where none is left."""
         if not self.alive:
@@ -187,12 +191,12 @@ class Fleet:
         """Whoever gives the weights asks the engines at ``urls`` now."""
         assert self.listed is not None
         self.listed.told(urls)
-        known = {server.url for server in (*self.alive, *self.absent.ready)} | self.absent.expected
+        known = {server.url for server in (*self.alive, *self.membership.ready)} | self.membership.expected
         for url in urls:
             if url not in known:
-                self.absent.expect(url)
+                self.membership.expect(url)
 
-    async def all(self, act: Callable[[Server], Awaitable[None]]) -> None:
+    async def all(self, act: Callable[[EngineServer], Awaitable[None]]) -> None:
         """``act`` at every server. Raises Lost where some went, else Conflict where one is in another state, for either may be
         why others refuse; else what the first refuses."""
         servers = list(self.alive)
@@ -205,20 +209,20 @@ class Fleet:
             error for server, error in failed if not isinstance(error, gone) or not await self.is_gone(server, error)
         ]
         if len(left) < len(failed):
-            raise Lost
+            raise EnginesDropped
         if left:
-            raise min(left, key=lambda error: not isinstance(error, Conflict))
+            raise min(left, key=lambda error: not isinstance(error, EngineStateConflict))
 
     # --- servers that go and come --------------------------------------------------------------------------------
 
     def metrics(self) -> dict[str, float]:
         """How many engines answer, how often one went away and came back; nothing where none ever went."""
-        if not self.absent.num_lost:
+        if not self.membership.num_lost:
             return {}
-        lost, back = float(self.absent.num_lost), float(self.absent.num_back)
+        lost, back = float(self.membership.num_lost), float(self.membership.num_back)
         return {"engines": float(len(self.alive)), "engines_lost": lost, "engines_back": back}
 
-    async def is_gone(self, server: Server, error: Exception) -> bool:
+    async def is_gone(self, server: EngineServer, error: Exception) -> bool:
         """Whether ``server``, at which ``error`` was met, does not answer any more; it is dropped then, and that is said."""
         if server not in self.alive:
             return True
@@ -236,7 +240,7 @@ class Fleet:
             await self._drop(server, f"{server.url} does not answer any more; it was asked {error}{how}")
         return True
 
-    async def is_older(self, server: Server, sampled: Sampled, version: int) -> bool:
+    async def is_older(self, server: EngineServer, sampled: SampledIds, version: int) -> bool:
         """Whether the server has weights from before ``version``, which it was given: somebody else started it anew. It is
         dropped then."""
         first = min((span.version for span in sampled.versions or ()), default=version)
@@ -255,7 +259,7 @@ class Fleet:
 
     def take_back(self) -> None:
         """Those that are back are asked from now on, and given weights first where that is done here."""
-        back = self.absent.take_ready()
+        back = self.membership.take_ready()
         self.in_flight |= {server.url: 0 for server in back if server.url not in self.in_flight}
         self._older |= {server.url for server in back}
         self.alive += back
@@ -267,7 +271,7 @@ class Fleet:
     async def one_is_back(self) -> None:
         """Return once a server answers, or none is expected any more. Raises ServerFailed where nothing happens."""
         wait_s = 2 * self.spec.update_s + (self.spec.start_s if self._processes else self.spec.return_s)
-        if not await self.absent.news(wait_s):
+        if not await self.membership.news(wait_s):
             raise self.none_left(f"; none came back within {wait_s:g} s")
 
     def none_left(self, more: str = "") -> ServerFailed:
@@ -277,16 +281,16 @@ class Fleet:
 
     def why(self) -> str:
         """What became of those that went last."""
-        return "; ".join(self.absent.why[-_TOLD:]) or "none was started"
+        return "; ".join(self.membership.why[-_TOLD:]) or "none was started"
 
-    async def _drop(self, server: Server, why: str) -> None:
+    async def _drop(self, server: EngineServer, why: str) -> None:
         self.alive.remove(server)
         self._asleep.pop(server.url, None)
         self._older.discard(server.url)
         process = self._processes.get(server.url)
         if self.listed is not None:
             self.listed.went(server.url)
-        is_expected = self.absent.left(server.url, why)
+        is_expected = self.membership.left(server.url, why)
         num, of = len(self.alive), len(self._urls)
         left = f"goes on with {num} of {of} engines" if num else "no engine is left"
         back = "it is started again" if process is not None else f"it is waited for, {self.spec.return_s:g} s at most"
@@ -294,7 +298,7 @@ class Fleet:
         self._say(f"{why}; {left}{f'; {back}' if is_expected else ''}")
         await server.close()
 
-    async def _bring(self, url: str) -> Server:
+    async def _bring(self, url: str) -> EngineServer:
         """The server of ``url`` once it answers again and fits."""
         if self.listed is not None:
             await self.listed.back(url)

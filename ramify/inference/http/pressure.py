@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from ramify.inference.base import Pressure
+from ramify.inference.base import CachePressure
 
 _FULL = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "sglang:token_usage")
 _WAITING = ("vllm:num_requests_waiting", "sglang:num_queue_reqs")
@@ -20,7 +20,7 @@ _EVICTED = ("vllm:num_preemptions_total", "sglang:num_retracted_requests_total")
 _LINE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{[^}]*\})?\s+([0-9.eE+-]+)", re.MULTILINE)
 
 
-def read(text: str) -> Pressure | None:
+def read(text: str) -> CachePressure | None:
     """What a server's metrics say; None where they do not speak of a cache."""
     found: dict[str, list[float]] = {}
     for name, value in _LINE.findall(text):
@@ -30,10 +30,10 @@ def read(text: str) -> Pressure | None:
     if not full:
         return None
     waiting, evicted = (sum(sum(found.get(name, ())) for name in names) for names in (_WAITING, _EVICTED))
-    return Pressure(max(full), int(waiting), int(evicted))
+    return CachePressure(max(full), int(waiting), int(evicted))
 
 
-def write(pressure: Pressure) -> str:
+def write(pressure: CachePressure) -> str:
     """The same in vLLM's names."""
     values = (pressure.full, pressure.waiting, pressure.evicted)
     kinds = ("gauge", "gauge", "counter")
@@ -43,11 +43,11 @@ def write(pressure: Pressure) -> str:
     )
 
 
-def together(found: Iterable[Pressure | None]) -> Pressure | None:
+def together(found: Iterable[CachePressure | None]) -> CachePressure | None:
     """Of several servers: the fullest, and sums; None where none says it."""
     told = [each for each in found if each is not None]
     if not told:
         return None
-    return Pressure(
+    return CachePressure(
         max(each.full for each in told), sum(each.waiting for each in told), sum(each.evicted for each in told)
     )

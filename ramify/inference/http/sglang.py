@@ -17,24 +17,24 @@ from typing import Any
 
 from ramify.clients.base import Sampling
 from ramify.errors import BadReply, ConfigError, Refused
-from ramify.inference.base import PROTOCOL, TAGS, Pressure
+from ramify.inference.base import PROTOCOL, TAGS, CachePressure
 from ramify.inference.http import pressure
-from ramify.inference.http.api import Api
-from ramify.inference.http.server import Facts, Sampled
-from ramify.inference.http.spec import InferenceSpec, check_version
+from ramify.inference.http.api import EngineHttpApi
+from ramify.inference.http.engine_server import SampledIds, ServerInfo
+from ramify.inference.http.inference_spec import InferenceSpec, check_version
 
 
-class Sglang:
+class SglangServer:
     """Implements ``Server``."""
 
     updates_in_place = False
 
     def __init__(self, url: str, spec: InferenceSpec, key: str = "") -> None:
-        self._api = Api(url, key)
+        self._api = EngineHttpApi(url, key)
         self.url = self._api.url
         self._spec = spec
 
-    async def facts(self) -> Facts:
+    async def facts(self) -> ServerInfo:
         about = await self._api.get("/server_info", 4 * self._spec.probe_s)
         version = str(about.get("version", ""))
         if "ramify_protocol" not in about:
@@ -44,12 +44,14 @@ class Sglang:
         window = about.get("max_model_len") or about.get("context_length") or about.get("max_req_input_len")
         dtype = str(about.get("dtype", "")).removeprefix("torch.")
         dtype = "" if dtype == "auto" else dtype
-        return Facts(version, window, dtype, about.get("vocab_size"), "processed_logprobs", _levels(about))
+        return ServerInfo(version, window, dtype, about.get("vocab_size"), "processed_logprobs", _levels(about))
 
     async def healthy(self) -> None:
         await self._api.get("/health", self._spec.probe_s)
 
-    async def sample(self, ids: Sequence[int], sampling: Sampling, stop_ids: Sequence[int], affinity: str) -> Sampled:
+    async def sample(
+        self, ids: Sequence[int], sampling: Sampling, stop_ids: Sequence[int], affinity: str
+    ) -> SampledIds:
         params: dict[str, Any] = {
             "max_new_tokens": sampling.max_tokens, "stop_token_ids": list(stop_ids), "top_k": sampling.top_k or -1,
             "temperature": 1.0 if sampling.temperature is None else sampling.temperature,
@@ -64,7 +66,7 @@ class Sglang:
         try:
             about = answer["meta_info"]
             told = about["output_token_logprobs"]
-            return Sampled(
+            return SampledIds(
                 tuple(int(id) for _, id, *_ in told), tuple(float(logprob) for logprob, *_ in told),
                 str((about["finish_reason"] or {}).get("type")), int(about.get("cached_tokens") or 0), None, None,
             )  # fmt: skip
@@ -80,7 +82,7 @@ class Sglang:
         except (KeyError, TypeError, ValueError) as error:
             raise self._bad(error) from None
 
-    async def pressure(self) -> Pressure | None:
+    async def pressure(self) -> CachePressure | None:
         return pressure.read(str((await self._api.get("/metrics", self._spec.probe_s)).get("text", "")))
 
     async def takes_id(self, id: int) -> bool:

@@ -6,7 +6,7 @@
 
 vLLM needs VLLM_SERVER_DEV_MODE=1, ``--logprobs-mode processed_logprobs``, to sleep ``--enable-sleep-mode``, and for the
 carriers of this package the one file that is loaded inside it (``inside/ramify_in_vllm.py``). What starts it gives all of them
-(``process.py``).
+(``engine_process.py``).
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Any
 
 from ramify.clients.base import Sampling
 from ramify.errors import BadReply, ConfigError, Refused
-from ramify.inference.base import PROTOCOL, Pressure
+from ramify.inference.base import PROTOCOL, CachePressure
 from ramify.inference.http import pressure
-from ramify.inference.http.api import Api
-from ramify.inference.http.server import Facts, Sampled
-from ramify.inference.http.spec import InferenceSpec, check_version
+from ramify.inference.http.api import EngineHttpApi
+from ramify.inference.http.engine_server import SampledIds, ServerInfo
+from ramify.inference.http.inference_spec import InferenceSpec, check_version
 from ramify.types.message import VersionSpan
 
 _ROUTES = (
@@ -30,18 +30,18 @@ _ROUTES = (
 )  # fmt: skip
 
 
-class Vllm:
+class VllmServer:
     """Implements ``Server``."""
 
     updates_in_place = False
 
     def __init__(self, url: str, spec: InferenceSpec, key: str = "") -> None:
-        self._api = Api(url, key)
+        self._api = EngineHttpApi(url, key)
         self.url = self._api.url
         self._spec = spec
         self._model = ""
 
-    async def facts(self) -> Facts:
+    async def facts(self) -> ServerInfo:
         wait_s = self._spec.probe_s
         about = await self._api.get("/version", wait_s)
         version = str(about.get("version", ""))
@@ -53,12 +53,14 @@ class Vllm:
         models = (await self._api.get("/v1/models", wait_s)).get("data") or [{}]
         self._model = str(models[0].get("id", ""))
         dtype, vocabulary, mode, levels = await self._about_model(about)
-        return Facts(version, models[0].get("max_model_len"), dtype, vocabulary, mode, levels)
+        return ServerInfo(version, models[0].get("max_model_len"), dtype, vocabulary, mode, levels)
 
     async def healthy(self) -> None:
         await self._api.get("/health", self._spec.probe_s)
 
-    async def sample(self, ids: Sequence[int], sampling: Sampling, stop_ids: Sequence[int], affinity: str) -> Sampled:
+    async def sample(
+        self, ids: Sequence[int], sampling: Sampling, stop_ids: Sequence[int], affinity: str
+    ) -> SampledIds:
         body: dict[str, Any] = {
             "model": self._model, "prompt": list(ids), "max_tokens": sampling.max_tokens, "logprobs": 0,
             "return_token_ids": True, "stop_token_ids": list(stop_ids), "temperature": _or(sampling.temperature, 1.0),
@@ -155,7 +157,7 @@ class Vllm:
         levels = (1, 2) if model.get("enable_sleep_mode", True) else ()
         return str(model.get("dtype", "")).removeprefix("torch."), None, str(model.get("logprobs_mode", "")), levels
 
-    async def pressure(self) -> Pressure | None:
+    async def pressure(self) -> CachePressure | None:
         return pressure.read(str((await self._api.get("/metrics", self._spec.probe_s)).get("text", "")))
 
     async def takes_id(self, id: int) -> bool:
@@ -169,12 +171,12 @@ class Vllm:
         return True
 
 
-class Ramify(Vllm):
+class RamifyServer(VllmServer):
     """`ramify serve-policy --weight-transfer`."""
 
     updates_in_place = True
 
-    async def facts(self) -> Facts:
+    async def facts(self) -> ServerInfo:
         about = await self._api.get("/version", self._spec.probe_s)
         if "ramify_protocol" not in about:
             raise ConfigError(
@@ -201,7 +203,7 @@ class Ramify(Vllm):
         return {"seed": sampling.seed, "prompt_cache_key": affinity}
 
 
-def _sampled(answer: dict[str, Any], given: Sequence[int]) -> Sampled:
+def _sampled(answer: dict[str, Any], given: Sequence[int]) -> SampledIds:
     choice = answer["choices"][0]
     ids = tuple(choice["token_ids"] or ())
     logprobs = tuple(map(float, (choice["logprobs"] or {"token_logprobs": ()})["token_logprobs"]))
@@ -212,7 +214,7 @@ def _sampled(answer: dict[str, Any], given: Sequence[int]) -> Sampled:
         raise ValueError("the prompt came back with other ids than it was given")
     spans, kept = choice.get("versions"), choice.get("kept")
     cached = ((answer.get("usage") or {}).get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-    return Sampled(
+    return SampledIds(
         ids, logprobs, str(choice["finish_reason"]), cached,
         None if spans is None else tuple(VersionSpan(*span) for span in spans),
         None if kept is None else tuple(map(tuple, kept)),

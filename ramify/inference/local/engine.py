@@ -4,7 +4,7 @@
        ▲                                                                                              │
        └── preempted, where memory is short                    finished ◀── stop? ── append ◀── draw ─┘
 
-Synchronous and single-threaded; ``thread.py`` runs it, ``client.py`` talks to it. A sequence that is preempted, or whose
+Synchronous and single-threaded; ``engine_thread.py`` runs it, ``local_client.py`` talks to it. A sequence that is preempted, or whose
 cache is forgotten because the weights changed, is computed again from its ids and goes on drawing where it was, so that
 what it samples does not depend on what happened to its cache or on what else was in the batch.
 """
@@ -20,19 +20,19 @@ import msgspec
 import torch
 
 from ramify.errors import Refused
-from ramify.inference.base import Pressure
+from ramify.inference.base import CachePressure
 from ramify.inference.local.generation import Generation
-from ramify.inference.local.pace import Paces
-from ramify.inference.local.runner import Runner
+from ramify.inference.local.model_runner import ModelRunner
 from ramify.inference.local.sampling import draw
-from ramify.inference.local.slots import Slots
-from ramify.inference.local.step import Span, Step
+from ramify.inference.local.slots import SlotTable
+from ramify.inference.local.step import EngineStep, SlotSpan
+from ramify.inference.local.step_timing import StepTimings
 
 _LEAST_CAPACITY = 128
 """Tokens per slot to begin with."""
 
 
-class Room(msgspec.Struct, frozen=True):
+class EngineLimits(msgspec.Struct, frozen=True):
     """What the engine may use."""
 
     slots: int
@@ -47,21 +47,21 @@ class Room(msgspec.Struct, frozen=True):
     """Whether what was computed for one request serves others."""
 
 
-class Engine:
+class LocalEngine:
     """Steps of many sequences over one model."""
 
-    def __init__(self, runner: Runner, room: Room, version: int = 0) -> None:
+    def __init__(self, runner: ModelRunner, room: EngineLimits, version: int = 0) -> None:
         self.version = version
         self.room = room
         self.num_steps = 0
         self.num_computed = 0
         """Tokens that went through the model."""
         self.num_preempted = 0
-        self.paces = Paces()
+        self.paces = StepTimings()
         self.runner = runner
         self._waiting: deque[Generation] = deque()
         self._has_cancelled = False
-        self._slots = Slots(1, 1, reuse=room.reuse)
+        self._slots = SlotTable(1, 1, reuse=room.reuse)
         self._resize(self._fitting(_LEAST_CAPACITY), min(_LEAST_CAPACITY, room.window))
 
     @property
@@ -69,11 +69,11 @@ class Engine:
         return not self._waiting and not any(self._slots.owner)
 
     @property
-    def pressure(self) -> Pressure:
+    def pressure(self) -> CachePressure:
         """May be asked from any thread."""
         num_running = sum(owner is not None for owner in list(self._slots.owner))
         taken = num_running * self._slots.capacity * self.runner.bytes_per_token
-        return Pressure(min(taken / self.room.cache_bytes, 1.0), len(self._waiting), self.num_preempted)
+        return CachePressure(min(taken / self.room.cache_bytes, 1.0), len(self._waiting), self.num_preempted)
 
     def add(self, generation: Generation) -> None:
         """Take a sequence whose prompt and reply fit the window. Raises Refused where the cache could never hold it."""
@@ -120,7 +120,7 @@ class Engine:
         self.paces.note(len(slots), sum(len(span.ids) for span in step.spans), time.thread_time() - began)
         return finished
 
-    def rest(self) -> None:
+    def sleep(self) -> None:
         """Give the memory of keys and values back; the next sequence takes it again. What runs waits, and is computed again."""
         for slot in reversed(self._slots.running()):
             self._waiting.appendleft(self._owner(slot))
@@ -156,9 +156,9 @@ class Engine:
                 finished.append(owner)
         return finished
 
-    def _planned(self) -> Step:
+    def _planned(self) -> EngineStep:
         """What the next step computes: all that decode, and as much of prompts as there is room for."""
-        step = Step()
+        step = EngineStep()
         left, computed = self.room.prefill_tokens, self._slots.length_S.tolist()
         for slot, owner in enumerate(self._slots.owner):
             if owner is None:
@@ -169,7 +169,7 @@ class Engine:
                 step.positions.append(start)
                 step.ids.append(ids[start])
             elif left > 0:
-                step.spans.append(Span(slot, start, ids[start : start + left]))
+                step.spans.append(SlotSpan(slot, start, ids[start : start + left]))
                 left -= len(step.spans[-1].ids)
         return step
 

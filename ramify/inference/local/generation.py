@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from ramify.inference.local.sampling import Draw
+from ramify.inference.local.sampling import SamplingSettings
 from ramify.types.message import VersionSpan
 
 End = Literal["stop", "length", "abort"]
@@ -26,7 +26,7 @@ class Generation:
         prompt_ids: Sequence[int],
         *,
         max_tokens: int,
-        draw: Draw = Draw(),  # noqa: B008 (frozen)
+        draw: SamplingSettings = SamplingSettings(),  # noqa: B008 (frozen)
         stop_ids: Sequence[int] = (),
         stop: Sequence[str] = (),
         seed: str = "",

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ramify.inference.local.slots import Change
-from ramify.inference.local.step import Span, Step
+from ramify.inference.local.slots import SlotMove
+from ramify.inference.local.step import EngineStep, SlotSpan
 
 
 class ModuleRunner:
@@ -36,13 +36,13 @@ class ModuleRunner:
         self._can_extend = self._can_cut = True
         self._try_out()
 
-    def forward(self, step: Step, wanted: Sequence[bool]) -> Tensor:
-        single = [Span(*each) for each in zip(step.slots, step.positions, ([id] for id in step.ids), strict=True)]
+    def forward(self, step: EngineStep, wanted: Sequence[bool]) -> Tensor:
+        single = [SlotSpan(*each) for each in zip(step.slots, step.positions, ([id] for id in step.ids), strict=True)]
         done = [self._after(self._memories[span.slot], span) for span in [*single, *step.spans]]
         chosen = [*done[: len(single)], *itertools.compress(done[len(single) :], wanted)]
         return torch.stack(chosen) if chosen else torch.empty(0)
 
-    def change(self, change: Change) -> None:
+    def change(self, change: SlotMove) -> None:
         memories = self._memories
         if change.kind == "swap":
             memories[change.source], memories[change.target] = memories[change.target], memories[change.source]
@@ -62,7 +62,7 @@ class ModuleRunner:
         logits_TV: Tensor = outputs.logits[0].float()
         return logits_TV
 
-    def _after(self, memory: _Memory, span: Span) -> Tensor:
+    def _after(self, memory: _Memory, span: SlotSpan) -> Tensor:
         """fp32 logits [V] after a span, whose beginning is in ``memory``."""
         new = list(span.ids)
         if not memory.cut(span.start, self._can_cut):
@@ -87,13 +87,13 @@ class ModuleRunner:
         ids = [(1 + 13 * index) % vocabulary for index in range(8)]
         other = [*ids[:4], *((5 + 7 * index) % vocabulary for index in range(4))]
         memory = _Memory()
-        self._after(memory, Span(0, 0, ids[:3]))
-        self._can_extend = self._gives(memory, Span(0, 3, ids[3:]), ids)
+        self._after(memory, SlotSpan(0, 0, ids[:3]))
+        self._can_extend = self._gives(memory, SlotSpan(0, 3, ids[3:]), ids)
         memory = _Memory()
-        self._after(memory, Span(0, 0, ids))
-        self._can_cut = self._can_extend and self._gives(memory, Span(0, 4, other[4:]), other)
+        self._after(memory, SlotSpan(0, 0, ids))
+        self._can_cut = self._can_extend and self._gives(memory, SlotSpan(0, 4, other[4:]), other)
 
-    def _gives(self, memory: _Memory, span: Span, ids: Sequence[int]) -> bool:
+    def _gives(self, memory: _Memory, span: SlotSpan, ids: Sequence[int]) -> bool:
         try:
             ours = self._after(memory, span)
         except (NotImplementedError, ValueError, RuntimeError, AttributeError, IndexError):

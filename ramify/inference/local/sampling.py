@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 
-class Draw(msgspec.Struct, frozen=True):
+class SamplingSettings(msgspec.Struct, frozen=True):
     """Settings of one request."""
 
     temperature: float = 1.0
@@ -37,7 +37,7 @@ class Draw(msgspec.Struct, frozen=True):
         msgspec.structs.force_setattr(self, "truncates", self.temperature > 0 and (self.top_p < 1 or self.top_k > 0))
 
 
-class Drawn(NamedTuple):
+class SampledTokens(NamedTuple):
     """One token per row."""
 
     ids: list[int]
@@ -46,7 +46,7 @@ class Drawn(NamedTuple):
     """For each row the ids that were left to draw from, likeliest first; None for all."""
 
 
-def draw(logits_nV: Tensor, settings: Sequence[Draw], uniforms: Sequence[float]) -> Drawn:
+def draw(logits_nV: Tensor, settings: Sequence[SamplingSettings], uniforms: Sequence[float]) -> SampledTokens:
     """One token per row of fp32 logits, from one number in [0, 1) per row."""
     logprobs_nV = _tempered(logits_nV, settings).log_softmax(-1)
     ids_n = pick(logprobs_nV, torch.tensor(uniforms, dtype=torch.float64, device=logits_nV.device))
@@ -54,14 +54,14 @@ def draw(logits_nV: Tensor, settings: Sequence[Draw], uniforms: Sequence[float])
     if greedy:
         ids_n[greedy] = logits_nV[greedy].argmax(-1)
     chosen_n = logprobs_nV.gather(1, ids_n[:, None])[:, 0]
-    drawn = Drawn(ids_n.tolist(), chosen_n.tolist(), [None] * len(settings))
+    drawn = SampledTokens(ids_n.tolist(), chosen_n.tolist(), [None] * len(settings))
     for row, each in enumerate(settings):
         if each.truncates:
             drawn.ids[row], drawn.logprobs[row], drawn.kept[row] = _draw_kept(logprobs_nV[row], each, uniforms[row])
     return drawn
 
 
-def _tempered(logits_nV: Tensor, settings: Sequence[Draw]) -> Tensor:
+def _tempered(logits_nV: Tensor, settings: Sequence[SamplingSettings]) -> Tensor:
     temperatures = [each.temperature or 1.0 for each in settings]
     if min(temperatures) == max(temperatures) == 1.0:
         return logits_nV
@@ -77,7 +77,7 @@ def pick(logprobs_nV: Tensor, uniforms_n: Tensor) -> Tensor:
     return ids_n1[:, 0].clamp_(max=logprobs_nV.shape[1] - 1)
 
 
-def kept_ids(logprobs_V: Tensor, settings: Draw) -> Tensor:
+def kept_ids(logprobs_V: Tensor, settings: SamplingSettings) -> Tensor:
     """The ids that top-k and then top-p leave, likeliest first; never none. Of equally likely ones the lower come first."""
     order = logprobs_V.argsort(descending=True, stable=True)
     if settings.top_k:
@@ -89,7 +89,7 @@ def kept_ids(logprobs_V: Tensor, settings: Draw) -> Tensor:
     return order
 
 
-def _draw_kept(logprobs_V: Tensor, settings: Draw, uniform: float) -> tuple[int, float, tuple[int, ...]]:
+def _draw_kept(logprobs_V: Tensor, settings: SamplingSettings, uniform: float) -> tuple[int, float, tuple[int, ...]]:
     """(id, log-probability among the kept, the kept)"""
     kept = kept_ids(logprobs_V, settings)
     renormalised = logprobs_V[kept].log_softmax(-1)

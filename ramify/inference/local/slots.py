@@ -10,7 +10,7 @@ A new request takes over the idle slot whose tokens all begin it (the next turn 
 copies the longest beginning that any slot shares with it (a sibling under the same prompt), into an empty slot or the idle
 one that was not used for longest. Calls that wait for children count as used whenever a child asks.
 
-It decides; ``Change`` says what the cache must do. Legend: S slots, C tokens that a slot can hold.
+It decides; ``SlotMove`` says what the cache must do. Legend: S slots, C tokens that a slot can hold.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ramify.inference.local.step import Step
+from ramify.inference.local.step import EngineStep
 
 if TYPE_CHECKING:
     from ramify.inference.local.generation import Generation
@@ -33,7 +33,7 @@ _HOLES = 0.25
 """Share of the running slots that may stand empty between them."""
 
 
-class Change(msgspec.Struct, frozen=True):
+class SlotMove(msgspec.Struct, frozen=True):
     """Tokens [0, length) of slot ``source`` also go to ``target``; or the two change places."""
 
     kind: Literal["copy", "swap"]
@@ -43,7 +43,7 @@ class Change(msgspec.Struct, frozen=True):
     """For a swap, of the longer one."""
 
 
-class Slots:
+class SlotTable:
     """The bookkeeping of all slots."""
 
     def __init__(self, num_slots: int, capacity: int, *, reuse: bool = True) -> None:
@@ -62,7 +62,7 @@ class Slots:
         """Slots of what runs, ascending."""
         return [slot for slot, owner in enumerate(self.owner) if owner is not None]
 
-    def admit(self, generation: Generation) -> tuple[int, list[Change]] | None:
+    def admit(self, generation: Generation) -> tuple[int, list[SlotMove]] | None:
         """(its slot, what to copy), or None where it has to wait. ``length_S`` then says what it need not compute."""
         self._touch_parents(generation.affinity)
         wanted = np.asarray(generation.ids, dtype=np.int32)
@@ -76,7 +76,7 @@ class Slots:
             return None
         changes = []
         if slot != source and shared:
-            changes.append(Change("copy", source, slot, shared))
+            changes.append(SlotMove("copy", source, slot, shared))
         self.length_S[slot] = shared
         self._tokens_SC[slot] = -1
         self._tokens_SC[slot, : len(wanted)] = wanted
@@ -85,7 +85,7 @@ class Slots:
         self._use(slot)
         return slot, changes
 
-    def computed(self, step: Step) -> None:
+    def computed(self, step: EngineStep) -> None:
         """The keys and values of these tokens are in their slots."""
         self.length_S[list(step.slots)] += 1
         for span in step.spans:
@@ -113,7 +113,7 @@ class Slots:
             if owner is None:
                 self._tokens_SC[slot] = -1
 
-    def compact(self) -> list[Change]:
+    def compact(self) -> list[SlotMove]:
         """Move running slots forward until few holes stand between them."""
         changes = []
         running = self.running()
@@ -182,13 +182,13 @@ class Slots:
         self._clock += 1
         self._used_S[slot] = self._clock
 
-    def _swap(self, one: int, other: int) -> Change:
+    def _swap(self, one: int, other: int) -> SlotMove:
         length = int(max(self.length_S[one], self.length_S[other]))
         for array in (self.length_S, self._tokens_SC, self._used_S):
             array[[one, other]] = array[[other, one]]
         self.owner[one], self.owner[other] = self.owner[other], self.owner[one]
         self._affinity[one], self._affinity[other] = self._affinity[other], self._affinity[one]
-        return Change("swap", one, other, length)
+        return SlotMove("swap", one, other, length)
 
 
 def _parents(affinity: str) -> Iterator[str]:

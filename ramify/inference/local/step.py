@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 
-class Span(NamedTuple):
+class SlotSpan(NamedTuple):
     """Tokens of one slot."""
 
     slot: int
@@ -22,14 +22,14 @@ class Span(NamedTuple):
 
 
 @dataclasses.dataclass(slots=True)
-class Step:
+class EngineStep:
     """One token of each slot that decodes, in columns, since there are many; and some longer spans after them."""
 
     slots: list[int] = dataclasses.field(default_factory=list)
     """Ascending."""
     positions: list[int] = dataclasses.field(default_factory=list)
     ids: list[int] = dataclasses.field(default_factory=list)
-    spans: list[Span] = dataclasses.field(default_factory=list)
+    spans: list[SlotSpan] = dataclasses.field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:

@@ -14,9 +14,9 @@ import shlex
 import uuid
 from typing import Any
 
-from ramify.sandbox.base import Caps, SandboxSpec
+from ramify.sandbox.base import SandboxCapabilities, SandboxSpec
 from ramify.sandbox.cloud import sdk
-from ramify.sandbox.remote import Carries, Inbox, RemoteSandbox
+from ramify.sandbox.remote import CallbackInbox, Carries, RemoteSandbox
 
 _BOX = ("name", "network_block_all", "ephemeral", "auto_stop_interval")
 SDK = sdk.Sdk(
@@ -49,7 +49,7 @@ class DaytonaService:
         client = self._client
         box = await self._create(spec)
         try:
-            inbox = Inbox()
+            inbox = CallbackInbox()
             terminal = await box.process.create_pty_session(id="ramify", on_data=inbox.put)
             await terminal.wait_for_connection()
             await terminal.send_input(f"exec {shlex.join(command)}\n")
@@ -99,14 +99,14 @@ class DaytonaService:
 class DaytonaStream:
     """Implements ``remote.Stream``."""
 
-    def __init__(self, client: Any, box: Any, terminal: Any, inbox: Inbox) -> None:
+    def __init__(self, client: Any, box: Any, terminal: Any, inbox: CallbackInbox) -> None:
         self._client = client
         self._box = box
         self._terminal = terminal
         self.receive = inbox.get
         self._watch = asyncio.ensure_future(self._until_end(inbox))
 
-    async def _until_end(self, inbox: Inbox) -> None:
+    async def _until_end(self, inbox: CallbackInbox) -> None:
         try:
             with contextlib.suppress(Exception):  # how it ended: the guest has said it, if it could
                 await self._terminal.wait()
@@ -129,7 +129,7 @@ def open_provider(spec: SandboxSpec) -> RemoteSandbox:
     """What ``base.open_sandbox`` calls."""
     daytona = SDK.load()
     sdk.need_key("daytona", ("DAYTONA_API_KEY",), instead="DAYTONA_JWT_TOKEN")
-    caps = Caps(
+    caps = SandboxCapabilities(
         isolates_files=True,
         isolates_network=True,
         isolates_processes=True,

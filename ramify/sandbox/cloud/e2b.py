@@ -11,9 +11,9 @@ import contextlib
 import shlex
 from typing import Any
 
-from ramify.sandbox.base import Caps, SandboxSpec
+from ramify.sandbox.base import SandboxCapabilities, SandboxSpec
 from ramify.sandbox.cloud import sdk
-from ramify.sandbox.remote import Carries, Inbox, RemoteSandbox
+from ramify.sandbox.remote import CallbackInbox, Carries, RemoteSandbox
 
 SDK = sdk.Sdk(
     "e2b", "e2b", "e2b", ">=2.63,<3",
@@ -40,7 +40,7 @@ class E2BService:
         )
         box = await sdk.create(self.name, request, lambda made: made.kill())
         try:
-            inbox = Inbox()
+            inbox = CallbackInbox()
             handle = await box.commands.run(
                 shlex.join(command), background=True, stdin=True, timeout=0, on_stdout=inbox.put, on_stderr=inbox.put,
                 retain_output=False,
@@ -57,13 +57,13 @@ class E2BService:
 class E2BStream:
     """Implements ``remote.Stream``."""
 
-    def __init__(self, box: Any, handle: Any, inbox: Inbox) -> None:
+    def __init__(self, box: Any, handle: Any, inbox: CallbackInbox) -> None:
         self._box = box
         self._handle = handle
         self.receive = inbox.get
         self._watch = asyncio.ensure_future(self._until_end(inbox))
 
-    async def _until_end(self, inbox: Inbox) -> None:
+    async def _until_end(self, inbox: CallbackInbox) -> None:
         try:
             with contextlib.suppress(Exception):  # how it ended: the guest has said it, if it could
                 await self._handle.wait()
@@ -82,7 +82,7 @@ def open_provider(spec: SandboxSpec) -> RemoteSandbox:
     """What ``base.open_sandbox`` calls."""
     e2b = SDK.load()
     sdk.need_key("e2b", ("E2B_API_KEY",))
-    caps = Caps(
+    caps = SandboxCapabilities(
         isolates_files=True,
         isolates_network=True,
         isolates_processes=True,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from ramify.sandbox.base import Caps, SandboxSpec
+from ramify.sandbox.base import SandboxCapabilities, SandboxSpec
 from ramify.sandbox.cloud import sdk
 from ramify.sandbox.remote import Carries, RemoteSandbox
 
@@ -83,7 +83,7 @@ def open_provider(spec: SandboxSpec) -> RemoteSandbox:
     modal = SDK.load()
     file = os.environ.get("MODAL_CONFIG_PATH", "~/.modal.toml")
     sdk.need_key("modal", ("MODAL_TOKEN_ID", "MODAL_TOKEN_SECRET"), file)
-    caps = Caps(
+    caps = SandboxCapabilities(
         isolates_files=True,
         isolates_network=True,
         isolates_processes=True,

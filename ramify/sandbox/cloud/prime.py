@@ -14,10 +14,10 @@ import uuid
 from dataclasses import replace
 from typing import Any
 
-from ramify.sandbox.base import Caps, SandboxSpec
+from ramify.sandbox.base import SandboxCapabilities, SandboxSpec
 from ramify.sandbox.cloud import sdk
-from ramify.sandbox.cloud.mailbox import Mailbox, postman
-from ramify.sandbox.remote import Carries, RemoteSandbox, Stream
+from ramify.sandbox.cloud.file_relay import FileRelay, relay_program
+from ramify.sandbox.remote import ByteStream, Carries, RemoteSandbox
 
 IMAGE = "python:3.12-slim"
 WARNING = (
@@ -60,7 +60,7 @@ class PrimeService:
         self._prime = prime
         self._client: Any = None
 
-    async def start(self, command: list[str], spec: SandboxSpec) -> Stream:
+    async def start(self, command: list[str], spec: SandboxSpec) -> ByteStream:
         if self._client is None:
             self._client = self._prime.AsyncSandboxClient()
         client = self._client
@@ -83,14 +83,14 @@ class PrimeService:
             labels=["ramify"],
         )
 
-    async def _stream(self, id: str, command: list[str]) -> Stream:
+    async def _stream(self, id: str, command: list[str]) -> ByteStream:
         client = self._client
         if not hasattr(client, "is_vm") or await client.is_vm(id):
             return PrimeProcess(client, id, await client.open_process(id, shlex.join(command)))
         files = PrimeFiles(client, id)
-        await files.put(f"{_FOLDER}/postman.py", postman())
+        await files.put(f"{_FOLDER}/postman.py", relay_program())
         await client.start_background_job(id, shlex.join(["python3", f"{_FOLDER}/postman.py", _FOLDER, *command]))
-        return Mailbox(files, _FOLDER)
+        return FileRelay(files, _FOLDER)
 
     async def close(self) -> None:
         client, self._client = self._client, None
@@ -149,7 +149,7 @@ def open_provider(spec: SandboxSpec) -> RemoteSandbox:
     if hasattr(prime.AsyncSandboxClient, "is_vm"):
         replace(SDK, calls=CONTAINER_CALLS).load()
     sdk.need_key("prime", ("PRIME_API_KEY",), "~/.prime/config.json")
-    caps = Caps(
+    caps = SandboxCapabilities(
         isolates_files=True,
         isolates_processes=True,
         limits_memory=True,

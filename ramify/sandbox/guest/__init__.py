@@ -4,7 +4,7 @@ Decides what a cell may count on (a true ``__main__``, echo, tracebacks, reserve
 and how code calls the host. Leaves out how the process came to be and what confines it: whoever starts a guest hands
 it two file descriptors and calls ``Guest(...).serve()``. Standard library only, and importing it does nothing.
 
-Where ramify is not, this folder is the package ``ramify_guest`` (``carried.py``): its modules import each other by
+Where ramify is not, this folder is the package ``ramify_guest`` (``guest_files.py``): its modules import each other by
 relative names only, and this file imports none of them.
 
     guest.py  Guest: answers the host ──┬─> notebook.py     the names, and what a cell is (source.py, shown.py)
@@ -12,8 +12,8 @@ relative names only, and this file imports none of them.
                                         ├─> output.py       what is printed (streams.py ─> spools.py; tails.py)
                                         ├─> calls.py        code calls the host, and waits
                                         ├─> branches.py     goes on in two processes
-                                        └─> inbox.py        who waits for which frame, and reads ──> line.py
-    line.py  frames to and from the host (frames.py, values.py, packed.py)    interrupts.py  when one may rise
+                                        └─> inbox.py        who waits for which frame, and reads ──> channel.py
+    channel.py  frames to and from the host (frames.py, values.py, packed.py)    interrupts.py  when one may rise
 
 The wire, of which ``frames.py`` has the layout:
 
@@ -22,5 +22,5 @@ The wire, of which ``frames.py`` has the layout:
     guest:  hello  out{skip,…}  call{id,name,value}  done{id,value,error,…}  ok{id}  value{id,value}  failed{id,…}
 
 ``"blobs"`` in a header lists the lengths of the raw parts after it, or where it says ``"shelved": true``, on the shelf
-of ``shelf.py``, of which ``"got"`` counts the times it was read; ``"tags": true`` says that ``value`` is not plain JSON.
+of ``shared_buffers.py``, of which ``"got"`` counts the times it was read; ``"tags": true`` says that ``value`` is not plain JSON.
 """

@@ -18,9 +18,9 @@ import socket
 import sys
 from typing import Any
 
-from .line import Line
-from .notebook import Notebook
-from .spools import FileSpool, MemorySpool
+from .channel import GuestChannel
+from .notebook import GuestNotebook
+from .spools import FileOutputSpool, MemoryOutputSpool
 
 with contextlib.suppress(ImportError):
     import resource
@@ -30,12 +30,18 @@ _getpid, _close, _dup2, _waitpid, _closerange = os.getpid, os.close, os.dup2, os
 """As they were when no cell had run yet."""
 
 
-class Branches:
+class GuestBranches:
     """Those of one session, and the way to one more."""
 
     __slots__ = ("_line", "_notebook", "_pids", "_spool", "_take_wire")
 
-    def __init__(self, line: Line, spool: FileSpool | MemorySpool, notebook: Notebook, take_wire: Any = None) -> None:
+    def __init__(
+        self,
+        line: GuestChannel,
+        spool: FileOutputSpool | MemoryOutputSpool,
+        notebook: GuestNotebook,
+        take_wire: Any = None,
+    ) -> None:
         self._line = line
         self._spool = spool
         self._notebook = notebook
@@ -72,8 +78,8 @@ class Branches:
             self._line.send({"op": "failed", "id": id, "kind": "SandboxError", "message": reason})
 
     def _cannot_fork(self, fds: list[int]) -> str | None:
-        assert isinstance(self._spool, FileSpool)
-        self.bury()
+        assert isinstance(self._spool, FileOutputSpool)
+        self.reap()
         if len(sys._current_frames()) > 1:
             return "threads are alive, which a branch would lack: wait for them, or use the batched calls instead"
         loop = self._notebook.loop
@@ -85,7 +91,7 @@ class Branches:
         count = sum(fd not in known for fd in _open_descriptors())
         if count:
             return f"files, pipes or sockets are open ({count}), which a branch would share: close them first"
-        wanted = 0 if self._take_wire is not None else 2 if self._line.shelf is None else 3
+        wanted = 0 if self._take_wire is not None else 2 if self._line.shared_buffers is None else 3
         return None if len(fds) == wanted else "no descriptor is free"
 
     def _taken(self, pid: int) -> list[int]:
@@ -105,21 +111,21 @@ class Branches:
             end.detach()
         return [wire, *(fd for _, _, packed in ancillary for fd in array.array("i", packed))]
 
-    def _become_branch(self, wire: int, spool: int, shelf: int = -1) -> None:
+    def _become_branch(self, wire: int, spool: int, shared_buffers: int = -1) -> None:
         self._line.pid = _getpid()
         self._pids = []
         os.setsid()
-        self._move(wire, spool, shelf)
+        self._move(wire, spool, shared_buffers)
         self._line.send({"op": "hello", "pid": self._line.pid})
 
-    def _move(self, wire: int, spool: int, shelf: int = -1) -> None:
+    def _move(self, wire: int, spool: int, shared_buffers: int = -1) -> None:
         """From here on use these descriptors, where the old ones are."""
-        assert isinstance(self._spool, FileSpool)
+        assert isinstance(self._spool, FileOutputSpool)
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # they are above what code may open
         places = [(wire, self._line.write_fd), (spool, self._spool.fd)]
-        if self._line.shelf is not None:
-            places.append((shelf, self._line.shelf.fd))
+        if self._line.shared_buffers is not None:
+            places.append((shared_buffers, self._line.shared_buffers.fd))
         for fd, place in places:
             _dup2(fd, place, inheritable=False)
             _close(fd)
@@ -138,7 +144,7 @@ class Branches:
             start = fd + 1
         _closerange(start, 1 << 20)
 
-    def bury(self) -> None:
+    def reap(self) -> None:
         """Those that have ended."""
         for pid in self._pids[:]:
             with contextlib.suppress(OSError):

@@ -9,11 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 from .bounds import LimitError
-from .inbox import DROPPED, Inbox, Ticket
-from .interrupts import Interrupts
-from .line import Line
-from .output import Output
-from .values import CodecError, Encoder
+from .channel import GuestChannel
+from .inbox import DROPPED, FrameInbox, FrameTicket
+from .interrupts import GuestInterrupts
+from .output import CellOutput
+from .values import CodecError, ValueEncoder
 
 
 class HostError(Exception):
@@ -28,12 +28,12 @@ class HostError(Exception):
 HostError.__module__ = "builtins"  # so that a traceback shows the bare name
 
 
-class Calls:
+class HostCalls:
     """Those of one session, numbered."""
 
     __slots__ = ("_inbox", "_interrupts", "_last_id", "_line", "_output")
 
-    def __init__(self, line: Line, inbox: Inbox, interrupts: Interrupts, output: Output) -> None:
+    def __init__(self, line: GuestChannel, inbox: FrameInbox, interrupts: GuestInterrupts, output: CellOutput) -> None:
         self._line = line
         self._inbox = inbox
         self._interrupts = interrupts
@@ -46,7 +46,7 @@ class Calls:
         if not self._line.is_ours():
             raise HostError("RuntimeError", f"{name}() was called in a forked process; call it in the session itself")
         self._output.flush()
-        ticket = Ticket()
+        ticket = FrameTicket()
         before = self._interrupts.enter()
         try:
             self._post(name, [list(args), kwargs], ticket)
@@ -65,9 +65,9 @@ class Calls:
             raise HostError(header["kind"], header["message"], self._line.value_of(header, blobs))
         return self._line.value_of(header, blobs)
 
-    def _post(self, name: str, arguments: Any, ticket: Ticket) -> None:
+    def _post(self, name: str, arguments: Any, ticket: FrameTicket) -> None:
         line = self._line
-        encoder = Encoder(defers=line.shelf is not None, bounded=True)
+        encoder = ValueEncoder(defers=line.shared_buffers is not None, bounded=True)
         value = encoder.encode(arguments)
         with line.sending:
             if not line.is_open:

@@ -87,7 +87,7 @@ def split_blobs(view: memoryview, start: int, lengths: Sequence[int]) -> list[me
     return blobs
 
 
-class Reader:
+class FrameReader:
     """Bytes from a descriptor -> frames. A long frame gets a buffer of its own and is read straight into it."""
 
     __slots__ = ("data", "fd", "fds", "have", "receive")

@@ -10,19 +10,19 @@ import os
 from typing import Any
 
 from .bounds import LimitError
-from .branches import Branches
-from .calls import Calls, HostError
-from .inbox import Inbox
-from .interpreter import Interpreter, Memory, complete_builtins
-from .interrupts import Interrupts
-from .line import Line
-from .notebook import Notebook
-from .output import Output
+from .branches import GuestBranches
+from .calls import HostCalls, HostError
+from .channel import GuestChannel
+from .inbox import FrameInbox
+from .interpreter import InterpreterState, MemoryLimit, complete_builtins
+from .interrupts import GuestInterrupts
+from .notebook import GuestNotebook
+from .output import CellOutput
 from .packed import portable_to_host, unpack_value
 from .shown import cut, show_error, text_of
-from .source import Code
-from .spools import FileSpool, MemorySpool
-from .values import CodecError, Encoder, ProtocolError
+from .source import CellCode
+from .spools import FileOutputSpool, MemoryOutputSpool
+from .values import CodecError, ProtocolError, ValueEncoder
 
 
 class Guest:
@@ -37,32 +37,32 @@ class Guest:
         self,
         read_fd: int,
         write_fd: int,
-        spool: FileSpool | MemorySpool,
+        spool: FileOutputSpool | MemoryOutputSpool,
         *,
         max_output_bytes: int,
         owns_process: bool,
         memory_limits: tuple[int, int] | None = None,
         can_fork: bool = False,
-        shelf: Any = None,
+        shared_buffers: Any = None,
         take_wire: Any = None,
     ) -> None:
         """``memory_limits``: bytes of address space in a cell, and the little more that the guest has for itself, so
         that it can still speak when a cell has used up all it may have. ``can_fork``: the wire is a socket over which
-        the host may hand it what a branch needs. ``shelf``: a ``shelf.Shelf``, where host and guest share one.
+        the host may hand it what a branch needs. ``shelf``: a ``shelf.SharedMemoryBuffers``, where host and guest share one.
         ``take_wire``: gets a new wire after a fork, where both processes need one."""
-        self.interrupts = Interrupts()
-        self._line = Line(read_fd, write_fd, takes_fds=can_fork, shelf=shelf)
-        self.output = Output(spool, self._line, self.interrupts, max_output_bytes)
-        self._memory = Memory(memory_limits)
-        self.notebook = Notebook(self.interrupts, self._memory, owns_process=owns_process)
-        self._branches = Branches(self._line, spool, self.notebook, take_wire)
-        self._inbox = Inbox(self._line, self.interrupts, self._branches.fork, ends_process=owns_process)
-        self._calls = Calls(self._line, self._inbox, self.interrupts, self.output)
+        self.interrupts = GuestInterrupts()
+        self._line = GuestChannel(read_fd, write_fd, takes_fds=can_fork, shared_buffers=shared_buffers)
+        self.output = CellOutput(spool, self._line, self.interrupts, max_output_bytes)
+        self._memory = MemoryLimit(memory_limits)
+        self.notebook = GuestNotebook(self.interrupts, self._memory, owns_process=owns_process)
+        self._branches = GuestBranches(self._line, spool, self.notebook, take_wire)
+        self._inbox = FrameInbox(self._line, self.interrupts, self._branches.fork, ends_process=owns_process)
+        self._calls = HostCalls(self._line, self._inbox, self.interrupts, self.output)
         self._owns_process = owns_process
         self._cells = 0
         if owns_process:
             complete_builtins()
-        self._interpreter = Interpreter()
+        self._interpreter = InterpreterState()
 
     # -- serving
 
@@ -80,12 +80,12 @@ class Guest:
             except KeyboardInterrupt:
                 continue  # it came too late for its cell
             self._obey(header, blobs)
-            self._branches.bury()
+            self._branches.reap()
         self.notebook.end_loop()
 
     def _rehearse(self) -> None:
         """Write to the pages now that a first cell would have to be given copies of."""
-        eval(Code("x = 1\nx", "<cell 0>", 0).body, {})
+        eval(CellCode("x = 1\nx", "<cell 0>", 0).body, {})
 
     def _obey(self, header: dict[str, Any], blobs: list[memoryview]) -> None:
         op, id = header["op"], header["id"]
@@ -114,7 +114,7 @@ class Guest:
             self._send_failed(id, error, show_error(error) if op == "install" else text_of(error))
 
     def _send_value(self, id: int, value: Any) -> None:
-        encoder = Encoder(bounded=True)
+        encoder = ValueEncoder(bounded=True)
         self._line.send({"op": "value", "id": id, "value": encoder.encode(value)}, encoder)
 
     def _send_failed(self, id: int, error: BaseException, message: str) -> None:
@@ -161,7 +161,7 @@ class Guest:
         with line.sending:
             parts = output.take(final=True)
         output.end()
-        encoder = Encoder(bounded=True)
+        encoder = ValueEncoder(bounded=True)
         note, error = self.notebook.after_cell(encoder, error)
         restored = self.notebook.restore_names()
         with line.sending:

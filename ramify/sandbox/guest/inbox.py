@@ -12,14 +12,14 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from .interrupts import Interrupts
-from .line import Line
+from .channel import GuestChannel
+from .interrupts import GuestInterrupts
 
 DROPPED: Any = object()
 """In a ticket whose frame will not come any more."""
 
 
-class Ticket:
+class FrameTicket:
     """Someone waiting for a frame. ``wake`` is released when the frame is there, or when it is their turn to read."""
 
     __slots__ = ("frame", "wake")
@@ -35,20 +35,22 @@ class Ticket:
             self.wake.release()
 
 
-class Inbox:
+class FrameInbox:
     """Everyone who waits for a frame: callers of the host, each for its answer, and whoever obeys the host's requests."""
 
     __slots__ = ("_calls", "_command", "_ends_process", "_fork", "_interrupts", "_leading", "_line")
 
-    def __init__(self, line: Line, interrupts: Interrupts, fork: Callable[[int], None], *, ends_process: bool) -> None:
+    def __init__(
+        self, line: GuestChannel, interrupts: GuestInterrupts, fork: Callable[[int], None], *, ends_process: bool
+    ) -> None:
         """``fork``: called with the number of a request to fork. ``ends_process``: with the stream's end."""
         self._line = line
         self._interrupts = interrupts
         self._fork = fork
         self._ends_process = ends_process
         self._leading = threading.Lock()
-        self._command = Ticket()
-        self._calls: dict[int, Ticket] = {}
+        self._command = FrameTicket()
+        self._calls: dict[int, FrameTicket] = {}
 
     def next_command(self) -> tuple[dict[str, Any], list[memoryview]]:
         """The host's next request. Raises EOFError or OSError at the end of the stream."""
@@ -57,11 +59,11 @@ class Inbox:
         self._command.frame = None
         return command
 
-    def expect(self, id: int, ticket: Ticket) -> None:
+    def expect(self, id: int, ticket: FrameTicket) -> None:
         """``ticket`` is for the answer to call ``id``, which is about to be sent."""
         self._calls[id] = ticket
 
-    def forget(self, ticket: Ticket) -> None:
+    def forget(self, ticket: FrameTicket) -> None:
         """Its owner waits no more."""
         if ticket.frame is None:  # interrupted
             for id, other in list(self._calls.items()):
@@ -76,7 +78,7 @@ class Inbox:
             ticket.rouse()
         self._calls.clear()
 
-    def wait(self, ticket: Ticket) -> None:
+    def wait(self, ticket: FrameTicket) -> None:
         """Until ``ticket`` has its frame."""
         while ticket.frame is None:
             if not self._leading.acquire(blocking=False):
@@ -89,7 +91,7 @@ class Inbox:
                 self._leading.release()
                 self._pass_on()
 
-    def _read_step(self, mine: Ticket) -> None:
+    def _read_step(self, mine: FrameTicket) -> None:
         message = self._line.next()
         if message is not None:
             self._dispatch(*message, mine)
@@ -103,11 +105,11 @@ class Inbox:
                 os._exit(0)  # the host is gone
             raise
 
-    def _dispatch(self, header: dict[str, Any], blobs: list[memoryview], mine: Ticket) -> None:
+    def _dispatch(self, header: dict[str, Any], blobs: list[memoryview], mine: FrameTicket) -> None:
         if header["op"] == "fork":
             self._fork(header["id"])
             return
-        ticket: Ticket | None = self._command
+        ticket: FrameTicket | None = self._command
         if header["op"] in ("ret", "err"):
             ticket = self._calls.pop(header["id"], None)  # None: its caller was interrupted
         if ticket is not None:

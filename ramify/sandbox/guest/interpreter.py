@@ -14,7 +14,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from .output import Output
+from .output import CellOutput
 
 with contextlib.suppress(ImportError):
     import resource
@@ -23,7 +23,7 @@ _signal: Any = sys.modules["_signal"]
 """The functions under ``signal``'s, which spend microseconds of every cell on making enums."""
 
 
-class Interpreter:
+class InterpreterState:
     """As it was when the guest was made, to which it returns."""
 
     __slots__ = ("_builtins", "_recursion_limit")
@@ -36,7 +36,7 @@ class Interpreter:
         if vars(builtins) != self._builtins:
             vars(builtins).update(self._builtins)
 
-    def mend_process(self, main: types.ModuleType, output: Output, on_interrupt: Callable[..., None]) -> None:
+    def mend_process(self, main: types.ModuleType, output: CellOutput, on_interrupt: Callable[..., None]) -> None:
         """What belongs to a process, which must be the guest's own. ``main``: what is ``__main__`` in it."""
         output.spool.attach()
         sys.stdout = sys.__stdout__ = output.stdout  # type: ignore[misc,assignment]
@@ -52,7 +52,7 @@ class Interpreter:
         _signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))
 
 
-class Memory:
+class MemoryLimit:
     """Address space: what a cell may have, and the little more that the guest has for itself, so that it can still speak
     when a cell has used up its own."""
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 _get_ident = threading.get_ident
 
 
-class Interrupts:
+class GuestInterrupts:
     """Those of the thread that it is made in. Between ``enter`` and ``leave`` they wait."""
 
     __slots__ = ("_depth", "_main", "_pending", "is_live")

@@ -14,11 +14,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from .bounds import LimitError
-from .interpreter import Memory
-from .interrupts import Interrupts
+from .interpreter import MemoryLimit
+from .interrupts import GuestInterrupts
 from .shown import VALUE_CHARS, cut, safe_repr, show_error, text_of
-from .source import Code, compiled, remember_source
-from .values import CodecError, Encoder
+from .source import CellCode, compiled, remember_source
+from .values import CodecError, ValueEncoder
 
 _CO_COROUTINE = 0x80
 _MISSING = object()
@@ -27,7 +27,7 @@ Outcome = tuple[str | None, str | None]
 """Of a cell: its echo, and its error as text."""
 
 
-class Notebook:
+class GuestNotebook:
     """Names, and cells that run among them."""
 
     __slots__ = (
@@ -35,7 +35,7 @@ class Notebook:
         "module", "namespace",
     )  # fmt: skip
 
-    def __init__(self, interrupts: Interrupts, memory: Memory, *, owns_process: bool) -> None:
+    def __init__(self, interrupts: GuestInterrupts, memory: MemoryLimit, *, owns_process: bool) -> None:
         self._interrupts = interrupts
         self._memory = memory
         self._owns_process = owns_process
@@ -99,7 +99,7 @@ class Notebook:
         for public in made.__dict__.get("__all__", ()):
             self.bind(public, getattr(made, public), True)
 
-    def after_cell(self, encoder: Encoder, error: str | None) -> tuple[Any, str | None]:
+    def after_cell(self, encoder: ValueEncoder, error: str | None) -> tuple[Any, str | None]:
         """What the modules' ``after_cell`` say, encoded. They see the names as the cell left them."""
         notes: dict[str, Any] = {}
         for name, module in self._modules.items():
@@ -129,7 +129,7 @@ class Notebook:
 
     def _evaluate(self, source: str, name: str) -> Outcome:
         remember_source(name, source)
-        code = Code(source, name, self._flags)
+        code = CellCode(source, name, self._flags)
         self._flags = code.flags
         self._value_of(code.body)
         return (self._echo(self._value_of(code.last)) if code.last else None), None

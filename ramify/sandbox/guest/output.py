@@ -9,11 +9,11 @@ from __future__ import annotations
 import codecs
 import time
 
-from .interrupts import Interrupts
-from .line import Line
-from .spools import FileSpool, MemorySpool
-from .streams import Stream
-from .tails import HeadTail, Tail
+from .channel import GuestChannel
+from .interrupts import GuestInterrupts
+from .spools import FileOutputSpool, MemoryOutputSpool
+from .streams import CellStream
+from .tails import HeadTailBuffer, TailBuffer
 from .values import Buffer
 
 FLUSH_BYTES = 1 << 16
@@ -23,7 +23,7 @@ _clock = time.monotonic
 """As it was when no cell had run yet."""
 
 
-class Output:
+class CellOutput:
     """The output of the cell that runs, and of the last one that ended."""
 
     __slots__ = (
@@ -31,14 +31,20 @@ class Output:
         "spool", "stderr", "stdout",
     )  # fmt: skip
 
-    def __init__(self, spool: FileSpool | MemorySpool, line: Line, interrupts: Interrupts, max_bytes: int) -> None:
+    def __init__(
+        self,
+        spool: FileOutputSpool | MemoryOutputSpool,
+        line: GuestChannel,
+        interrupts: GuestInterrupts,
+        max_bytes: int,
+    ) -> None:
         self.spool = spool
-        self.stdout = Stream("<stdout>", self.put, 1)
-        self.stderr = Stream("<stderr>", self.put, 2)
+        self.stdout = CellStream("<stdout>", self.put, 1)
+        self.stderr = CellStream("<stderr>", self.put, 2)
         self._line = line
         self._interrupts = interrupts
         self._max_bytes = max_bytes
-        self._ended: tuple[HeadTail, int] = (HeadTail(2), 0)
+        self._ended: tuple[HeadTailBuffer, int] = (HeadTailBuffer(2), 0)
         self.begin()
 
     def begin(self) -> None:
@@ -48,8 +54,8 @@ class Output:
         self._pending = 0
         self._sent = 0
         self._count = _Utf8("replace").decode
-        self._kept = HeadTail(16 * self._max_bytes)
-        self._held = Tail(max(self._max_bytes // 2, 1))
+        self._kept = HeadTailBuffer(16 * self._max_bytes)
+        self._held = TailBuffer(max(self._max_bytes // 2, 1))
         self._flushed = _clock()
 
     def end(self) -> None:
@@ -89,7 +95,7 @@ class Output:
             self._interrupts.leave(before)
 
     def take(self, final: bool) -> list[Buffer]:
-        """Take what was printed; the frames that the host gets of it now. ``Line.sending`` is held."""
+        """Take what was printed; the frames that the host gets of it now. ``GuestChannel.sending`` is held."""
         self._pending = 0
         parts: list[Buffer] = []
         for data in self.spool.take():

@@ -10,13 +10,13 @@ from typing import Any
 
 from .bounds import LimitError
 from .frames import U32, check_size, from_json, json_bytes, split_blobs, to_json
-from .values import Buffer, CodecError, Decoder, Encoder, ProtocolError
+from .values import Buffer, CodecError, ProtocolError, ValueDecoder, ValueEncoder
 
 
 def pack_value(value: Any) -> tuple[list[Buffer], int]:
     """A value on its own (a context, a blob of a store): its buffers, to be written one after the other, and the
     characters of its strings. The form is ``u32 header length | header | blobs``."""
-    encoder = Encoder()
+    encoder = ValueEncoder()
     header: dict[str, Any] = {"value": encoder.encode(value), "chars": encoder.chars}
     if encoder.tags:
         header["tags"] = True
@@ -35,7 +35,7 @@ def unpack_value(data: Buffer) -> tuple[Any, int]:
     try:
         header = from_json(str(view[4:end], "utf-8"))
         blobs = split_blobs(view, end, header.get("blobs", ()))
-        value = Decoder(blobs).decode(header["value"]) if header.get("tags") else header["value"]
+        value = ValueDecoder(blobs).decode(header["value"]) if header.get("tags") else header["value"]
         return value, header["chars"]
     except (ValueError, LookupError, AttributeError, RecursionError) as error:
         raise ProtocolError(f"an encoded value with a broken header: {error}") from None
@@ -44,7 +44,7 @@ def unpack_value(data: Buffer) -> tuple[Any, int]:
 def portable_to_host(value: Any) -> Any:
     """A copy of ``value`` as the host would get it. Raises TypeError for what is not carried, and ValueError for a value
     that is over a limit of ``bounds.py``."""
-    encoder = Encoder(bounded=True)
+    encoder = ValueEncoder(bounded=True)
     try:
         data = encoder.encode(value)
         check_size(json_bytes(data), encoder.blobs)
@@ -52,4 +52,4 @@ def portable_to_host(value: Any) -> Any:
         raise TypeError(str(error)) from None
     except LimitError as error:
         raise ValueError(str(error)) from None
-    return Decoder(encoder.blobs).decode(data)
+    return ValueDecoder(encoder.blobs).decode(data)

@@ -29,7 +29,7 @@ _COMPILING = threading.Lock()
 that "AST constructor recursion depth mismatch". Sessions of one process are threads of it."""
 
 
-class Code:
+class CellCode:
     """A cell's code, compiled: everything but the last expression, and that expression."""
 
     __slots__ = ("body", "flags", "last")

@@ -15,7 +15,7 @@ _write = os.write
 """As it was when no cell had run yet."""
 
 
-class FileSpool:
+class FileOutputSpool:
     """Where descriptors 1 and 2 lead: a file without a name, in which all that is printed stands in its true order.
 
     What went to the host is cut off once it is long. Where the host holds the file too, nothing that a killed session
@@ -50,7 +50,7 @@ class FileSpool:
         os.dup2(self.fd, 2)
 
 
-class MemorySpool:
+class MemoryOutputSpool:
     """For a guest that shares its process with others: what Python code prints, and no more."""
 
     def __init__(self) -> None:

@@ -11,7 +11,7 @@ import collections
 from .values import Buffer
 
 
-class Tail:
+class TailBuffer:
     """The last ``limit`` bytes of a stream, or a little more."""
 
     __slots__ = ("_limit", "_parts", "_size", "lost")
@@ -53,7 +53,7 @@ class Tail:
         return self._size
 
 
-class HeadTail:
+class HeadTailBuffer:
     """At most ``limit`` bytes of a stream: its first half and its last."""
 
     __slots__ = ("_half", "_head", "_tail")
@@ -61,7 +61,7 @@ class HeadTail:
     def __init__(self, limit: int) -> None:
         self._half = max(limit // 2, 1)
         self._head = bytearray()
-        self._tail = Tail(self._half)
+        self._tail = TailBuffer(self._half)
 
     def add(self, data: Buffer, skipped: int = 0) -> None:
         """Take more of the stream; ``skipped`` bytes right before it are already gone."""

@@ -63,7 +63,7 @@ def _is_utf8(text: str) -> bool:
     return True
 
 
-class Encoder:
+class ValueEncoder:
     """Values -> JSON-ready data; long strings and bytes are put aside in ``blobs``."""
 
     __slots__ = ("_keys", "blobs", "chars", "defers", "tags")
@@ -188,7 +188,7 @@ def _show_key(key: Any) -> str:
     return repr(key)[:40] if type(key) in (str, int, float, bool, bytes, type(None)) else f"<{type_name(type(key))}>"
 
 
-class Decoder:
+class ValueDecoder:
     """JSON data with tags -> values. Every blob is used once, so that a small header cannot stand for a huge value."""
 
     __slots__ = ("_keys", "blobs")
@@ -287,9 +287,9 @@ def encoded(blobs: Sequence[Any]) -> list[Buffer]:
 
 def portable(value: Any) -> Any:
     """A copy of ``value`` as the other end would get it. Raises TypeError for what is not carried."""
-    encoder = Encoder()
+    encoder = ValueEncoder()
     try:
         data = encoder.encode(value)
     except CodecError as error:
         raise TypeError(str(error)) from None
-    return Decoder(encoder.blobs).decode(data)
+    return ValueDecoder(encoder.blobs).decode(data)

@@ -19,7 +19,7 @@ _SHARE = 0.75
 _CGROUP = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
-class Killable(Protocol):
+class KillableSession(Protocol):
     def kill(self, reason: str) -> None: ...
 
 
@@ -32,21 +32,21 @@ def machine_bytes() -> int:
     return total
 
 
-class Budget:
+class JailBudgetWatcher:
     """Watches sessions while there are any."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit = limit_bytes or int(machine_bytes() * _SHARE)
-        self._sessions: dict[Killable, tuple[int, int]] = {}
+        self._sessions: dict[KillableSession, tuple[int, int]] = {}
         """Session -> (process, pages at its beginning)."""
         self._timer: asyncio.TimerHandle | None = None
 
-    def watch(self, session: Killable, pid: int) -> None:
+    def watch(self, session: KillableSession, pid: int) -> None:
         self._sessions[session] = (pid, _own_pages(pid))
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(_EVERY_S, self._look)
 
-    def forget(self, session: Killable) -> None:
+    def forget(self, session: KillableSession) -> None:
         self._sessions.pop(session, None)
         if not self._sessions and self._timer is not None:
             self._timer.cancel()

@@ -31,7 +31,7 @@ _SPOOL_BYTES = 32 << 20
 _OWN_SPACES = primitives.NEWUSER | primitives.NEWNS | primitives.NEWIPC
 
 
-class Bounds(NamedTuple):
+class JailLimits(NamedTuple):
     """What one session may use."""
 
     cpu_s: int
@@ -41,7 +41,7 @@ class Bounds(NamedTuple):
     """Where its folder is."""
 
 
-class Prepared(NamedTuple):
+class PreparedSession(NamedTuple):
     """What the zygote makes for one session: two descriptors, each -1 for none."""
 
     scratch: int
@@ -60,29 +60,29 @@ class Prepared(NamedTuple):
             os.close(self.scratch)
 
 
-class Confinement:
+class JailConfinement:
     """Everything about the confinement that can be prepared once, for all sessions of a zygote."""
 
-    def __init__(self, bounds: Bounds, *, own_user: bool, landlock: Any, paths: bool, drops: bool) -> None:
+    def __init__(self, bounds: JailLimits, *, own_user: bool, landlock: Any, paths: bool, drops: bool) -> None:
         """``own_user``: each session gets user and mount namespaces. ``paths``: calls may name files. ``drops``: there
         are capabilities to be dropped."""
         self._bounds = bounds
         self._own_user, self._landlock, self._drops = own_user, landlock, drops
-        self._filter = seccomp.Filter(seccomp.filter_for(os.uname().machine, paths=paths, changes=own_user))
+        self._filter = seccomp.SeccompFilter(seccomp.filter_for(os.uname().machine, paths=paths, changes=own_user))
         self._has_folder = own_user and bounds.files_bytes > 0
         if self._has_folder:
             os.environ.update(HOME=bounds.scratch, TMPDIR=bounds.scratch)
         self._limits = _limits(bounds, own_user)
 
-    def prepare(self) -> Prepared:
+    def prepare(self) -> PreparedSession:
         """Made by the zygote for one session, where it costs no copies of pages."""
         scratch = -1
         if self._has_folder:
             size, inodes = str(self._bounds.files_bytes), str(max(self._bounds.files_bytes >> 14, 64))
             scratch = primitives.memory_mount({"size": size, "nr_inodes": inodes, "mode": "0700"})
-        return Prepared(scratch, -1 if self._landlock is None else self._landlock.ruleset(scratch))
+        return PreparedSession(scratch, -1 if self._landlock is None else self._landlock.ruleset(scratch))
 
-    def enter(self, prepared: Prepared) -> None:
+    def enter(self, prepared: PreparedSession) -> None:
         """First part, while the zygote's descriptors are still open."""
         if self._own_user:
             primitives.unshare(_OWN_SPACES if self._has_folder else primitives.NEWUSER, "own user namespace")
@@ -111,7 +111,7 @@ class Confinement:
         os.close(listener)
 
 
-def _limits(bounds: Bounds, own_user: bool) -> list[tuple[int, tuple[int, int]]]:
+def _limits(bounds: JailLimits, own_user: bool) -> list[tuple[int, tuple[int, int]]]:
     """(number of a limit, what it is set to): never above what this process may have."""
     wanted = {
         "MEMLOCK": 0, "MSGQUEUE": 0, "SIGPENDING": 64, "CPU": bounds.cpu_s,

@@ -2,7 +2,7 @@
 when it aborts: it may send no signal, not even to itself, so the host sends SIGABRT to whoever asks, and to nobody else.
 
 Decides that a grant is used up by one request, of the right process while it has one thread. All sessions of a tree ask
-at one listener, so each process has a grant of its own. Not here: who asks for a grant (``door.py``). A filter of system
+at one listener, so each process has a grant of its own. Not here: who asks for a grant (``jail_transport.py``). A filter of system
 calls cannot do this alone: it knows no "once". After a fork both processes ask for a wire, and the host puts it into the
 one that asked: nothing that they have in common could bring it to one of them alone.
 """
@@ -33,7 +33,7 @@ _PATIENCE = 32
 _SLOWEST_S = 0.05
 
 
-class Granted(Protocol):
+class GrantedFork(Protocol):
     """One fork, as the listener sees it."""
 
     def begin(self) -> None:
@@ -46,7 +46,7 @@ class Granted(Protocol):
         """``pid`` has its wire."""
 
 
-class Listener:
+class ForkRequestListener:
     """Where one session's requests for processes arrive."""
 
     __slots__ = ("_fd", "_forks", "_granted", "_holders", "_loop", "_refused", "branches")
@@ -55,7 +55,7 @@ class Listener:
         self._fd = fd
         self._loop = asyncio.get_running_loop()
         self._granted: set[int] = set()
-        self._forks: dict[int, Granted] = {}
+        self._forks: dict[int, GrantedFork] = {}
         """Process -> its fork that is under way."""
         self._refused = 0
         self._holders = 1
@@ -63,7 +63,7 @@ class Listener:
         """Processes that were created here with leave."""
         self._loop.add_reader(fd, self._readable)
 
-    def grant_one(self, pid: int, fork: Granted) -> None:
+    def grant_one(self, pid: int, fork: GrantedFork) -> None:
         """Let process ``pid`` (of the host's numbers) create one process. Raises SandboxError."""
         if not _can_add_fd(self._fd):
             raise SandboxError("the session cannot be forked: that needs Linux 5.9 or later")

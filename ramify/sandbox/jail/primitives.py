@@ -32,7 +32,7 @@ _syscall = _libc.syscall
 _syscall.restype = ctypes.c_long
 
 
-class Denied(OSError):
+class KernelDenied(OSError):
     """The kernel refused; ``what`` was asked for."""
 
     def __init__(self, number: int, what: str) -> None:
@@ -43,7 +43,7 @@ class Denied(OSError):
 def checked(result: int, what: str) -> int:
     """``result`` of a call of the C library. Raises Denied where it is negative."""
     if result < 0:
-        raise Denied(ctypes.get_errno(), what)
+        raise KernelDenied(ctypes.get_errno(), what)
     return result
 
 
@@ -154,7 +154,7 @@ def _rights(version: int) -> int:
     return ((1 << 13) - 1) | (version >= 2) << 13 | (version >= 3) << 14 | (version >= 5) << 15
 
 
-class Landlock:
+class LandlockRules:
     """Which files may be read: opened once, for the rules of any number of processes."""
 
     def __init__(self, readable: list[str], listed: list[str], version: int) -> None:
@@ -227,4 +227,4 @@ def put(path: str, text: str, folder: int | None = None) -> None:
         finally:
             os.close(fd)
     except OSError as error:
-        raise Denied(error.errno or 0, f"write {path}") from None
+        raise KernelDenied(error.errno or 0, f"write {path}") from None

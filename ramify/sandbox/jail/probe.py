@@ -15,11 +15,11 @@ from collections.abc import Mapping
 import msgspec
 
 from ramify.errors import SandboxError
+from ramify.sandbox.forkserver_channel import StartedForkServer, start_server
 from ramify.sandbox.guest.frames import open_frame
-from ramify.sandbox.link import Server, start_server
 
 MODULES = (
-    "jail/hooks", "shelf", "guest", "forkserver",
+    "jail/hooks", "shared_buffers", "guest", "forkserver",
     "jail/primitives", "jail/seccomp", "jail/confine", "jail/walls", "jail/zygote",
 )  # fmt: skip
 _WAIT_S = 30.0
@@ -31,7 +31,7 @@ _REMEDIES = {
 }
 
 
-class Reached(msgspec.Struct, frozen=True):
+class ProbedTier(msgspec.Struct, frozen=True):
     """The strongest tier of this machine."""
 
     tier: str | None
@@ -44,15 +44,15 @@ class Reached(msgspec.Struct, frozen=True):
 
 NEWEST = 1 << 10
 """A version of Landlock that no kernel has yet: use what there is."""
-_found: dict[tuple[frozenset[int], int], Reached] = {}
+_found: dict[tuple[frozenset[int], int], ProbedTier] = {}
 
 
-def learn(server: Server) -> None:
+def learn(server: StartedForkServer) -> None:
     """Take the answer, once, from a zygote that was started with ``reports``."""
     _found[frozenset(), NEWEST] = read_walls(server)
 
 
-def probe(deny: frozenset[int] = frozenset(), landlock: int = NEWEST) -> Reached:
+def probe(deny: frozenset[int] = frozenset(), landlock: int = NEWEST) -> ProbedTier:
     """The answer of a zygote that was started for the question. ``deny``: numbers of system calls to do without;
     ``landlock``: the newest version of Landlock to use."""
     if (deny, landlock) not in _found:
@@ -76,14 +76,14 @@ EMPTY = {
 """A zygote's configuration, to be changed."""
 
 
-def read_walls(server: Server) -> Reached:
+def read_walls(server: StartedForkServer) -> ProbedTier:
     """The first frame of a zygote that reports. Blocks the milliseconds that it takes to build walls."""
     sock = server.control
     header = msgspec.json.decode(open_frame(memoryview(_receive(sock)))[0])
     if header["op"] == "walls":
-        return Reached(header["tier"], header["missing"], header["landlock"])
+        return ProbedTier(header["tier"], header["missing"], header["landlock"])
     if "missing" in header:
-        return Reached(None, header["missing"])
+        return ProbedTier(None, header["missing"])
     raise SandboxError(f"the jail could not be tried out: {header.get('message', header)}")
 
 

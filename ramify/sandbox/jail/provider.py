@@ -22,16 +22,16 @@ from collections import deque
 from typing import Any
 
 from ramify.errors import ConfigError, RamifyError, SandboxError
-from ramify.sandbox.base import Caps, Context, Sandbox, SandboxSpec, Session
-from ramify.sandbox.jail.budget import Budget, machine_bytes
-from ramify.sandbox.jail.door import JailDoor
+from ramify.sandbox.base import PreparedContext, Sandbox, SandboxCapabilities, SandboxSpec, Session
+from ramify.sandbox.forkserver_channel import ForkServerChannel, StartedForkServer, start_server
+from ramify.sandbox.jail.budget import JailBudgetWatcher, machine_bytes
+from ramify.sandbox.jail.jail_transport import JailTransport
 from ramify.sandbox.jail.notify import pid_of
-from ramify.sandbox.jail.probe import EMPTY, MODULES, NEWEST, Reached, learn, probe, unreachable
+from ramify.sandbox.jail.probe import EMPTY, MODULES, NEWEST, ProbedTier, learn, probe, unreachable
 from ramify.sandbox.jail.rollback import RollbackSession
-from ramify.sandbox.link import Link, Server, start_server
 from ramify.sandbox.packages import listed, locate, readable
 from ramify.sandbox.process import ProcessSandbox
-from ramify.sandbox.process_door import Files
+from ramify.sandbox.process_transport import SessionMemoryFiles
 from ramify.sandbox.session import GuestSession
 
 _NOT_HERE = (
@@ -63,14 +63,14 @@ class JailSandbox(ProcessSandbox):
         if self._is_whole():
             with _lock:
                 _hear(spec)
-        self.reached: Reached = probe(deny, landlock)
+        self.reached: ProbedTier = probe(deny, landlock)
         self.warning = self._settle_tier()
         check_places(spec.mounts, self.reached)
-        self._budget = Budget(spec.all_memory_bytes)
+        self._budget = JailBudgetWatcher(spec.all_memory_bytes)
         self._ready: deque[GuestSession] = deque()
         self._filling: asyncio.Task[None] | None = None
         self._leaving: set[asyncio.Task[None]] = set()
-        self.caps = Caps(
+        self.caps = SandboxCapabilities(
             isolates_files=True, isolates_network=True, isolates_processes=True, limits_memory=True, interrupt=True,
             kill=True, fork=True, shares_context=True,
         )  # fmt: skip
@@ -100,11 +100,11 @@ class JailSandbox(ProcessSandbox):
         ]
         return lines + [f"no tier {stronger}: {why}" for stronger, why in self.reached.missing.items()]
 
-    async def open(self, *, context: Context | None = None, seed: str = "") -> Session:  # type: ignore[override]
+    async def open(self, *, context: PreparedContext | None = None, seed: str = "") -> Session:  # type: ignore[override]
         session = await super().open(context=context, seed=seed)
         return RollbackSession(session) if self.spec.rollback else session
 
-    def start(self) -> Server:
+    def start(self) -> StartedForkServer:
         with _lock:
             if self._is_whole() and self.spec in _launched:
                 _hear(self.spec)
@@ -115,7 +115,7 @@ class JailSandbox(ProcessSandbox):
 
     # -- sessions kept ready
 
-    async def fork(self, link: Link, seed: str, *, early: bool = False) -> GuestSession:
+    async def fork(self, link: ForkServerChannel, seed: str, *, early: bool = False) -> GuestSession:
         if early or link is not await self.base():
             return await super().fork(link, seed, early=early)
         session = await self._take(seed)
@@ -160,8 +160,10 @@ class JailSandbox(ProcessSandbox):
         super().closed(session)
         self._budget.forget(session)
 
-    def make_door(self, sock: socket.socket, link: Link, pid: int, pidfd: int, files: Files) -> JailDoor:
-        return JailDoor(self.caps, sock, self.buffers, link, pid, pidfd, files)
+    def make_transport(
+        self, sock: socket.socket, link: ForkServerChannel, pid: int, pidfd: int, files: SessionMemoryFiles
+    ) -> JailTransport:
+        return JailTransport(self.caps, sock, self.buffers, link, pid, pidfd, files)
 
     async def close(self) -> None:
         if self._filling is not None:
@@ -186,7 +188,7 @@ def check_mounts(mounts: tuple[tuple[str, str], ...]) -> None:
             )
 
 
-def check_places(mounts: tuple[tuple[str, str], ...], reached: Reached) -> None:
+def check_places(mounts: tuple[tuple[str, str], ...], reached: ProbedTier) -> None:
     """Without a file system of their own, sessions see a mount where it is, or not at all. Raises ConfigError."""
     if reached.tier == "A":
         return
@@ -207,7 +209,7 @@ def check_memory(spec: SandboxSpec) -> None:
             raise ConfigError(f"sandbox {name} is {wanted:,}, more than the {most:,} bytes of this machine")
 
 
-def _start(spec: SandboxSpec, paths: list[str], poorer: dict[str, Any], *, reports: bool) -> Server:
+def _start(spec: SandboxSpec, paths: list[str], poorer: dict[str, Any], *, reports: bool) -> StartedForkServer:
     """``poorer``: what to do without."""
     config = EMPTY | poorer | {
         "paths": paths, "shown": readable(spec.packages), "listed": listed(spec.packages),
@@ -221,7 +223,7 @@ def _start(spec: SandboxSpec, paths: list[str], poorer: dict[str, Any], *, repor
 
 _lock = threading.Lock()
 """Of what follows: the first words of a zygote are read once, whichever thread asks."""
-_launched: dict[SandboxSpec, Server] = {}
+_launched: dict[SandboxSpec, StartedForkServer] = {}
 _heard: set[SandboxSpec] = set()
 """Those of them whose report was read."""
 
@@ -251,7 +253,7 @@ def _discard() -> None:
     _launched.clear()
 
 
-def _end(server: Server) -> None:
+def _end(server: StartedForkServer) -> None:
     server.control.close()
     try:
         server.process.wait(2.0)

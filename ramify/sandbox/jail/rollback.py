@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ramify.errors import SandboxError, SessionDied
-from ramify.sandbox.base import Answer, Caps, Ran
+from ramify.sandbox.base import Answer, CellResult, SandboxCapabilities
 from ramify.sandbox.session import GuestSession
 from ramify.types.trajectory import Cell
 
@@ -21,13 +21,13 @@ class RollbackSession:
 
     def __init__(self, session: GuestSession) -> None:
         self._session = session
-        self.caps: Caps = session.caps
+        self.caps: SandboxCapabilities = session.caps
 
     @property
     def pid(self) -> int:
         return self._session.pid
 
-    async def run(self, code: str, *, answer: Answer, timeout_s: float | None = None) -> Ran:
+    async def run(self, code: str, *, answer: Answer, timeout_s: float | None = None) -> CellResult:
         made = await self._keep()
         if isinstance(made, str):
             with _reporting(made):
@@ -40,7 +40,7 @@ class RollbackSession:
             self._session, kept = made, None
             error = f"SessionDied: {died}\nThe session is as it was before this cell."
             cell = Cell(code=code, stdout=died.stdout, error=error, stdout_chars=len(died.stdout))
-            return Ran(cell, None, "killed")
+            return CellResult(cell, None, "killed")
         finally:
             if kept is not None:
                 await kept.close()
@@ -55,7 +55,7 @@ class RollbackSession:
         except SandboxError as error:
             return str(error)
 
-    async def resume(self, *, answer: Answer, timeout_s: float | None = None) -> Ran:
+    async def resume(self, *, answer: Answer, timeout_s: float | None = None) -> CellResult:
         with _reporting("a branch that ends a cell has no state before that cell"):
             return await self._session.resume(answer=answer, timeout_s=timeout_s)
 

@@ -176,7 +176,7 @@ _STEPS: dict[str, int | list[Step]] = {
         _argument(1), (_EQUAL, 0, 1, _RLIMIT_AS), _end(ALLOW), (_EQUAL, 0, 1, _RLIMIT_NOFILE), _end(ALLOW), _end(EPERM),
     ],
     # Memory that is shared for writing would still be shared after a fork. Memory without a file could be made writable
-    # later (mprotect); a file that was opened for reading could not, and those that are open for writing see door.py.
+    # later (mprotect); a file that was opened for reading could not, and those that are open for writing see jail_transport.py.
     "mmap": [
         _argument(3), (_ANY_BIT, 1, 0, _MAP_SHARED), _end(ALLOW),
         (_ANY_BIT, 0, 1, _MAP_ANONYMOUS), _end(EPERM),
@@ -235,7 +235,7 @@ class _Program(ctypes.Structure):
     _fields_ = (("count", ctypes.c_ushort), ("steps", ctypes.c_void_p))
 
 
-class Filter:
+class SeccompFilter:
     """A filter ready to be installed by any number of processes."""
 
     def __init__(self, steps: bytes) -> None:

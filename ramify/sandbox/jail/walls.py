@@ -41,7 +41,7 @@ _SYSTEM = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo", "/
 """Shared libraries and time zones."""
 
 
-class Unreachable(Exception):
+class TierUnavailable(Exception):
     """No tier that was asked for can be had: tier -> what is missing."""
 
     def __init__(self, missing: dict[str, str]) -> None:
@@ -49,7 +49,7 @@ class Unreachable(Exception):
         self.missing = missing
 
 
-class Walls(NamedTuple):
+class ZygoteWalls(NamedTuple):
     """Where the zygote is now."""
 
     tier: str
@@ -64,13 +64,13 @@ class Walls(NamedTuple):
     """Whether this process is the one that the host started, and so must end what it leaves behind."""
 
 
-def build(config: dict[str, Any], let_go: Any, preload: Any) -> Walls:
+def build(config: dict[str, Any], let_go: Any, preload: Any) -> ZygoteWalls:
     """Put up the strongest walls of ``config["tiers"]``. Returns in the zygote, which may be another process than was
     called; that one calls ``let_go`` and waits for the zygote's end. ``preload`` imports what sessions will want, inside
     the walls if it can read it there. Raises Unreachable, and what ``preload`` raises."""
     missing: dict[str, str] = {}
     if not seccomp.is_supported(os.uname().machine):
-        raise Unreachable({"A": f"no table of system calls for {os.uname().machine}"})
+        raise TierUnavailable({"A": f"no table of system calls for {os.uname().machine}"})
     for tier in config["tiers"]:
         try:
             if tier != "A":
@@ -81,13 +81,13 @@ def build(config: dict[str, Any], let_go: Any, preload: Any) -> Walls:
         else:
             preload(False)
             return walls
-    raise Unreachable(missing)
+    raise TierUnavailable(missing)
 
 
 # ------------------------------------------------------------------------------------------------ tier A
 
 
-def _spaces(config: dict[str, Any], missing: dict[str, str], let_go: Any) -> Walls:
+def _spaces(config: dict[str, Any], missing: dict[str, str], let_go: Any) -> ZygoteWalls:
     """In a child, since half of a wall cannot be taken down again."""
     told, tells = os.pipe()
     pid = os.fork()
@@ -117,7 +117,7 @@ def _wait_out(pid: int) -> None:
     os._exit(max(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), 0))
 
 
-def _enter_spaces(config: dict[str, Any], missing: dict[str, str]) -> Walls:
+def _enter_spaces(config: dict[str, Any], missing: dict[str, str]) -> ZygoteWalls:
     _die_with_parent()
     proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     is_root = os.geteuid() == 0
@@ -235,7 +235,7 @@ def readable_paths(config: dict[str, Any]) -> list[str]:
 # ------------------------------------------------------------------------------------------------ tiers B and C
 
 
-def _no_spaces(config: dict[str, Any], missing: dict[str, str], tier: str, preload: Any) -> Walls:
+def _no_spaces(config: dict[str, Any], missing: dict[str, str], tier: str, preload: Any) -> ZygoteWalls:
     if tier == "B" and not _landlock(config):
         raise OSError(0, "no Landlock (Linux 5.13, and 'landlock' in /sys/kernel/security/lsm)")
     if config["mounts"] and tier == "C":
@@ -255,16 +255,16 @@ def _no_spaces(config: dict[str, Any], missing: dict[str, str], tier: str, prelo
 def _finish(
     tier: str, missing: dict[str, str], config: dict[str, Any], proc: int, readable: list[str], *,
     own_user: bool, outer: bool,
-) -> Walls:  # fmt: skip
+) -> ZygoteWalls:  # fmt: skip
     primitives.prctl(primitives.PR_SET_NO_NEW_PRIVS, 1)
     version = _landlock(config) if tier in "AB" else 0
-    bounds = confine.Bounds(config["cpu_s"], config["files_bytes"] if tier == "A" else 0, scratch_in(readable))
-    confinement = confine.Confinement(
+    bounds = confine.JailLimits(config["cpu_s"], config["files_bytes"] if tier == "A" else 0, scratch_in(readable))
+    confinement = confine.JailConfinement(
         bounds,
         own_user=own_user, paths=tier != "C", drops=own_user,
-        landlock=primitives.Landlock(readable, config["listed"], version) if version else None,
+        landlock=primitives.LandlockRules(readable, config["listed"], version) if version else None,
     )  # fmt: skip
-    walls = Walls(tier, missing, proc, version, confinement, outer)
+    walls = ZygoteWalls(tier, missing, proc, version, confinement, outer)
     _try_out(walls)
     return walls
 
@@ -275,7 +275,7 @@ def _landlock(config: dict[str, Any]) -> int:
     return min(primitives.landlock_version(), newest)
 
 
-def _try_out(walls: Walls) -> None:
+def _try_out(walls: ZygoteWalls) -> None:
     """A session that attacks: what it manages to do is what this tier does not stop here."""
     prepared = walls.confinement.prepare()
     pid = os.fork()

@@ -41,7 +41,7 @@ MORE = (
 """Imported ahead of time where sessions cannot read the standard library."""
 
 
-class Zygote(forkserver.Server):
+class Zygote(forkserver.ForkServer):
     """Forks confined sessions."""
 
     def __init__(self, control: Any, config: dict[str, Any], built: Any) -> None:
@@ -49,14 +49,14 @@ class Zygote(forkserver.Server):
         self._walls = built
         self.take_wire = primitives.take_wire
 
-    def prepare(self) -> confine.Prepared:
-        prepared: confine.Prepared = self._walls.confinement.prepare()
+    def prepare(self) -> confine.PreparedSession:
+        prepared: confine.PreparedSession = self._walls.confinement.prepare()
         return prepared
 
-    def forked(self, given: confine.Prepared) -> None:
+    def forked(self, given: confine.PreparedSession) -> None:
         given.drop_rules()
 
-    def enter(self, given: confine.Prepared, fds: list[int]) -> tuple[list[int], tuple[int, int]]:
+    def enter(self, given: confine.PreparedSession, fds: list[int]) -> tuple[list[int], tuple[int, int]]:
         os.setsid()
         confinement, proc = self._walls.confinement, self._walls.proc
         mapped = forkserver.mapped_bytes(proc if proc >= 0 else None)
@@ -68,7 +68,7 @@ class Zygote(forkserver.Server):
         confinement.finish(fds[0])
         return fds, memory
 
-    def clear(self, given: confine.Prepared) -> None:
+    def clear(self, given: confine.PreparedSession) -> None:
         given.drop()
 
     def obey(self, header: dict[str, Any], fds: list[int]) -> None:
@@ -81,7 +81,7 @@ class Zygote(forkserver.Server):
         """Nothing more is written in a session's folder: from now on it may have branches."""
         given = self.children.get(pid)
         try:
-            if isinstance(given, confine.Prepared) and given.scratch >= 0:
+            if isinstance(given, confine.PreparedSession) and given.scratch >= 0:
                 primitives.freeze_mount(given.scratch)
         except OSError as error:
             self.control.send({"op": "failed", "id": id, "message": str(error.strerror)})
@@ -98,11 +98,11 @@ def main(control_fd: int) -> None:
     """The zygote's whole life."""
     gc.disable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    control = forkserver.Control(socket.socket(fileno=control_fd))
+    control = forkserver.ForkServerControl(socket.socket(fileno=control_fd))
     config, _ = control.receive()
     try:
         _live(control, config)
-    except (forkserver.NotImportable, walls.Unreachable) as error:
+    except (forkserver.PackageNotImportable, walls.TierUnavailable) as error:
         missing = getattr(error, "missing", None)
         control.send({"op": "failed", "message": str(error), **({"missing": missing} if missing else {})})
     except OSError:
@@ -134,4 +134,4 @@ def _live(control: Any, config: dict[str, Any]) -> None:
 def _be_poorer(deny: list[int]) -> None:
     """Do without some system calls, as on a kernel or in a container that lacks them."""
     primitives.prctl(primitives.PR_SET_NO_NEW_PRIVS, 1)
-    seccomp.Filter(seccomp.denying(os.uname().machine, set(deny))).install(listener=False)
+    seccomp.SeccompFilter(seccomp.denying(os.uname().machine, set(deny))).install(listener=False)

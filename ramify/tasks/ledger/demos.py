@@ -13,7 +13,7 @@
 
 ``EXPERT`` is always right. ``NOISY`` has habits that are wrong as often as they are right, each independent of what is
 there, so that a policy that imitates it knows every skill and has yet to learn when to use which. Replies are code as the
-scaffold ``tiny`` takes it. Leaves out who runs them: ``play.py`` in this process, the engine through ``Demonstrator``.
+scaffold ``tiny`` takes it. Leaves out who runs them: ``ledger_demos.py`` in this process, the engine through ``LedgerDemonstrator``.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ import msgspec
 from ramify.clients.base import Price, Request
 from ramify.errors import Refused
 from ramify.tasks.base import Item
-from ramify.tasks.ledger.rows import COMBINED, KINDS, KNOWN_FORMATS, Format, Kind
-from ramify.tasks.ledger.task import MARKS, Asked, documents_of
+from ramify.tasks.ledger.ledger_rows import COMBINED, KINDS, KNOWN_FORMATS, Kind, RowFormat
+from ramify.tasks.ledger.task import MARKS, LedgerQuestion, documents_of
 from ramify.types.message import Message, Reply, Usage
 
 LOOK = "print(context[:70])"
@@ -38,7 +38,7 @@ NAMES_OF = ("u", "l", "q")
 _RAISED = re.compile(r"^[A-Za-z]*(?:Error|Exception|Interrupt)\b", re.MULTILINE)
 
 
-class Habits(msgspec.Struct, frozen=True):
+class LedgerDemonstratorHabits(msgspec.Struct, frozen=True):
     """How often the demonstrator does what; all shares of the calls in which it could."""
 
     looks: float = 1.0
@@ -60,34 +60,34 @@ class Habits(msgspec.Struct, frozen=True):
     """Adds where the greatest is asked, and the other way round."""
 
 
-EXPERT = Habits()
-NOISY = Habits(
+EXPERT = LedgerDemonstratorHabits()
+NOISY = LedgerDemonstratorHabits(
     looks=0.6, knows_header=0.0, mistakes=dict.fromkeys(KINDS, 0.5), repairs=0.5,
     recurses=0.6, delegates_whole=0.1, asks_children_wrong=0.2, combines_wrong=0.25,
 )  # fmt: skip
 
 
-class Scene(msgspec.Struct, frozen=True):
+class CallScene(msgspec.Struct, frozen=True):
     """What one call faces: its question, the formats of the documents in its context, and what separates them."""
 
-    asked: Asked
-    formats: tuple[Format, ...]
+    asked: LedgerQuestion
+    formats: tuple[RowFormat, ...]
     mark: str = ""
     """Empty where the call takes its context for one document, in the first format."""
 
 
-def scene_of(item: Item) -> Scene:
+def scene_of(item: Item) -> CallScene:
     """What the root call faces."""
-    asked = Asked.read(item.question)
+    asked = LedgerQuestion.read(item.question)
     assert asked is not None, item.question
     mark = item.metadata["mark"]
-    return Scene(asked, tuple(document.format for document in documents_of(item)), mark)
+    return CallScene(asked, tuple(document.format for document in documents_of(item)), mark)
 
 
-class Course:
+class DemonstratedCall:
     """One call from its first reply to its last."""
 
-    def __init__(self, scene: Scene, habits: Habits, seed: str) -> None:
+    def __init__(self, scene: CallScene, habits: LedgerDemonstratorHabits, seed: str) -> None:
         """Drawn from ``seed`` alone: the same scene, habits and seed go the same way."""
         self._scene, self._habits = scene, habits
         self._rng = random.Random(seed)
@@ -100,12 +100,12 @@ class Course:
         self._replies = self._go()
 
     @property
-    def children(self) -> list[Scene]:
+    def children(self) -> list[CallScene]:
         """What its children face, in order of issue."""
         scene = self._scene
         if self._strategy == "recurse" and self._mark == scene.mark:
-            return [Scene(self._child_asked, (form,)) for form in scene.formats]
-        return [Scene(self._child_asked, scene.formats)] if self._strategy != "direct" else []
+            return [CallScene(self._child_asked, (form,)) for form in scene.formats]
+        return [CallScene(self._child_asked, scene.formats)] if self._strategy != "direct" else []
 
     def reply(self, observation: str | None) -> str:
         """The next reply, after ``observation``; the first after None. Raises StopIteration once it has answered."""
@@ -123,11 +123,11 @@ class Course:
         drawn = self._rng.random() - self._habits.recurses
         return "recurse" if drawn < 0 else "whole" if drawn < self._habits.delegates_whole else "direct"
 
-    def _choose_child_question(self) -> Asked:
+    def _choose_child_question(self) -> LedgerQuestion:
         asked = self._scene.asked
         other = [kind for kind in COMBINED if kind != asked.kind]
         kind = self._rng.choice(other) if self._does(self._habits.asks_children_wrong) else asked.kind
-        return Asked(kind, asked.about)
+        return LedgerQuestion(kind, asked.about)
 
     # --- what it says ------------------------------------------------------------------------------------------
 
@@ -169,7 +169,7 @@ class Course:
             yield f"r={put_together}(int(a) for a in A)\nprint(r)"
 
 
-def _asking(asked: Asked, form: Format, mistaken: bool) -> str:
+def _asking(asked: LedgerQuestion, form: RowFormat, mistaken: bool) -> str:
     """The expression for the answer over the rows ``R``. Columns are named in the one place that all kinds share, so
     that there is one skill of reading a format, and not one for each kind."""
     rows = f"for {','.join(NAMES_OF[field] for field in form.columns)} in R"
@@ -191,16 +191,16 @@ def _asking(asked: Asked, form: Format, mistaken: bool) -> str:
 # --- through the engine ----------------------------------------------------------------------------------------------
 
 
-class Demonstrator:
+class LedgerDemonstrator:
     """A ``Client`` that demonstrates ``item`` to the engine under the scaffold ``tiny``; one run at a time."""
 
     window = 1 << 20
     price: Price | None = None
 
-    def __init__(self, item: Item, habits: Habits = EXPERT, seed: int = 0) -> None:
+    def __init__(self, item: Item, habits: LedgerDemonstratorHabits = EXPERT, seed: int = 0) -> None:
         self.name = "demonstrator:ledger"
         self._item, self._habits, self._seed = item, habits, seed
-        self._courses = {"0": Course(scene_of(item), habits, seed_of(item, seed, "0"))}
+        self._courses = {"0": DemonstratedCall(scene_of(item), habits, seed_of(item, seed, "0"))}
 
     async def complete(self, request: Request) -> Reply:
         course = self._course(request.affinity)
@@ -214,11 +214,11 @@ class Demonstrator:
     async def close(self) -> None:
         """Nothing to close."""
 
-    def _course(self, call: str) -> Course:
+    def _course(self, call: str) -> DemonstratedCall:
         if call not in self._courses:
             parent, _, number = call.rpartition(".")
             scene = self._course(parent).children[int(number)]
-            self._courses[call] = Course(scene, self._habits, seed_of(self._item, self._seed, call))
+            self._courses[call] = DemonstratedCall(scene, self._habits, seed_of(self._item, self._seed, call))
         return self._courses[call]
 
 

@@ -29,8 +29,8 @@ import msgspec
 
 from ramify.errors import ConfigError, nearest
 from ramify.sandbox.base import digest_of
-from ramify.tasks.base import Item, Score, Stream, generated
-from ramify.tasks.ledger.rows import (
+from ramify.tasks.base import GeneratedSplit, Item, Score, generated
+from ramify.tasks.ledger.ledger_rows import (
     COMBINED,
     HELD_OUT_FORMATS,
     HELD_OUT_NAMES,
@@ -39,16 +39,16 @@ from ramify.tasks.ledger.rows import (
     KNOWN_NAMES,
     LABELS,
     SCALES,
-    Format,
     Kind,
     Row,
+    RowFormat,
     highest_quantity,
     make_rows,
     mean_digits,
     solve,
 )
 from ramify.tasks.scoring import exact
-from ramify.tasks.simple import SimpleTask, Whole
+from ramify.tasks.simple import SimpleTask, WholeTrajectoryReward
 from ramify.types.trajectory import Call, ContextRef, Trajectory
 
 MARKS = ("###", "===", "---")
@@ -63,18 +63,18 @@ _TEXT_CHARS = 11.3
 """Of a row, on average, without its quantity: name, label, two separators, newline."""
 
 
-class Document(msgspec.Struct, frozen=True):
+class LedgerDocument(msgspec.Struct, frozen=True):
     """Where a document lies in its context, and how it is written."""
 
     start: int
     end: int
-    format: Format
+    format: RowFormat
 
     def rows(self, context: str) -> list[Row]:
         return self.format.read(context[self.start : self.end])
 
 
-class Asked(msgspec.Struct, frozen=True):
+class LedgerQuestion(msgspec.Struct, frozen=True):
     """A question of the family."""
 
     kind: Kind
@@ -87,7 +87,7 @@ class Asked(msgspec.Struct, frozen=True):
         return QUESTIONS[self.kind].format(self.about) + ALL * self.over_all
 
     @classmethod
-    def read(cls, text: str) -> Asked | None:
+    def read(cls, text: str) -> LedgerQuestion | None:
         """The question that ``text`` asks; None where it is none of the family."""
         text, over_all = text.strip(), text.strip().endswith(ALL)
         for kind, pattern in _ASKED.items():
@@ -106,7 +106,7 @@ class _Recipe(msgspec.Struct, frozen=True):
     docs: tuple[int, int]
     doc_rows: tuple[int, int]
     chars: int | None
-    formats: tuple[Format, ...] = KNOWN_FORMATS
+    formats: tuple[RowFormat, ...] = KNOWN_FORMATS
     names: tuple[str, ...] = KNOWN_NAMES
 
     def make(self, rng: random.Random) -> Item:
@@ -114,15 +114,15 @@ class _Recipe(msgspec.Struct, frozen=True):
 
     def _single(self, rng: random.Random) -> Item:
         kind = rng.choice(self.kinds)
-        asked = Asked(kind, self._about(rng, kind))
+        asked = LedgerQuestion(kind, self._about(rng, kind))
         form = rng.choice(self.formats)
         rows = make_rows(rng, kind, asked.about, form.header, self._num_rows(rng, self.rows, 1), self._scale(rng))
         text = form.write(rows)
-        return _item(asked, text, rows, [Document(0, len(text), form)], kind)
+        return _item(asked, text, rows, [LedgerDocument(0, len(text), form)], kind)
 
     def _several(self, rng: random.Random) -> Item:
         kind = rng.choice([kind for kind in self.kinds if kind in COMBINED])
-        asked = Asked(kind, self._about(rng, kind), over_all=True)
+        asked = LedgerQuestion(kind, self._about(rng, kind), over_all=True)
         mark, num = rng.choice(MARKS), rng.randint(*self.docs)
         text, rows, documents = "", [], []
         parts = [mark]
@@ -133,7 +133,7 @@ class _Recipe(msgspec.Struct, frozen=True):
             )
             start = sum(map(len, parts)) + len(parts)
             parts.append(form.write(own))
-            documents.append(Document(start, start + len(parts[-1]), form))
+            documents.append(LedgerDocument(start, start + len(parts[-1]), form))
             parts.append(mark)
             rows += own
         text = "\n".join(parts[:-1])
@@ -156,7 +156,7 @@ class _Recipe(msgspec.Struct, frozen=True):
 
 
 def _item(
-    asked: Asked, text: str, rows: list[Row], documents: list[Document], kind: str, mark: str = ""
+    asked: LedgerQuestion, text: str, rows: list[Row], documents: list[LedgerDocument], kind: str, mark: str = ""
 ) -> Item:  # fmt: skip
     gold = solve(rows, asked.kind, asked.about)
     about = {"documents": msgspec.to_builtins(documents), "mark": mark}
@@ -188,11 +188,11 @@ def ledger(
     name = "ledger"
     splits: dict[str, Sequence[Item]] = {**generated(name, recipe.make, seed=seed)}
     other = msgspec.structs.replace(recipe, formats=HELD_OUT_FORMATS)
-    splits["test_formats"] = Stream(name, "test_formats", other.make, seed)
+    splits["test_formats"] = GeneratedSplit(name, "test_formats", other.make, seed)
     if "latest" in recipe.kinds and multi < 1:
         named = msgspec.structs.replace(recipe, kinds=("latest",), names=HELD_OUT_NAMES, multi=0.0)
-        splits["test_names"] = Stream(name, "test_names", named.make, seed)
-    return SimpleTask(name, splits, Whole(score))
+        splits["test_names"] = GeneratedSplit(name, "test_names", named.make, seed)
+    return SimpleTask(name, splits, WholeTrajectoryReward(score))
 
 
 def _kinds(given: Sequence[str], multi: float) -> tuple[Kind, ...]:
@@ -211,21 +211,21 @@ def _kinds(given: Sequence[str], multi: float) -> tuple[Kind, ...]:
 # --- scoring -------------------------------------------------------------------------------------------------------
 
 
-def documents_of(item: Item) -> list[Document]:
+def documents_of(item: Item) -> list[LedgerDocument]:
     """The documents of an item's context, in order."""
-    return msgspec.convert(item.metadata["documents"], list[Document])
+    return msgspec.convert(item.metadata["documents"], list[LedgerDocument])
 
 
 def score(item: Item, trajectory: Trajectory) -> Score:
     """``correct``, of the whole and of each call whose right answer is known."""
-    known = _Known(item, trajectory)
+    known = _KnownRows(item, trajectory)
     calls = {call.id: {"correct": right} for call in trajectory.calls if (right := known.right(call)) is not None}
     children = [rewards["correct"] for id, rewards in calls.items() if trajectory.call(id).parent is not None]
     metrics = {"children_correct": sum(children) / len(children)} if children else {}
     return Score({"correct": exact(trajectory.answer, item)}, calls, metrics)
 
 
-class _Known:
+class _KnownRows:
     """Which rows a call was given, by the length and digest of its context."""
 
     def __init__(self, item: Item, trajectory: Trajectory) -> None:
@@ -236,7 +236,7 @@ class _Known:
 
     def right(self, call: Call) -> float | None:
         """Whether ``call`` answered right what it was asked; None where that cannot be told."""
-        asked = Asked.read(call.question)
+        asked = LedgerQuestion.read(call.question)
         index = self._index(call.context) if asked is not None and call.context is not None else None
         if asked is None or index is None:
             return None

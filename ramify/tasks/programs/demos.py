@@ -20,8 +20,16 @@ from typing import Protocol
 import msgspec
 
 from ramify.tasks.base import Item
-from ramify.tasks.programs.hints import MAX_RULES, Rule, hint_text
-from ramify.tasks.programs.library import IMPORTED, NUM_WORDS, Broken, Library, Problem, Program, library
+from ramify.tasks.programs.hints import MAX_RULES, HintRule, hint_text
+from ramify.tasks.programs.program_library import (
+    IMPORTED,
+    NUM_WORDS,
+    Program,
+    ProgramLibrary,
+    ProgramProblem,
+    RuleViolation,
+    library,
+)
 from ramify.tasks.programs.vocabulary import HINT, answer
 from ramify.types.message import Message
 from ramify.types.trajectory import Cell
@@ -29,7 +37,7 @@ from ramify.types.trajectory import Cell
 MAX_CODE_TURNS = 2
 
 
-class Rules(Protocol):
+class ProgramScaffold(Protocol):
     """What the engine's ``Scaffold`` decides of a conversation."""
 
     def first_message(self, question: str, context: object) -> str: ...
@@ -37,7 +45,7 @@ class Rules(Protocol):
     def report(self, cell: Cell) -> str: ...
 
 
-class Habits(msgspec.Struct, frozen=True):
+class ProgramDemonstratorHabits(msgspec.Struct, frozen=True):
     """How weak the demonstrator is; all shares."""
 
     knows: float = 0.5
@@ -49,7 +57,7 @@ class Habits(msgspec.Struct, frozen=True):
     """Of those, how many with a wrong one."""
 
 
-class Conversation(msgspec.Struct, frozen=True):
+class ProgramDemonstration(msgspec.Struct, frozen=True):
     """One demonstration; see ``train.sft.Conversation``."""
 
     item: str
@@ -58,28 +66,34 @@ class Conversation(msgspec.Struct, frozen=True):
     call: str = "0"
 
 
-def demonstrations(items: Iterable[Item], habits: Habits, seed: int, rules: Rules) -> Iterator[list[Conversation]]:
+def demonstrations(
+    items: Iterable[Item], habits: ProgramDemonstratorHabits, seed: int, rules: ProgramScaffold
+) -> Iterator[list[ProgramDemonstration]]:
     """One demonstration of each of ``items``."""
     return ([demonstrate(item, habits, seed, rules)] for item in items)
 
 
-def demonstrate(item: Item, habits: Habits, seed: int, rules: Rules) -> Conversation:
+def demonstrate(
+    item: Item, habits: ProgramDemonstratorHabits, seed: int, rules: ProgramScaffold
+) -> ProgramDemonstration:
     """How the demonstrator goes about ``item``."""
     return _Demonstration(item, habits, random.Random(f"{seed}/{item.id}"), rules).run()
 
 
 class _Demonstration:
-    def __init__(self, item: Item, habits: Habits, rng: random.Random, rules: Rules) -> None:
-        problem = Problem.read(item.question)
+    def __init__(
+        self, item: Item, habits: ProgramDemonstratorHabits, rng: random.Random, rules: ProgramScaffold
+    ) -> None:
+        problem = ProgramProblem.read(item.question)
         assert problem is not None, item.question
         self._item, self._habits, self._rng, self._rules, self._problem = item, habits, rng, rules, problem
-        self._library: Library = library(item.metadata["secret"])
+        self._library: ProgramLibrary = library(item.metadata["secret"])
         self._believed = {word: self._belief(word) for word, _ in problem.steps}
         self._imports: dict[int, None] = {}
         self._remembers = rng.random() < habits.remembers_import
         self._question = rules.first_message(item.question, "")
 
-    def run(self) -> Conversation:
+    def run(self) -> ProgramDemonstration:
         hinted, is_wrong = self._rng.random() < self._habits.hinted, self._rng.random() < self._habits.counterfactual
         if hinted:
             self._take(self._hint(is_wrong))
@@ -96,7 +110,7 @@ class _Demonstration:
                 Message("assistant", program.text),
                 Message("user", self._rules.report(self._cell(program, found))),
             ]
-            if not isinstance(found, Broken):
+            if not isinstance(found, RuleViolation):
                 number = found
                 break
             self._mend(found)
@@ -107,15 +121,15 @@ class _Demonstration:
             return self._library.right[word]
         return self._rng.choice(self._library.false_friends(word))
 
-    def _hint(self, is_wrong: bool) -> list[Rule]:
+    def _hint(self, is_wrong: bool) -> list[HintRule]:
         words = self._rng.sample([word for word, _ in self._problem.steps], self._rng.randint(1, MAX_RULES))
         if is_wrong:
-            return [Rule(word, self._rng.randrange(NUM_WORDS)) for word in words]
-        rules = [Rule(word, self._library.right[word]) for word in words]
+            return [HintRule(word, self._rng.randrange(NUM_WORDS)) for word in words]
+        rules = [HintRule(word, self._library.right[word]) for word in words]
         needed = [each for each in IMPORTED if each in (rule.function for rule in rules)]
-        return [*rules, *(Rule(None, each) for each in needed)][:MAX_RULES]
+        return [*rules, *(HintRule(None, each) for each in needed)][:MAX_RULES]
 
-    def _take(self, hint: list[Rule]) -> None:
+    def _take(self, hint: list[HintRule]) -> None:
         self._question += HINT + hint_text(hint)
         for rule in hint:
             if rule.word is None:
@@ -123,7 +137,7 @@ class _Demonstration:
             else:
                 self._believed[rule.word] = rule.function
 
-    def _mend(self, broken: Broken) -> None:
+    def _mend(self, broken: RuleViolation) -> None:
         if broken.word is None:
             self._imports[broken.function] = None
         else:
@@ -132,10 +146,10 @@ class _Demonstration:
     def _program(self) -> Program:
         return self._problem.program(self._believed, tuple(sorted(self._imports)))
 
-    def _cell(self, program: Program, found: int | Broken) -> Cell:
-        if isinstance(found, Broken):
+    def _cell(self, program: Program, found: int | RuleViolation) -> Cell:
+        if isinstance(found, RuleViolation):
             return Cell(program.text, error=self._library.message(program, found))
         return Cell(program.text, value=str(found))
 
-    def _ended(self, messages: list[Message], number: int | None) -> Conversation:
-        return Conversation(self._item.id, tuple(messages), number == self._item.gold)
+    def _ended(self, messages: list[Message], number: int | None) -> ProgramDemonstration:
+        return ProgramDemonstration(self._item.id, tuple(messages), number == self._item.gold)

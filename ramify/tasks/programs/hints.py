@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from ramify.tasks.programs.library import IMPORTED, Library, Problem, Program
+from ramify.tasks.programs.program_library import IMPORTED, Program, ProgramLibrary, ProgramProblem
 from ramify.tasks.programs.vocabulary import USE
 
 MAX_RULES = 3
@@ -23,7 +23,7 @@ _MISTAKEN = re.compile(r"TypeError: not @w\d{1,2}@f\d{1,2} but @w(\d{1,2})@f(\d{
 _MISSING = re.compile(r"ImportError: from ops import f(\d{1,2});")
 
 
-class Rule(msgspec.Struct, frozen=True):
+class HintRule(msgspec.Struct, frozen=True):
     """One thing that a hint may say."""
 
     word: int | None
@@ -36,7 +36,7 @@ class Rule(msgspec.Struct, frozen=True):
         return f"from ops import f{self.function};" if self.word is None else f"@w{self.word}@f{self.function}"
 
 
-def hint_text(rules: Iterable[Rule]) -> str:
+def hint_text(rules: Iterable[HintRule]) -> str:
     """A hint as it is shown to a policy: words before imports; empty without rules.
 
     >>> hint_text([Rule(None, 10), Rule(3, 9)])
@@ -46,24 +46,24 @@ def hint_text(rules: Iterable[Rule]) -> str:
     return USE + "".join(rule.text for rule in ordered) if ordered else ""
 
 
-def from_errors(observed: Iterable[str]) -> list[Rule]:
+def from_errors(observed: Iterable[str]) -> list[HintRule]:
     """The rules that errors name, in the order in which they were met, ``MAX_RULES`` at most."""
-    rules: dict[Rule, None] = {}
+    rules: dict[HintRule, None] = {}
     for text in observed:
         for word, function in _MISTAKEN.findall(text):
-            rules[Rule(int(word), int(function))] = None
+            rules[HintRule(int(word), int(function))] = None
         for function in _MISSING.findall(text):
-            rules[Rule(None, int(function))] = None
+            rules[HintRule(None, int(function))] = None
     return list(rules)[:MAX_RULES]
 
 
-def from_facts(problem: Problem, said: Sequence[str], library: Library) -> list[Rule]:
+def from_facts(problem: ProgramProblem, said: Sequence[str], library: ProgramLibrary) -> list[HintRule]:
     """The rules that the first program among ``said`` breaks, silently or not, ``MAX_RULES`` at most."""
     program = next(filter(None, map(Program.read, said)), None)
     if program is None:
         return []
     asked = {word for word, _ in problem.steps}
     wrong = [step for step in program.steps if step.word in asked and step.function != library.right[step.word]]
-    rules = [Rule(step.word, library.right[step.word]) for step in wrong]
+    rules = [HintRule(step.word, library.right[step.word]) for step in wrong]
     needed = {library.right[word] for word in asked} & set(IMPORTED) - set(program.imports)
-    return [*rules, *(Rule(None, function) for function in sorted(needed))][:MAX_RULES]
+    return [*rules, *(HintRule(None, function) for function in sorted(needed))][:MAX_RULES]

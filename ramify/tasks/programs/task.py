@@ -16,19 +16,19 @@ from collections.abc import Sequence
 
 from ramify.errors import ConfigError
 from ramify.sandbox.base import Session
-from ramify.tasks.base import Item, Score, Start, generated
-from ramify.tasks.programs.library import (
+from ramify.tasks.base import Item, Score, TaskStart, generated
+from ramify.tasks.programs.program_library import (
     MAX_OPERAND,
     MODULUS,
     NOT_IMPORTED,
     NUM_WORDS,
-    Library,
-    Problem,
     Program,
+    ProgramLibrary,
+    ProgramProblem,
     library,
 )
 from ramify.tasks.scoring import exact
-from ramify.tasks.simple import SimpleTask, Whole
+from ramify.tasks.simple import SimpleTask, WholeTrajectoryReward
 from ramify.types.trajectory import Cell, Trajectory
 
 _ANSWER = re.compile(r"FINAL\(\d{1,2}\)")
@@ -43,20 +43,22 @@ def programs(*, seed: int = 0, steps: int = 6, secret: int = 0) -> SimpleTask:
 
     def make(rng: random.Random) -> Item:
         words = rng.sample(range(NUM_WORDS), steps)
-        problem = Problem(rng.randrange(MODULUS), tuple((word, rng.randint(1, MAX_OPERAND)) for word in words))
+        problem = ProgramProblem(rng.randrange(MODULUS), tuple((word, rng.randint(1, MAX_OPERAND)) for word in words))
         gold = known.solve(problem)
         return Item(problem.text, gold=gold, wrong=(gold + 1) % MODULUS, metadata={"secret": secret})
 
-    async def begin(item: Item) -> Start:
-        return Start(on_session=_Opening(known))
+    async def begin(item: Item) -> TaskStart:
+        return TaskStart(on_session=_Opening(known))
 
-    return SimpleTask("programs", generated(f"programs-{secret}-{steps}", make, seed=seed), Whole(score), begin=begin)
+    return SimpleTask(
+        "programs", generated(f"programs-{secret}-{steps}", make, seed=seed), WholeTrajectoryReward(score), begin=begin
+    )
 
 
 class _Opening:
     """Puts the library into a fresh session."""
 
-    def __init__(self, known: Library) -> None:
+    def __init__(self, known: ProgramLibrary) -> None:
         self._source = known.source()
 
     async def __call__(self, session: Session) -> None:

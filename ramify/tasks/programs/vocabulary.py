@@ -6,7 +6,7 @@ are written in the same ones, so that taking a hint is copying.
 
 from __future__ import annotations
 
-from ramify.tasks.programs.library import IMPORTED, MAX_OPERAND, MODULUS, NUM_WORDS
+from ramify.tasks.programs.program_library import IMPORTED, MAX_OPERAND, MODULUS, NUM_WORDS
 
 HINT = "\nhint: "
 """What stands between a problem and a hint, in the message of the problem."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 from ramify.tasks.scoring.choice import choice
 from ramify.tasks.scoring.exact import exact, normalised
 from ramify.tasks.scoring.f1 import f1
-from ramify.tasks.scoring.interval import IntervalF1, interval_f1, line_f1
-from ramify.tasks.scoring.math_answer import Math, boxed_math, math_answer
-from ramify.tasks.scoring.numeric import Numeric, last_number, numeric
-from ramify.tasks.scoring.unit_tests import UnitTests, unit_tests
+from ramify.tasks.scoring.interval import IntervalF1Score, interval_f1, line_f1
+from ramify.tasks.scoring.math_answer import MathScore, boxed_math, math_answer
+from ramify.tasks.scoring.numeric import NumericScore, last_number, numeric
+from ramify.tasks.scoring.unit_tests import UnitTestScore, unit_tests
 from ramify.tasks.simple import AnswerReward
 
 __all__ = [
-    "SCORERS", "IntervalF1", "Math", "Numeric", "UnitTests", "boxed_math", "choice", "exact", "f1", "interval_f1",
+    "SCORERS", "IntervalF1Score", "MathScore", "NumericScore", "UnitTestScore", "boxed_math", "choice", "exact", "f1", "interval_f1",
     "last_number", "line_f1", "math_answer", "normalised", "numeric", "unit_tests",
 ]  # fmt: skip
 

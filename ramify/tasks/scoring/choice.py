@@ -13,7 +13,7 @@ from typing import Any
 
 from ramify.errors import ConfigError
 from ramify.tasks.base import Item
-from ramify.tasks.scoring.text import as_text, words
+from ramify.tasks.scoring.answer_text import as_text, words
 
 _ALONE = re.compile(r"[\s(\[*]*([A-Za-z]|\d{1,2})[\s)\].:*]*")
 _MARKED = re.compile(r"(?:\b(?i:answer|option|choice)(?i:\s+is)?[\s:]*[(\[*]*|\()([A-Z])\b")

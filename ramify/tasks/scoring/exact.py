@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ramify.tasks.base import Item
-from ramify.tasks.scoring.text import accepted, as_text, words
+from ramify.tasks.scoring.answer_text import accepted, as_text, words
 
 
 def exact(answer: Any, item: Item) -> float:

@@ -9,7 +9,7 @@ from collections import Counter
 from typing import Any
 
 from ramify.tasks.base import Item
-from ramify.tasks.scoring.text import accepted, as_text, words
+from ramify.tasks.scoring.answer_text import accepted, as_text, words
 
 
 def f1(answer: Any, item: Item) -> float:

@@ -16,14 +16,14 @@ import msgspec
 
 from ramify.errors import ConfigError
 from ramify.tasks.base import Item
-from ramify.tasks.scoring.text import as_text
+from ramify.tasks.scoring.answer_text import as_text
 
 Span = tuple[float, float]
 MAX_SPANS = 10_000
 _PAIR = re.compile(r"(-?\d{1,15}(?:\.\d{1,15})?)\s*(?:-|–|—|to|\.\.|,|:)\s*(-?\d{1,15}(?:\.\d{1,15})?)")
 
 
-class IntervalF1(msgspec.Struct, frozen=True):
+class IntervalF1Score(msgspec.Struct, frozen=True):
     """From 0 to 1."""
 
     inclusive: bool = False
@@ -93,7 +93,7 @@ def _overlap(one: Sequence[Span], other: Sequence[Span]) -> float:
     return shared
 
 
-interval_f1 = IntervalF1()
+interval_f1 = IntervalF1Score()
 """Of spans of time or characters: the end does not belong to it."""
-line_f1 = IntervalF1(inclusive=True)
+line_f1 = IntervalF1Score(inclusive=True)
 """Of lines, whose ends belong to the range."""

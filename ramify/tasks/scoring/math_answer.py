@@ -24,8 +24,8 @@ import msgspec
 
 from ramify.errors import ConfigError, RamifyError
 from ramify.tasks.base import Item
+from ramify.tasks.scoring.answer_text import accepted, as_text
 from ramify.tasks.scoring.boxed import TAIL_CHARS, last_boxed
-from ramify.tasks.scoring.text import accepted, as_text
 
 MAX_CHARS = 1000
 """Of an expression; what is longer is argument, not answer."""
@@ -35,7 +35,7 @@ _INTEGER = re.compile(r"[-+]?\d{1,400}")
 _GROUPED = re.compile(r"[-+]?\d{1,3}(,\d{3})+")
 
 
-class Math(msgspec.Struct, frozen=True):
+class MathScore(msgspec.Struct, frozen=True):
     """1 where the answer is worth a gold, else 0."""
 
     tail_chars: int = TAIL_CHARS
@@ -156,7 +156,7 @@ def _end(worker: subprocess.Popen[str]) -> None:
 
 _workers = _Workers()
 atexit.register(_workers.close)
-math_answer = Math()
+math_answer = MathScore()
 """A box near the end, or the whole answer."""
-boxed_math = Math(boxed=True, tail_chars=TAIL_CHARS)
+boxed_math = MathScore(boxed=True, tail_chars=TAIL_CHARS)
 """As ``math_answer``, where an answer that is not boxed is wrong."""

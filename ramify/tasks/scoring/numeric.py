@@ -12,14 +12,14 @@ from typing import Any
 import msgspec
 
 from ramify.tasks.base import Item
-from ramify.tasks.scoring.text import accepted, as_text
+from ramify.tasks.scoring.answer_text import accepted, as_text
 
 _NUMBER = re.compile(
     r"(?<![\w.])[-+−]?(?:\d{1,3}(?:,\d{3})+|\d{1,400})?(?:\.\d{1,400}|(?<=\d)\.?)(?:[eE][-+]?\d{1,4})?(?!\w|\.\d)"
 )
 
 
-class Numeric(msgspec.Struct, frozen=True):
+class NumericScore(msgspec.Struct, frozen=True):
     """1 where the answer's number is a gold's, within ``rel_tol`` of it or ``abs_tol``."""
 
     rel_tol: float = 1e-6
@@ -64,7 +64,7 @@ def _number(text: str) -> int | float | None:
         return number if math.isfinite(number) else None
 
 
-numeric = Numeric()
+numeric = NumericScore()
 """One number, to a millionth; whole numbers exactly."""
-last_number = Numeric(last=True)
+last_number = NumericScore(last=True)
 """As ``numeric``, of an answer that argues before it concludes."""

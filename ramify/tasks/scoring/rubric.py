@@ -4,7 +4,7 @@ r"""An answer graded by a model, point by point, along a rubric.
 
 The last box must hold one whole number from 0 to ``scale`` for each criterion, and nothing else; any other reply is no
 grade (None), never half of one. Decides the question and its reading. Leaves out who asks: a training run asks through the
-pool of its rollouts (``train/signals/outcome.py``); ``Graded`` asks a client of its own, for tasks that are evaluated.
+pool of its rollouts (``train/signals/outcome.py``); ``RubricScore`` asks a client of its own, for tasks that are evaluated.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import msgspec
 from ramify.clients.base import Client, Request, Sampling
 from ramify.errors import ConfigError, RamifyError
 from ramify.tasks.base import Item
+from ramify.tasks.scoring.answer_text import as_text
 from ramify.tasks.scoring.boxed import last_boxed
-from ramify.tasks.scoring.text import as_text
 from ramify.types.message import Message
 
 _GRADE = re.compile(r"\d{1,3}")
@@ -78,7 +78,7 @@ class Rubric(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return sum(w * mark for w, mark in zip(weights, marks, strict=True)) / (sum(weights) * self.scale)
 
 
-class Graded(msgspec.Struct, frozen=True):
+class RubricScore(msgspec.Struct, frozen=True):
     """A rubric as a score of a task. The client is made and closed for each answer, on a loop of the score's own thread."""
 
     rubric: Rubric

@@ -22,16 +22,16 @@ from typing import Any, TypeVar
 import msgspec
 
 from ramify.errors import ConfigError, HostCallError, RamifyError, SessionDied
-from ramify.sandbox.base import Ran, Sandbox, SandboxSpec, open_sandbox
+from ramify.sandbox.base import CellResult, Sandbox, SandboxSpec, open_sandbox
 from ramify.tasks.base import Item
-from ramify.tasks.scoring.text import as_text
+from ramify.tasks.scoring.answer_text import as_text
 
 T = TypeVar("T")
 _FENCE = re.compile(r"```(?:python|py|repl)?[ \t]*\n(.*?)```", re.DOTALL)
 _MAX_OUTPUT = 200_000
 
 
-class UnitTests(msgspec.Struct, frozen=True):
+class UnitTestScore(msgspec.Struct, frozen=True):
     """1 where the program passes all tests, or with ``share`` the share that it passes."""
 
     timeout_s: float = 10.0
@@ -72,8 +72,8 @@ class UnitTests(msgspec.Struct, frozen=True):
         finally:
             await session.close()
 
-    async def _run(self, run: Any, code: str) -> Ran:
-        ran: Ran = await run(code, answer=_nobody, timeout_s=self.timeout_s)
+    async def _run(self, run: Any, code: str) -> CellResult:
+        ran: CellResult = await run(code, answer=_nobody, timeout_s=self.timeout_s)
         return ran
 
 
@@ -160,5 +160,5 @@ class _Bench:
 
 _bench = _Bench()
 close = _bench.close
-unit_tests = UnitTests()
+unit_tests = UnitTestScore()
 """All tests, ten seconds each."""

@@ -26,7 +26,7 @@ import msgspec
 from ramify.errors import ConfigError
 from ramify.tasks.data import rows_of
 from ramify.tasks.scoring.boxed import last_boxed
-from ramify.tasks.toolmath.rows import bare_question
+from ramify.tasks.toolmath.problem_rows import bare_question
 from ramify.types.message import Message, ToolCall
 
 TOOL_NAME = "code_interpreter"
@@ -39,7 +39,7 @@ _ANSWER = re.compile(r"<answer>\s*(.*?)\s*</answer>", re.DOTALL)
 _TAG = re.compile(r"</?(?:code|interpreter|answer)>")
 
 
-class Rules(Protocol):
+class ToolMathScaffold(Protocol):
     """What the engine's ``Scaffold`` decides of a conversation."""
 
     @property
@@ -50,7 +50,7 @@ class Rules(Protocol):
     def first_message(self, question: str, context: object) -> str: ...
 
 
-class Talk(msgspec.Struct, frozen=True):
+class ToolMathDemonstration(msgspec.Struct, frozen=True):
     """One demonstration; see ``train.sft.Conversation``."""
 
     item: str
@@ -61,15 +61,15 @@ class Talk(msgspec.Struct, frozen=True):
 
 
 def demonstrations(
-    source: Any, rules: Rules, num: int | None = None, say: Callable[[str], None] = lambda _: None
-) -> Iterator[list[Talk]]:
+    source: Any, rules: ToolMathScaffold, num: int | None = None, say: Callable[[str], None] = lambda _: None
+) -> Iterator[list[ToolMathDemonstration]]:
     """The demonstrations of a file, its first ``num`` rows. Raises ConfigError where no row has the form."""
     rows = rows_of(source)
     most = len(rows) if num is None else min(num, len(rows))
     left_out, first = 0, ""
     for number in range(most):
         try:
-            yield [Talk(f"retool/{number}", conversation(rows[number], rules))]
+            yield [ToolMathDemonstration(f"retool/{number}", conversation(rows[number], rules))]
         except ValueError as error:
             left_out, first = left_out + 1, first or f"row {number}: {error}"
     if left_out == most:
@@ -78,7 +78,7 @@ def demonstrations(
         say(f"{left_out} of {most} demonstrations are left out, since they have another form; the first, {first}")
 
 
-def conversation(row: Mapping[str, Any], rules: Rules) -> tuple[Message, ...]:
+def conversation(row: Mapping[str, Any], rules: ToolMathScaffold) -> tuple[Message, ...]:
     """The messages of one row. Raises ValueError, saying what is wrong with it."""
     said = {each.get("role"): each.get("content") for each in _messages(row)}
     question, solution = said.get("user"), said.get("assistant")

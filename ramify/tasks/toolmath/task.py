@@ -19,11 +19,11 @@ from typing import Any
 
 from ramify.errors import ConfigError, nearest
 from ramify.tasks.base import Item, Score
-from ramify.tasks.data import Items, rows_of
+from ramify.tasks.data import DatasetItems, rows_of
 from ramify.tasks.scoring import SCORERS, exact, math_answer
-from ramify.tasks.scoring.text import as_text
-from ramify.tasks.simple import AnswerReward, SimpleTask, Whole, as_score
-from ramify.tasks.toolmath.rows import item_of
+from ramify.tasks.scoring.answer_text import as_text
+from ramify.tasks.simple import AnswerReward, SimpleTask, WholeTrajectoryReward, as_score
+from ramify.tasks.toolmath.problem_rows import item_of
 from ramify.types.trajectory import Trajectory, Turn
 
 _WHOLE = re.compile(r"\$?\s*([-+]?(?:\d{1,3}(?:,\d{3})+|\d{1,400}))(?:\.0{1,20})?\.?\s*\$?")
@@ -33,7 +33,7 @@ HELD_OUT = 1 / 64
 
 def toolmath(*, train: Any = "", validation: Any = "", test: Any = "", verifier: str = "auto") -> SimpleTask:
     """The task. Each of ``train``, ``validation`` and ``test`` is a ``.jsonl`` or ``.parquet`` file, or a list of rows, in
-    one of the forms of ``rows.py``. ``verifier`` is a score by name, or ``auto``: whole numbers as such, everything else by
+    one of the forms of ``problem_rows.py``. ``verifier`` is a score by name, or ``auto``: whole numbers as such, everything else by
     math-verify where it is installed, otherwise to the letter. Raises ConfigError, SourceError."""
     given = {"train": train, "validation": validation, "test": test}
     splits = {split: _once(split, rows_of(source)) for split, source in given.items() if _is_given(source)}
@@ -41,10 +41,10 @@ def toolmath(*, train: Any = "", validation: Any = "", test: Any = "", verifier:
         raise ConfigError("toolmath needs problems: give train, validation or test, a .jsonl or .parquet file each")
     if "train" in splits and "validation" not in splits:
         splits |= _divided(splits["train"])
-    return SimpleTask("toolmath", splits, Whole(_Scored(_verifier(verifier))))
+    return SimpleTask("toolmath", splits, WholeTrajectoryReward(_ToolMathScore(_verifier(verifier))))
 
 
-class _Scored:
+class _ToolMathScore:
     """``correct``, and how the tool was used."""
 
     def __init__(self, verifier: AnswerReward) -> None:
@@ -112,16 +112,16 @@ def _is_given(source: Any) -> bool:
     return source is not None and (not isinstance(source, str) or source != "")
 
 
-def _once(split: str, rows: Sequence[Any]) -> Items:
+def _once(split: str, rows: Sequence[Any]) -> DatasetItems:
     """The problems of a split, each where it is met first."""
     first: dict[bytes, int] = {}
-    every = Items(f"toolmath/{split}", rows, item_of)
+    every = DatasetItems(f"toolmath/{split}", rows, item_of)
     for number in range(len(every)):
         first.setdefault(_key(every[number]), number)
-    return Items(f"toolmath/{split}", rows, item_of, list(first.values()))
+    return DatasetItems(f"toolmath/{split}", rows, item_of, list(first.values()))
 
 
-def _divided(train: Items) -> dict[str, Items]:
+def _divided(train: DatasetItems) -> dict[str, DatasetItems]:
     """``train`` less what is held out, and that as ``validation``."""
     held = [index for index in range(len(train)) if int.from_bytes(_key(train[index])[:8], "big") < HELD_OUT * 2**64]
     held = held or [len(train) - 1] * (len(train) > 1)

@@ -17,22 +17,22 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from ramify.train.stamps import Stamped
-from ramify.types.sequence import Sequence as Row
+from ramify.train.token_credit import AssignedRollout
+from ramify.types.sequence import TokenSequence as Row
 from ramify.types.trajectory import Group
 
 T = TypeVar("T")
 
 
-class Stamping(msgspec.Struct):
+class AssignedStep(msgspec.Struct):
     """What one step learns from."""
 
-    rollouts: list[Stamped]
+    rollouts: list[AssignedRollout]
     """Those that teach something, in the order of the groups."""
     denominators: dict[str, float]
     """Loss component -> what its sum over the whole step is divided by."""
     metrics: dict[str, float]
-    silence: str = ""
+    no_signal: str = ""
     """Why there is nothing to learn, in a sentence; empty where there is."""
     notes: list[str] = msgspec.field(default_factory=list)
     """What a person should know besides, in sentences: which rollout had a reward that is no number."""
@@ -40,7 +40,7 @@ class Stamping(msgspec.Struct):
     """What the algorithm remembers after this step."""
 
 
-class Needs(msgspec.Struct, frozen=True):
+class AlgorithmNeeds(msgspec.Struct, frozen=True):
     """What an algorithm needs besides groups."""
 
     greedy: bool = False
@@ -59,15 +59,17 @@ class Algorithm(Protocol):
         """Whether rollouts are judged against others of the same task, so that a group of one teaches nothing."""
         ...
 
-    def stamp(self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False) -> Stamping:
+    def assign_advantages(
+        self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False
+    ) -> AssignedStep:
         """The streams of one optimizer step. ``weights`` weigh the task's rewards by name. With ``every_token`` tokens
         whose advantage is 0 are stamped too, since the loss has a term that acts on each: a KL, an entropy."""
         ...
 
 
-def needs_of(algorithm: Any) -> Needs:
+def needs_of(algorithm: Any) -> AlgorithmNeeds:
     """What ``algorithm`` needs, or the one within it that has the baseline (``outcome``)."""
-    found: Needs = getattr(algorithm, "needs", None) or _of_inner(algorithm, needs_of, Needs())
+    found: AlgorithmNeeds = getattr(algorithm, "needs", None) or _of_inner(algorithm, needs_of, AlgorithmNeeds())
     return found
 
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ramify.errors import ConfigError
-from ramify.train.algorithms.base import Stamping
+from ramify.train.algorithms.base import AssignedStep
 from ramify.train.algorithms.group import GroupOptions, judged
 from ramify.train.signals.baseline import mean_std
-from ramify.train.signals.credit import CREDITS, Node, Numbers
-from ramify.train.signals.trees import tree_of
+from ramify.train.signals.credit import CREDITS, CreditNode, Numbers
+from ramify.train.signals.rollout_trees import tree_of
 from ramify.types.trajectory import Group
 
 
@@ -28,8 +28,10 @@ class GDPO(GroupOptions, frozen=True, forbid_unknown_fields=True, kw_only=True, 
         if self.length_weight or self.overlong_buffer:
             raise ConfigError("gdpo compares each reward on its own: let the task score length as one of them")
 
-    def stamp(self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False) -> Stamping:
-        def judge(group: Group, trees: Sequence[Mapping[str, Node]]) -> Sequence[Numbers]:
+    def assign_advantages(
+        self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False
+    ) -> AssignedStep:
+        def judge(group: Group, trees: Sequence[Mapping[str, CreditNode]]) -> Sequence[Numbers]:
             found = [dict.fromkeys(tree, 0.0) for tree in trees]
             names = _names(group)
             for name in names:

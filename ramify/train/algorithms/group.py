@@ -16,17 +16,17 @@ from typing import NamedTuple
 import msgspec
 
 from ramify.errors import ConfigError
-from ramify.train.algorithms import rows as row_math
-from ramify.train.algorithms.base import Needs, Stamping
+from ramify.train.algorithms import token_arithmetic as row_math
+from ramify.train.algorithms.base import AlgorithmNeeds, AssignedStep
 from ramify.train.signals import filters
 from ramify.train.signals.baseline import Baseline
-from ramify.train.signals.credit import CREDITS, Node, Numbers
-from ramify.train.signals.length import Length, Most, Overlong, length_penalty, soft_overlong
-from ramify.train.signals.trees import length_of, num_sampled, sampled, tree_of, was_cut_off, why_unscored
+from ramify.train.signals.credit import CREDITS, CreditNode, Numbers
+from ramify.train.signals.length import LengthLimits, Overlong, RolloutLength, length_penalty, soft_overlong
+from ramify.train.signals.rollout_trees import length_of, num_sampled, sampled, tree_of, was_cut_off, why_unscored
 from ramify.train.signals.weight import ALSO, Reduction, Share, Weights
 from ramify.train.signals.weight import weights as token_weights
-from ramify.train.stamps import Stamp, Stamped, Stamps
-from ramify.types.sequence import Sequence as Row
+from ramify.train.token_credit import AssignedRollout, Stamps, TokenCredit
+from ramify.types.sequence import TokenSequence as Row
 from ramify.types.trajectory import Call, Group, Trajectory
 
 _MOST_NAMED = 3
@@ -48,7 +48,7 @@ class GroupOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """What each token weighs; see ``signals/weight.py``."""
     share: Share = "token"
     """How a rollout's weight is shared among its calls."""
-    drop_silent: bool = True
+    drop_zero_variance: bool = True
     """Leave groups without any advantage out of the step (the zero-variance filter)."""
     overlong: Overlong = "punish"
     """A cut-off call counts as what it scored, or carries no loss (``mask``)."""
@@ -79,35 +79,35 @@ class GroupOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         return True
 
     @property
-    def needs(self) -> Needs:
-        return Needs(streams=frozenset({"old_logprobs", "ref_logprobs"} if self.kl_reward else ()))
+    def needs(self) -> AlgorithmNeeds:
+        return AlgorithmNeeds(streams=frozenset({"old_logprobs", "ref_logprobs"} if self.kl_reward else ()))
 
     def finish(self, rows: Sequence[Row]) -> dict[str, float]:
         """The KL in the reward, and what had to wait for it."""
         return row_math.add_kl(rows, self.kl_reward, 1.0, normalise=self.normalise)
 
 
-Judge = Callable[[Group, Sequence[Mapping[str, Node]]], Sequence[Numbers]]
+Judge = Callable[[Group, Sequence[Mapping[str, CreditNode]]], Sequence[Numbers]]
 """(a group of usable rollouts, their trees) -> a number for each call."""
 
 
 class _Rollout(NamedTuple):
     trajectory: Trajectory
-    tree: dict[str, Node]
+    tree: dict[str, CreditNode]
     numbers: Numbers
     """Call id -> advantage."""
 
 
-def stamped(
+def assigned_rollout(
     groups: Sequence[Group],
     task_weights: Mapping[str, float],
     options: GroupOptions,
     baseline: Baseline,
     every_token: bool,
-) -> Stamping:
+) -> AssignedStep:
     """The streams of one step: the whole of every algorithm that has a baseline over a group and nothing else."""
 
-    def judge(group: Group, trees: Sequence[Mapping[str, Node]]) -> Sequence[Numbers]:
+    def judge(group: Group, trees: Sequence[Mapping[str, CreditNode]]) -> Sequence[Numbers]:
         found: Sequence[Numbers] = CREDITS.of(options.credit)(trees, baseline, options.gamma_tree)
         return found
 
@@ -123,13 +123,15 @@ def judged(
     *,
     gamma: float = 1.0,
     has_baseline: bool = True,
-) -> Stamping:
+) -> AssignedStep:
     """The streams of one step, by what ``judge`` says of each call. ``gamma``: what a token gets of its call's number is
     discounted by it, once for each token that was sampled after. ``has_baseline``: numbers of 0 teach nothing."""
     usable = [_usable(group) for group in groups]
     rollouts = [_rollouts(group, task_weights, options, judge) for group in usable]
-    loud = [group for group in rollouts if not has_baseline or filters.has_signal([each.numbers for each in group])]
-    kept = loud if options.drop_silent and has_baseline else rollouts
+    with_signal = [
+        group for group in rollouts if not has_baseline or filters.has_signal([each.numbers for each in group])
+    ]
+    kept = with_signal if options.drop_zero_variance and has_baseline else rollouts
     counts = [[_counts(each, options) for each in group] for group in kept]
     weights, denominator = token_weights(counts, options.reduction, options.share, max(options.max_rollout_tokens, 1))
     spread = [
@@ -144,12 +146,12 @@ def judged(
         for group, weighed, valued in zip(kept, weights, spread, strict=True)
         for rollout, weight, values in zip(group, weighed, valued, strict=True)
     ]
-    stamped_ones = [rollout for rollout in stamped_ones if rollout.stamps]
-    return Stamping(
+    stamped_ones = [rollout for rollout in stamped_ones if rollout.credits]
+    return AssignedStep(
         stamped_ones,
         {"rl": denominator},
-        _metrics(groups, rollouts, loud),
-        _silence(groups, usable, loud, stamped_ones, options.has_group_baseline),
+        _metrics(groups, rollouts, with_signal),
+        _no_signal(groups, usable, with_signal, stamped_ones, options.has_group_baseline),
         _notes(groups),
     )
 
@@ -184,10 +186,10 @@ def _rollouts(group: Group, task_weights: Mapping[str, float], options: GroupOpt
     return [_Rollout(*each) for each in zip(trajectories, trees, numbers, strict=True)]
 
 
-def _for_length(rewards: list[float], lengths: Sequence[Length], options: GroupOptions) -> list[float]:
+def _for_length(rewards: list[float], lengths: Sequence[RolloutLength], options: GroupOptions) -> list[float]:
     """Rewards with what length takes off them."""
     if options.length_weight and lengths:
-        most = Most(*(max(1, *(each[index] for each in lengths)) for index in range(3)))
+        most = LengthLimits(*(max(1, *(each[index] for each in lengths)) for index in range(3)))
         rewards = length_penalty(rewards, lengths, most, options.length_weight)
     if options.max_rollout_tokens and options.overlong_buffer:
         limit, buffer = options.max_rollout_tokens, options.overlong_buffer
@@ -222,28 +224,28 @@ def _stamp(
     weights: Weights,
     values: Mapping[str, list[float]],
     every_token: bool,
-) -> Stamped:
+) -> AssignedRollout:
     """Streams for every turn that has both a weight and an advantage, or that has a weight alone."""
-    stamps: Stamps = {}
+    credits: Stamps = {}
     for call in rollout.trajectory.calls:
         weight, start = weights[call.id], 0
         for index, _, num in sampled(call) if weight else ():
             advantages = values[call.id][start : start + num]
             start += num
             if every_token or any(abs(value) > filters.EPSILON for value in advantages):
-                stamps[call.id, index] = Stamp(advantages=advantages, rl=[weight] * num)
-    return Stamped(rollout.trajectory, stamps)
+                credits[call.id, index] = TokenCredit(advantages=advantages, rl=[weight] * num)
+    return AssignedRollout(rollout.trajectory, credits)
 
 
 def _metrics(
-    groups: Sequence[Group], by_group: Sequence[Sequence[_Rollout]], loud: Sequence[Sequence[_Rollout]]
+    groups: Sequence[Group], by_group: Sequence[Sequence[_Rollout]], with_signal: Sequence[Sequence[_Rollout]]
 ) -> dict[str, float]:
     rollouts = [each for group in by_group for each in group]
     rewards = [next(iter(each.tree.values())).reward for each in rollouts]
     children = [node.reward for each in rollouts for node in each.tree.values() if node.parent is not None]
     found = {
         "reward": sum(rewards) / len(rewards) if rewards else 0.0,
-        "groups_with_signal": float(len(loud)),
+        "groups_with_signal": float(len(with_signal)),
         "zero_variance": _zero_variance(by_group),
         "failed_rollouts": float(sum(len(group.trajectories) for group in groups) - len(rollouts)),
         "calls_per_rollout": 1 + len(children) / len(rollouts) if rollouts else 0.0,
@@ -259,17 +261,17 @@ def _zero_variance(groups: Sequence[Sequence[_Rollout]]) -> float:
     return sum(min(each) == max(each) for each in rewards) / len(rewards) if rewards else 0.0
 
 
-def _silence(
-    groups: Sequence[Group], usable: Sequence[Group], loud: Sequence[object], stamped: Sequence[Stamped],
+def _no_signal(
+    groups: Sequence[Group], usable: Sequence[Group], with_signal: Sequence[object], assigned_rollout: Sequence[AssignedRollout],
     has_baseline: bool,
 ) -> str:  # fmt: skip
-    if stamped:
+    if assigned_rollout:
         return ""
     if not any(group.trajectories for group in usable):
         failed = sum(len(group.trajectories) for group in groups)
         return f"none of {failed} rollouts came to a reward; their errors are in the trajectories"
     if has_baseline and all(len(group.trajectories) < 2 for group in usable):
         return "no group has two rollouts, so none has anything to be compared with"
-    if not loud:
+    if not with_signal:
         return f"in each of {len(groups)} groups all rollouts did equally well"
     return "all calls with an advantage were masked, or came without token ids and log-probabilities"

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ramify.train.algorithms.base import Stamping
-from ramify.train.algorithms.group import GroupOptions, stamped
+from ramify.train.algorithms.base import AssignedStep
+from ramify.train.algorithms.group import GroupOptions, assigned_rollout
 from ramify.train.signals.baseline import best_alone
 from ramify.types.trajectory import Group
 
@@ -16,5 +16,7 @@ from ramify.types.trajectory import Group
 class PassAtK(GroupOptions, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="pass_at_k"):
     """Implements ``Algorithm``."""
 
-    def stamp(self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False) -> Stamping:
-        return stamped(groups, weights, self, best_alone, every_token)
+    def assign_advantages(
+        self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False
+    ) -> AssignedStep:
+        return assigned_rollout(groups, weights, self, best_alone, every_token)

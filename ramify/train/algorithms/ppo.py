@@ -17,12 +17,12 @@ import msgspec
 import numpy as np
 
 from ramify.errors import ConfigError
-from ramify.train.algorithms import rows as row_math
-from ramify.train.algorithms.base import Needs, Stamping
+from ramify.train.algorithms import token_arithmetic as row_math
+from ramify.train.algorithms.base import AlgorithmNeeds, AssignedStep
 from ramify.train.algorithms.group import GroupOptions, judged
-from ramify.train.signals.credit import Node, Numbers, returns_of
-from ramify.train.stamps import Stamp
-from ramify.types.sequence import Sequence as Row
+from ramify.train.signals.credit import CreditNode, Numbers, returns_of
+from ramify.train.token_credit import TokenCredit
+from ramify.types.sequence import TokenSequence as Row
 from ramify.types.trajectory import Group
 
 
@@ -44,14 +44,16 @@ class PPO(GroupOptions, frozen=True, forbid_unknown_fields=True, kw_only=True, t
         return False
 
     @property
-    def needs(self) -> Needs:
+    def needs(self) -> AlgorithmNeeds:
         kl = super().needs
         return msgspec.structs.replace(kl, values=True, streams=kl.streams | {"values"})
 
-    def stamp(self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False) -> Stamping:
+    def assign_advantages(
+        self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False
+    ) -> AssignedStep:
         came_to: dict[tuple[str, str], float] = {}
 
-        def judge(group: Group, trees: Sequence[Mapping[str, Node]]) -> Sequence[Numbers]:
+        def judge(group: Group, trees: Sequence[Mapping[str, CreditNode]]) -> Sequence[Numbers]:
             for trajectory, tree in zip(group.trajectories, trees, strict=True):
                 came_to.update({(trajectory.id, id): R for id, R in returns_of(tree, self.gamma_tree).items()})
             return [dict.fromkeys(tree, 0.0) for tree in trees]
@@ -59,10 +61,10 @@ class PPO(GroupOptions, frozen=True, forbid_unknown_fields=True, kw_only=True, t
         later = msgspec.structs.replace(self, normalise=False)  # there is nothing to be normalised before ``finish``
         found = judged(groups, weights, later, judge, True, has_baseline=False)
         for rollout in found.rollouts:
-            last = dict(sorted(rollout.stamps))
-            for (call, turn), stamp in rollout.stamps.items():
+            last = dict(sorted(rollout.credits))
+            for (call, turn), credit in rollout.credits.items():
                 is_last = last[call] == turn
-                _put_reward(stamp, came_to[rollout.trajectory.id, call] if is_last else 0.0)
+                _put_reward(credit, came_to[rollout.trajectory.id, call] if is_last else 0.0)
         return found
 
     def finish(self, rows: Sequence[Row]) -> dict[str, float]:
@@ -84,8 +86,8 @@ class PPO(GroupOptions, frozen=True, forbid_unknown_fields=True, kw_only=True, t
         return {**measured, "reward_kl": float(np.concatenate(gaps).mean())} if gaps else measured
 
 
-def _put_reward(stamp: Stamp, reward: float) -> None:
-    stamp.streams["rewards"] = [*[0.0] * (len(stamp) - 1), reward]
+def _put_reward(credit: TokenCredit, reward: float) -> None:
+    credit.streams["rewards"] = [*[0.0] * (len(credit) - 1), reward]
 
 
 def _explained(returns: Sequence[row_math.Doubles], missed: Sequence[row_math.Doubles]) -> float:

@@ -16,9 +16,9 @@ from statistics import fmean
 import msgspec
 
 from ramify.errors import ConfigError
-from ramify.train.algorithms.base import Stamping
+from ramify.train.algorithms.base import AssignedStep
 from ramify.train.algorithms.group import GroupOptions, judged
-from ramify.train.signals.credit import Node, Numbers, returns_of
+from ramify.train.signals.credit import CreditNode, Numbers, returns_of
 from ramify.types.trajectory import Group
 
 
@@ -39,10 +39,12 @@ class RAE(GroupOptions, frozen=True, forbid_unknown_fields=True, kw_only=True, t
     def has_group_baseline(self) -> bool:
         return False
 
-    def stamp(self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False) -> Stamping:
+    def assign_advantages(
+        self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False
+    ) -> AssignedStep:
         came_to: dict[str, list[float]] = defaultdict(list)
 
-        def judge(group: Group, trees: Sequence[Mapping[str, Node]]) -> Sequence[Numbers]:
+        def judge(group: Group, trees: Sequence[Mapping[str, CreditNode]]) -> Sequence[Numbers]:
             return [self._held_against(tree, came_to) for tree in trees]
 
         found = judged(groups, weights, self, judge, every_token)
@@ -52,7 +54,7 @@ class RAE(GroupOptions, frozen=True, forbid_unknown_fields=True, kw_only=True, t
         }
         return found
 
-    def _held_against(self, tree: Mapping[str, Node], came_to: dict[str, list[float]]) -> Numbers:
+    def _held_against(self, tree: Mapping[str, CreditNode], came_to: dict[str, list[float]]) -> Numbers:
         found: Numbers = {}
         for call, value in returns_of(tree, self.gamma_tree).items():
             role = f"{tree[call].role}@{tree[call].depth}"

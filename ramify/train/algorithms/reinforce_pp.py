@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ramify.errors import ConfigError
-from ramify.train.algorithms import rows as row_math
-from ramify.train.algorithms.base import Stamping
+from ramify.train.algorithms import token_arithmetic as row_math
+from ramify.train.algorithms.base import AssignedStep
 from ramify.train.algorithms.group import GroupOptions, judged
-from ramify.train.signals.credit import Node, Numbers, returns_of
-from ramify.types.sequence import Sequence as Row
+from ramify.train.signals.credit import CreditNode, Numbers, returns_of
+from ramify.types.sequence import TokenSequence as Row
 from ramify.types.trajectory import Group
 
 
@@ -36,8 +36,10 @@ class ReinforcePP(
     def has_group_baseline(self) -> bool:
         return False
 
-    def stamp(self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False) -> Stamping:
-        def judge(group: Group, trees: Sequence[Mapping[str, Node]]) -> Sequence[Numbers]:
+    def assign_advantages(
+        self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False
+    ) -> AssignedStep:
+        def judge(group: Group, trees: Sequence[Mapping[str, CreditNode]]) -> Sequence[Numbers]:
             return [returns_of(tree, self.gamma_tree) for tree in trees]
 
         return judged(groups, weights, self, judge, every_token, gamma=self.gamma, has_baseline=False)

@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from ramify.train.algorithms.base import Needs, Stamping
+from ramify.train.algorithms.base import AlgorithmNeeds, AssignedStep
 from ramify.train.algorithms.group import GroupOptions, judged
-from ramify.train.signals.credit import Node, Numbers
-from ramify.train.signals.trees import tree_of, why_unscored
+from ramify.train.signals.credit import CreditNode, Numbers
+from ramify.train.signals.rollout_trees import tree_of, why_unscored
 from ramify.types.trajectory import Group
 
 
@@ -25,11 +25,13 @@ class ReMax(GroupOptions, frozen=True, forbid_unknown_fields=True, kw_only=True,
         return False
 
     @property
-    def needs(self) -> Needs:
+    def needs(self) -> AlgorithmNeeds:
         return msgspec.structs.replace(super().needs, greedy=True)
 
-    def stamp(self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False) -> Stamping:
-        def judge(group: Group, trees: Sequence[Mapping[str, Node]]) -> Sequence[Numbers]:
+    def assign_advantages(
+        self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False
+    ) -> AssignedStep:
+        def judge(group: Group, trees: Sequence[Mapping[str, CreditNode]]) -> Sequence[Numbers]:
             assert group.greedy is not None
             baseline = next(iter(tree_of(group.greedy, weights).values())).reward
             return [dict.fromkeys(tree, next(iter(tree.values())).reward - baseline) for tree in trees]

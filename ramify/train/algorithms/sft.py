@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from ramify.tasks.base import total
-from ramify.train.algorithms.base import Stamping
+from ramify.train.algorithms.base import AssignedStep
 from ramify.train.signals.weight import Reduction, Share
 from ramify.train.signals.weight import weights as token_weights
-from ramify.train.stamps import Stamp, Stamped, Stamps
+from ramify.train.token_credit import AssignedRollout, Stamps, TokenCredit
 from ramify.types.trajectory import Call, Group, Trajectory
 
 
@@ -38,19 +38,23 @@ class SFT(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True,
     def has_group_baseline(self) -> bool:
         return False
 
-    def stamp(self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False) -> Stamping:
+    def assign_advantages(
+        self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False
+    ) -> AssignedStep:
         kept = [[each for each in group.trajectories if self._is_good(each, weights)] for group in groups]
         counts = [[self._counts(each, weights) for each in group] for group in kept]
         per_token, denominator = token_weights(counts, self.reduction, self.share)
         rollouts = [
-            Stamped(trajectory, _stamps(trajectory, weight))
+            AssignedRollout(trajectory, _credits(trajectory, weight))
             for group, weighed in zip(kept, per_token, strict=True)
             for trajectory, weight in zip(group, weighed, strict=True)
         ]
-        rollouts = [rollout for rollout in rollouts if rollout.stamps]
+        rollouts = [rollout for rollout in rollouts if rollout.credits]
         num = sum(len(group.trajectories) for group in groups)
-        silence = "" if rollouts else f"none of {num} trajectories is to be learnt from (min_reward={self.min_reward})"
-        return Stamping(rollouts, {"ce": denominator}, {"kept": len(rollouts) / num if num else 0.0}, silence)
+        no_signal = (
+            "" if rollouts else f"none of {num} trajectories is to be learnt from (min_reward={self.min_reward})"
+        )
+        return AssignedStep(rollouts, {"ce": denominator}, {"kept": len(rollouts) / num if num else 0.0}, no_signal)
 
     def _is_good(self, trajectory: Trajectory, weights: Mapping[str, float]) -> bool:
         if self.min_reward is None:
@@ -81,9 +85,9 @@ def _said(call: Call) -> list[tuple[int, int]]:
     ]
 
 
-def _stamps(trajectory: Trajectory, weights: Mapping[str, float]) -> Stamps:
+def _credits(trajectory: Trajectory, weights: Mapping[str, float]) -> Stamps:
     return {
-        (call.id, index): Stamp(ce=[weights[call.id]] * num)
+        (call.id, index): TokenCredit(ce=[weights[call.id]] * num)
         for call in trajectory.calls
         if weights[call.id]
         for index, num in _said(call)

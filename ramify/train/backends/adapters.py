@@ -26,7 +26,7 @@ from ramify.train.lora import is_chosen
 _A, _B, _BASE = "lora_A.default.weight", "lora_B.default.weight", "base_layer.weight"
 
 
-class Lora(msgspec.Struct, frozen=True, kw_only=True):
+class AdapterSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Which adapters."""
 
     rank: int
@@ -40,7 +40,7 @@ def need_peft() -> None:
         raise ConfigError("adapters on the backend fsdp need peft: pip install 'ramify[lora]'")
 
 
-def chosen(model: nn.Module, lora: Lora) -> list[str]:
+def chosen(model: nn.Module, lora: AdapterSpec) -> list[str]:
     """Names of the matrices that get an adapter, in the model's order. Raises ConfigError where there are none."""
     linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     found = [name for name, module in linear.items() if is_chosen(name, module, lora.targets)]
@@ -50,7 +50,7 @@ def chosen(model: nn.Module, lora: Lora) -> list[str]:
     return found
 
 
-def inject(model: nn.Module, lora: Lora, names: Sequence[str]) -> None:
+def inject(model: nn.Module, lora: AdapterSpec, names: Sequence[str]) -> None:
     """Give the modules ``names`` an adapter, and hold everything else still."""
     need_peft()
     from peft import inject_adapter_in_model
@@ -59,7 +59,7 @@ def inject(model: nn.Module, lora: Lora, names: Sequence[str]) -> None:
     inject_adapter_in_model(_config(lora, names), model, low_cpu_mem_usage=True)
 
 
-def begin(lora: Lora, names: Sequence[str], shapes: Mapping[str, torch.Size]) -> Iterator[tuple[str, Tensor]]:
+def begin(lora: AdapterSpec, names: Sequence[str], shapes: Mapping[str, torch.Size]) -> Iterator[tuple[str, Tensor]]:
     """(name, values) of every A and B at first; ``shapes``: of the matrices ``names``."""
     generator = torch.Generator().manual_seed(lora.seed)
     for name in names:
@@ -98,7 +98,7 @@ def without(model: nn.Module) -> Iterator[None]:
             layer._disable_adapters = False
 
 
-def save(folder: Path, lora: Lora, names: Sequence[str], tensors: Iterable[tuple[str, Tensor]]) -> None:
+def save(folder: Path, lora: AdapterSpec, names: Sequence[str], tensors: Iterable[tuple[str, Tensor]]) -> None:
     """adapter_config.json and adapter_model.safetensors."""
     from safetensors.torch import save_file
 
@@ -108,7 +108,7 @@ def save(folder: Path, lora: Lora, names: Sequence[str], tensors: Iterable[tuple
     _config(lora, names).save_pretrained(folder)
 
 
-def _config(lora: Lora, names: Sequence[str]) -> Any:
+def _config(lora: AdapterSpec, names: Sequence[str]) -> Any:
     from peft import LoraConfig
 
     return LoraConfig(

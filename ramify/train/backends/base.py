@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import msgspec
 
 from ramify.errors import ConfigError, OldNameWarning
-from ramify.train.loss import Loss
-from ramify.train.pack import Packing
+from ramify.train.loss import LossSpec
+from ramify.train.pack import PackingSpec
 from ramify.types.sequence import Batch, Floats
 
 if TYPE_CHECKING:
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 
 
 BACKENDS = {
-    "single": "ramify.train.backends.trained:Here",
-    "fsdp": "ramify.train.backends.fsdp:OnRanks",
+    "single": "ramify.train.backends.trained_model:LocalTrainedModel",
+    "fsdp": "ramify.train.backends.fsdp:FsdpTrainedModel",
 }
-"""Name -> class of a ``Trained``."""
+"""Name -> class of a ``TrainedModel``."""
 
 
-class Optim(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class OptimizerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How weights are moved along the gradient."""
 
     kind: Literal["adamw", "muon"] = "adamw"
@@ -85,7 +85,7 @@ class Optim(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         return self.lr * (self.final_fraction + (1 - self.final_fraction) * left)
 
 
-class Shard(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class ShardSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How the backend ``fsdp`` spreads a model over processes, its ranks; changes the loss only by rounding."""
 
     ranks: int = 0
@@ -122,12 +122,12 @@ class Shard(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
             raise ConfigError(f"compute.shard: timeout_s={self.timeout_s} must be positive, port={self.port} a port")
 
 
-class Compute(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class ComputeSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How the numbers are computed; changes speed and memory, and the loss only by rounding."""
 
     backend: str = "single"
     """Of ``BACKENDS``, or ``module:attribute``."""
-    shard: Shard = Shard()
+    shard: ShardSpec = ShardSpec()
     """Of the backend ``fsdp``."""
     max_tokens: int = 0
     """Of a batch; larger trees are cut. 0: as many as fit into 4 GiB of activations on a CPU, two fifths of a GPU's
@@ -148,11 +148,11 @@ class Compute(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             msgspec.structs.force_setattr(self, "backend", "fsdp")
 
 
-class Reference(Protocol):
+class ReferenceModel(Protocol):
     """A policy that is asked and not trained: of a ``Backend`` what that needs."""
 
     @property
-    def packing(self) -> Packing:
+    def packing(self) -> PackingSpec:
         """How sequences are to be packed for this model on this device."""
         ...
 
@@ -161,22 +161,22 @@ class Reference(Protocol):
         ...
 
 
-class Trained(Protocol):
+class TrainedModel(Protocol):
     """The model that a run trains, wherever its weights lie, through all stages of the run."""
 
     is_here: bool
     """Whether the weights that are trained are those of the policy in this process."""
 
-    def backend(self, optim: Optim) -> Backend:
+    def backend(self, optim: OptimizerSpec) -> Backend:
         """What the next stage is trained by, with a fresh optimizer."""
         ...
 
-    def with_critic(self, optim: Optim, own: Optim | None) -> Backend:
+    def with_critic(self, optim: OptimizerSpec, own: OptimizerSpec | None) -> Backend:
         """As ``backend``, with a critic: a value head on the policy's own layers, or where ``own`` says how that is stepped a
         model of its own, which begins as a copy of the policy."""
         ...
 
-    def reference(self, folder: Path, is_base: bool) -> Reference:
+    def reference(self, folder: Path, is_base: bool) -> ReferenceModel:
         """The policy that was saved in ``folder``; ``is_base`` says that nothing had been trained then."""
         ...
 
@@ -188,7 +188,7 @@ class Trained(Protocol):
         """As ``weights``, with nothing computed or gathered yet, as ``lora.unmerged`` does."""
         ...
 
-    def spare(self) -> None:
+    def release_memory(self) -> None:
         """Give back to the devices what is kept of their memory and holds nothing, for others who share them."""
         ...
 
@@ -201,7 +201,7 @@ class Backend(Protocol):
     """Implemented by every class of this room."""
 
     @property
-    def packing(self) -> Packing:
+    def packing(self) -> PackingSpec:
         """How sequences are to be packed for this model on this device."""
         ...
 
@@ -210,7 +210,7 @@ class Backend(Protocol):
         """Of the policy: how many optimizer steps it has seen."""
         ...
 
-    def forward_backward(self, batches: Many[Batch], loss: Loss) -> dict[str, float]:
+    def forward_backward(self, batches: Many[Batch], loss: LossSpec) -> dict[str, float]:
         """Add the gradient of ``loss`` over ``batches`` to what has been gathered; the loss and its metrics.
 
         Raises TrainError where the loss is not finite: it names the sequence and the file that the batch was put in.

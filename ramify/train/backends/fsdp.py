@@ -5,7 +5,7 @@
 
 A verb goes to all ranks with each one's batches. Losses are divided by the counts of the whole step and gradients are sums
 over ranks, so that both are those of ``single``. Decides who computes what, and how weights come and go; leaves out how
-they lie (``sharding.py``), what a rank does (``rank.py``), and ranks that fail (``team.py``).
+they lie (``sharding.py``), what a rank does (``rank.py``), and ranks that fail (``rank_group.py``).
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ import torch
 from torch import Tensor, nn
 
 from ramify.errors import ConfigError
-from ramify.inference.weights.base import Adapted
-from ramify.policy.load import Policy, stored_dtype
-from ramify.policy.weights import check_weights, read_weights
+from ramify.inference.weight_sync.base import AdaptedMatrix
+from ramify.models.load import Policy, stored_dtype
+from ramify.models.weights import check_weights, read_weights
 from ramify.train import whole_step
 from ramify.train.backends import adapters, launch, shards
-from ramify.train.backends.adapters import Lora
-from ramify.train.backends.base import Backend, Compute, Optim
-from ramify.train.backends.export import Weights, export
-from ramify.train.backends.own_critic import OwnCritic
+from ramify.train.backends.adapters import AdapterSpec
+from ramify.train.backends.base import Backend, ComputeSpec, OptimizerSpec
+from ramify.train.backends.own_critic import SeparateCritic
 from ramify.train.backends.precision import decided
-from ramify.train.backends.rank import Making, dealt, idle, is_of_critic
+from ramify.train.backends.rank import RankModelSpec, dealt, idle, is_of_critic
+from ramify.train.backends.rank_group import RankGroup
 from ramify.train.backends.sharding import on_meta
 from ramify.train.backends.single import check_window
-from ramify.train.backends.team import Team
-from ramify.train.loss import Loss, Tally
-from ramify.train.pack import Packing
-from ramify.train.placement.hosts import Hosts
+from ramify.train.backends.write_checkpoint import ExportedWeights, export
+from ramify.train.loss import LossSpec, LossTally
+from ramify.train.pack import PackingSpec
+from ramify.train.placement.launcher import Launcher
 from ramify.types.sequence import Batch, Floats
 
 _STATE = "trainer.pt"
@@ -49,11 +49,11 @@ Source = Path | Mapping[str, Tensor]
 """Where a model's weights come from: a folder that all ranks see, or tensors of this process."""
 
 
-class Ranks:
+class FsdpRanks:
     """The ranks of a run, and the models that lie over them."""
 
     def __init__(
-        self, compute: Compute, device: str = "cpu", *, dumps: Path | None = None, hosts: Hosts | None = None
+        self, compute: ComputeSpec, device: str = "cpu", *, dumps: Path | None = None, hosts: Launcher | None = None
     ) -> None:
         """Starts the ranks, on ``hosts`` where given, or joins those of torchrun. Batches whose loss is not finite, and the
         stacks of ranks that stand still, are written into ``dumps``. Raises ConfigError, before anything is started, where
@@ -65,69 +65,69 @@ class Ranks:
         self._end = weakref.finalize(self, _leave, self._joined)
 
     @property
-    def team(self) -> Team:
-        team: Team = self._joined.team
-        return team
+    def rank_group(self) -> RankGroup:
+        rank_group: RankGroup = self._joined.rank_group
+        return rank_group
 
     @property
     def own(self) -> Any:
-        """The ``Rank`` of this process."""
+        """The ``RankModels`` of this process."""
         return self._joined.rank
 
     def spread(
-        self, config: Any, source: Source, lora: Lora | None = None, compute: Compute | None = None, *,
+        self, config: Any, source: Source, lora: AdapterSpec | None = None, compute: ComputeSpec | None = None, *,
         critic: bool = False,
-    ) -> OverRanks:  # fmt: skip
+    ) -> FsdpModel:  # fmt: skip
         """A model of a Hugging Face configuration, its weights from ``source``; ``compute`` where it is to be otherwise than
         that of the ranks, whose number stays; ``critic``: with a value head, which begins at 0 everywhere. Raises
         ConfigError that names the first tensor that does not fit."""
         check_source(config, source)
         self._num_models += 1
         compute = decided(compute or self.compute, stored_dtype(config, self.device), self.device)
-        made = Made(config, source, lora, compute, critic)
-        return OverRanks(self, f"model {self._num_models}", made)
+        made = FsdpModelParts(config, source, lora, compute, critic)
+        return FsdpModel(self, f"model {self._num_models}", made)
 
     def close(self) -> None:
         self._end()
 
 
-class OnRanks:
-    """Implements ``Trained``. The policy in this process is the engine's, which is renewed at each publication."""
+class FsdpTrainedModel:
+    """Implements ``TrainedModel``. The policy in this process is the engine's, which is renewed at each publication."""
 
     is_here = False
 
     def __init__(
-        self, policy: Policy, compute: Compute, dumps: Path, *, lora: Lora | None = None, source: Source,
-        critic: bool = False, hosts: Hosts | None = None,
+        self, policy: Policy, compute: ComputeSpec, dumps: Path, *, lora: AdapterSpec | None = None, source: Source,
+        critic: bool = False, hosts: Launcher | None = None,
     ) -> None:  # fmt: skip
         """``policy`` says which model, and which tokenizer; its weights may change later on. ``critic``: with a value head
         on it, for ``with_critic``."""
         compute = decided(compute, policy.dtype, policy.device.type)
-        self._ranks = Ranks(compute, policy.device.type, dumps=dumps, hosts=hosts)
+        self._ranks = FsdpRanks(compute, policy.device.type, dumps=dumps, hosts=hosts)
         try:
             self._model = self._ranks.spread(policy.config, source, lora, critic=critic)
         except BaseException:
             self._ranks.close()
             raise
-        self._backend: Fsdp | None = None
+        self._backend: FsdpBackend | None = None
 
     @staticmethod
-    def check(compute: Compute, device: str, *, elsewhere: bool = False) -> None:
+    def check(compute: ComputeSpec, device: str, *, elsewhere: bool = False) -> None:
         """Raises ConfigError where the ranks cannot be had; ``elsewhere``: where not all are on this machine."""
         launch.check(compute.shard, device, elsewhere=elsewhere)
 
-    def backend(self, optim: Optim) -> Fsdp:
+    def backend(self, optim: OptimizerSpec) -> FsdpBackend:
         self._backend = self._model.backend(optim)
         return self._backend
 
-    def with_critic(self, optim: Optim, own: Optim | None) -> Backend:
+    def with_critic(self, optim: OptimizerSpec, own: OptimizerSpec | None) -> Backend:
         if own is None:
             self._backend = self._model.backend(optim, critic=True)
             return self._backend
         model = self._ranks.spread(self._model.config, dict(self.weights()), self._model.lora, critic=True)
-        return OwnCritic(self.backend(optim), model.backend(own, critic=True))
+        return SeparateCritic(self.backend(optim), model.backend(own, critic=True))
 
-    def reference(self, folder: Path, is_base: bool) -> Base | Fsdp:
+    def reference(self, folder: Path, is_base: bool) -> ShardedReference | FsdpBackend:
         if is_base and self._model.lora is not None and self._backend is not None:
             return self._backend.base()
         return self._ranks.spread(self._model.config, folder).backend()
@@ -140,10 +140,10 @@ class OnRanks:
 
     def stacks(self) -> str:
         """Where the other ranks are, as text."""
-        return self._ranks.team.stacks()
+        return self._ranks.rank_group.stacks()
 
-    def spare(self) -> None:
-        self._ranks.team.call("spare")
+    def release_memory(self) -> None:
+        self._ranks.rank_group.call("release_memory")
 
     def close(self) -> None:
         self._ranks.close()
@@ -157,24 +157,26 @@ def check_source(config: Any, source: Source) -> None:
     check_weights(on_meta(config), weights, str(folder or "the given weights"))
 
 
-class Made(NamedTuple):
+class FsdpModelParts(NamedTuple):
     """What a model over ranks is made of."""
 
     config: Any
     source: Source
-    lora: Lora | None
-    compute: Compute
+    lora: AdapterSpec | None
+    compute: ComputeSpec
     critic: bool
 
 
-class OverRanks:
+class FsdpModel:
     """One model over all ranks, as rank 0 has it."""
 
-    def __init__(self, ranks: Ranks, key: str, what: Made) -> None:
+    def __init__(self, ranks: FsdpRanks, key: str, what: FsdpModelParts) -> None:
         config, source, lora, compute, critic = what
         self.ranks, self.key, self.config, self.lora, self.compute = ranks, key, config, lora, compute
         folder = str(source.resolve()) if isinstance(source, Path) else ""
-        ranks.team.call("make", key, Making(config, compute, folder, lora, str(ranks.dumps.resolve()), critic))
+        ranks.rank_group.call(
+            "make", key, RankModelSpec(config, compute, folder, lora, str(ranks.dumps.resolve()), critic)
+        )
         made = ranks.own.model(key)
         self._shapes: dict[str, torch.Size] = {name: each.shape for name, each in made.sharded.parameters.items()}
         self._adapted: list[str] = made.names
@@ -195,9 +197,9 @@ class OverRanks:
         policy = {name: shape for name, shape in self._shapes.items() if not is_of_critic(name)}
         return {adapters.plain(n): tuple(s) for n, s in policy.items() if not adapters.is_adapter(n)}
 
-    def backend(self, optim: Optim | None = None, *, critic: bool = False) -> Fsdp:
+    def backend(self, optim: OptimizerSpec | None = None, *, critic: bool = False) -> FsdpBackend:
         """From here on the model is trained by a fresh optimizer; its value head too, where it was made with one."""
-        return Fsdp(self, optim or Optim(), critic)
+        return FsdpBackend(self, optim or OptimizerSpec(), critic)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Name -> whole tensor, one after another, on the CPU. Of a model with adapters only these come from the ranks, and
@@ -236,7 +238,9 @@ class OverRanks:
     def export(self, folder: Path, dtype: torch.dtype | None = None, tokenizer: Any = None) -> None:
         """Write the model as a plain Hugging Face folder, one tensor at a time, in ``dtype`` (fp32 where not given). With
         adapters it holds the sums, and ``adapter`` in it the adapters as peft has them."""
-        weights = Weights({**self.shapes, **{name: tuple(each.shape) for name, each in self._buffers.items()}}, dtype)
+        weights = ExportedWeights(
+            {**self.shapes, **{name: tuple(each.shape) for name, each in self._buffers.items()}}, dtype
+        )
         export(folder, self.config, weights, itertools.chain(self.weights(), self._buffers.items()))
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
@@ -245,57 +249,57 @@ class OverRanks:
 
     def drop(self) -> None:
         """Free it on all ranks."""
-        self.ranks.team.call("drop", self.key)
+        self.ranks.rank_group.call("drop", self.key)
 
     def _put(self, weights: Mapping[str, Tensor]) -> None:
         for names in _groups({name: each for name, each in weights.items() if name in self._named}):
             named = [(name, weights[name]) for name in names]
             blank: list[tuple[str, Tensor | None]] = [(name, None) for name in names]
-            each = [(named,), *[(blank,)] * (self.ranks.team.size - 1)]
-            self.ranks.team.call("put", self.key, each=each)
+            each = [(named,), *[(blank,)] * (self.ranks.rank_group.size - 1)]
+            self.ranks.rank_group.call("put", self.key, each=each)
 
     def _one(self, name: str) -> Tensor:
         ((_, tensor),) = self._gathered([name])
         return tensor
 
-    def _with_adapter(self, name: str) -> Adapted:
+    def _with_adapter(self, name: str) -> AdaptedMatrix:
         assert self.lora is not None
 
         def pair() -> tuple[Tensor, Tensor]:
             (_, a), (_, b) = self._gathered(list(adapters.pair(name)))
             return a, b
 
-        return Adapted(self._base[name].detach(), pair, self.lora.alpha / self.lora.rank)
+        return AdaptedMatrix(self._base[name].detach(), pair, self.lora.alpha / self.lora.rank)
 
     def _gathered(self, names: list[str], gradients: bool = False) -> Iterator[tuple[str, Tensor]]:
         empty = {name: torch.empty(self._shapes[name], device="meta") for name in names}
         for group in _groups(empty):
-            yield from zip(group, self.ranks.team.call("gather", self.key, group, gradients)[0], strict=True)
+            yield from zip(group, self.ranks.rank_group.call("gather", self.key, group, gradients)[0], strict=True)
 
 
-class Fsdp:
+class FsdpBackend:
     """Implements ``Backend``."""
 
-    def __init__(self, model: OverRanks, optim: Optim, critic: bool = False) -> None:
+    def __init__(self, model: FsdpModel, optim: OptimizerSpec, critic: bool = False) -> None:
         self._model, self._optim, self._critic = model, optim, critic
         self._call("stage", optim, critic)
         self._steps = 0
 
     @property
-    def packing(self) -> Packing:
-        packing: Packing = self._own.packing
+    def packing(self) -> PackingSpec:
+        packing: PackingSpec = self._own.packing
         return msgspec.structs.replace(packing, multiple=self._size)
 
     @property
     def version(self) -> int:
         return self._steps
 
-    def forward_backward(self, batches: Many[Batch], loss: Loss) -> dict[str, float]:
+    def forward_backward(self, batches: Many[Batch], loss: LossSpec) -> dict[str, float]:
         if loss.is_over_sequences:
             whole_step.check_whole(batches)
         if whole_step.chooses(loss) and batches:
             batches = whole_step.choose(batches, loss, self.logprobs(batches))
-        tally = Tally()
+        tally = LossTally()
         if batches:
             _, each = self._shares(batches)
             for measured in self._call("add", each=[(part, loss, idle(batches[0])) for part in each]):
@@ -318,9 +322,9 @@ class Fsdp:
     def logprobs(self, batches: Many[Batch]) -> list[Floats]:
         return self.of(batches, base=False)
 
-    def base(self) -> Base:
+    def base(self) -> ShardedReference:
         """The model without its adapters."""
-        return Base(self)
+        return ShardedReference(self)
 
     def values(self, batches: Many[Batch]) -> list[Floats]:
         if not self._critic:
@@ -347,7 +351,7 @@ class Fsdp:
         if is_async:
             wait: Callable[[], None] = self._model.ranks.own.saving.wait
             return wait
-        self._model.ranks.team.call("wait")
+        self._model.ranks.rank_group.call("wait")
         return None
 
     def load(self, folder: Path) -> None:
@@ -361,7 +365,7 @@ class Fsdp:
         shards.check(folder, {name: tuple(each.shape) for name, each in shapes.items()})
         if there["kind"] != here:
             raise ConfigError(f"{folder} is of another optimizer: optim.kind is {there['kind']} there and {here} here")
-        random = [shards.Random(*each) for each in state["random"]]
+        random = [shards.RandomState(*each) for each in state["random"]]
         self._call("load", str(folder.resolve()), state["num_steps"], random)
         self._steps = state["num_steps"]
 
@@ -394,20 +398,20 @@ class Fsdp:
 
     @property
     def _size(self) -> int:
-        return self._model.ranks.team.size
+        return self._model.ranks.rank_group.size
 
     def _call(self, verb: str, *shared: Any, each: Many[tuple[Any, ...]] | None = None) -> list[Any]:
-        return self._model.ranks.team.call(verb, self._model.key, *shared, each=each)
+        return self._model.ranks.rank_group.call(verb, self._model.key, *shared, each=each)
 
 
-class Base:
+class ShardedReference:
     """A model without its adapters, as a reference: the part of ``Backend`` that one needs."""
 
-    def __init__(self, trained: Fsdp) -> None:
+    def __init__(self, trained: FsdpBackend) -> None:
         self._trained = trained
 
     @property
-    def packing(self) -> Packing:
+    def packing(self) -> PackingSpec:
         return self._trained.packing
 
     def logprobs(self, batches: Many[Batch]) -> list[Floats]:
@@ -429,5 +433,5 @@ def _groups(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
         yield group
 
 
-def _leave(joined: launch.Joined) -> None:
+def _leave(joined: launch.JoinedRanks) -> None:
     launch.leave(joined)

@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 2 -m ramify train R compute.backend=fsdp     each process is a rank; all but rank 0 follow
 
 Decides what must be true before any process starts (ranks that fit the mesh, GPUs, gloo and NCCL, a port), and which
-process is which rank. Leaves out what they do together (``team.py``). Ranks on several machines need ``torchrun`` there,
+process is which rank. Leaves out what they do together (``rank_group.py``). Ranks on several machines need ``torchrun`` there,
 and a file system that all see for checkpoints.
 """
 
@@ -22,14 +22,14 @@ from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from ramify.child import Child
+from ramify.child import ChildProcess
 from ramify.errors import ConfigError, TrainError
-from ramify.train.backends.attempt import began, come, gather
-from ramify.train.backends.base import Shard
-from ramify.train.backends.team import Process
-from ramify.train.meeting import proved
-from ramify.train.placement.hosts import Hosts
-from ramify.train.placement.seats import Member
+from ramify.train.backends.base import ShardSpec
+from ramify.train.backends.rank_group import RankProcess
+from ramify.train.backends.rendezvous import began, come, gather
+from ramify.train.handshake import authenticate
+from ramify.train.placement.launcher import Launcher
+from ramify.train.placement.placement_slots import SlotMember
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _TIMEOUT, _DEVICE = "RAMIFY_RANK_TIMEOUT_S", "RAMIFY_RANK_DEVICE"
@@ -37,7 +37,7 @@ _START_S = 120.0
 """In which a rank must have imported what it needs."""
 
 
-class World(NamedTuple):
+class RankInfo(NamedTuple):
     """One process among ranks."""
 
     rank: int
@@ -48,7 +48,7 @@ class World(NamedTuple):
     port: int
 
     @classmethod
-    def of_environment(cls) -> World | None:
+    def of_environment(cls) -> RankInfo | None:
         """As torchrun, or our own launcher, put it; None outside either."""
         if any(name not in os.environ for name in _TORCHRUN):
             return None
@@ -58,14 +58,14 @@ class World(NamedTuple):
 
 def follow_if_told() -> None:
     """Where torchrun started this process as another rank than 0, do what rank 0 says, and end."""
-    world = World.of_environment()
+    world = RankInfo.of_environment()
     if world is not None and world.rank > 0:
         follow(world)
 
 
 def is_restarted() -> bool:
     """Whether torchrun has started this process anew, after an attempt that was checked and began."""
-    world = World.of_environment()
+    world = RankInfo.of_environment()
     if world is None or world.rank:
         return False
     if _is_agents():  # also where another machine's torchrun counted it
@@ -73,7 +73,7 @@ def is_restarted() -> bool:
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") not in ("", "0")
 
 
-def check(shard: Shard, device: str, *, elsewhere: bool = False) -> int:
+def check(shard: ShardSpec, device: str, *, elsewhere: bool = False) -> int:
     """How many ranks there are to be. ``elsewhere``: not all on this machine, so that its GPUs do not count. Raises
     ConfigError where that cannot be, before anything is started."""
     import torch
@@ -81,7 +81,7 @@ def check(shard: Shard, device: str, *, elsewhere: bool = False) -> int:
 
     from ramify.train.backends.sharding import check_mesh
 
-    world = World.of_environment()
+    world = RankInfo.of_environment()
     num_gpus = torch.cuda.device_count() if device == "cuda" else 0
     size = shard.ranks or (world.size if world is not None else max(1, num_gpus))
     if world is not None and elsewhere:
@@ -106,17 +106,17 @@ def check(shard: Shard, device: str, *, elsewhere: bool = False) -> int:
     return size
 
 
-class Joined(NamedTuple):
+class JoinedRanks(NamedTuple):
     """This process as rank 0, with the others ready to follow."""
 
-    team: Any
-    """``Team``"""
+    rank_group: Any
+    """``RankGroup``"""
     rank: Any
-    """``Rank``: this process's own."""
+    """``RankModels``: this process's own."""
 
 
 @contextlib.contextmanager
-def _unfinished(processes: Sequence[Process]) -> Iterator[None]:
+def _unfinished(processes: Sequence[RankProcess]) -> Iterator[None]:
     """No rank outlives a start that failed."""
     import torch.distributed as dist
 
@@ -131,55 +131,55 @@ def _unfinished(processes: Sequence[Process]) -> Iterator[None]:
         raise
 
 
-def join(shard: Shard, device: str, stacks: Path, hosts: Hosts | None = None) -> Joined:
+def join(shard: ShardSpec, device: str, stacks: Path, hosts: Launcher | None = None) -> JoinedRanks:
     """Start the other ranks, on ``hosts`` where they are not all to be on this machine, or find those that torchrun started.
     Raises ConfigError as ``check``, TrainError where one does
     not come up."""
     from torch._C._distributed_c10d import TCPStore
 
-    from ramify.train.backends.rank import Rank
-    from ramify.train.backends.team import Link, Pulse, Team
+    from ramify.train.backends.rank import RankModels
+    from ramify.train.backends.rank_group import RankConnection, RankGroup, RankHeartbeat
 
     size = check(shard, device, elsewhere=hosts is not None)
-    world = World.of_environment()
-    pulse = Pulse()
-    processes: list[Process] = []
+    world = RankInfo.of_environment()
+    pulse = RankHeartbeat()
+    processes: list[RankProcess] = []
     with _unfinished(processes):
         if world is None:
             here = "127.0.0.1" if hosts is None else hosts.address
             store = TCPStore(here, shard.port, size, True, timedelta(seconds=_START_S), wait_for_workers=False)
-            world = World(0, size, 0, here, store.port)
+            world = RankInfo(0, size, 0, here, store.port)
             for other in range(1, size):
                 told = _environment(other, world, shard.timeout_s, device)
                 processes.append(
-                    Child(_COMMAND, environment=told) if hosts is None else _placed(hosts, told, other, stacks)
+                    ChildProcess(_COMMAND, environment=told) if hosts is None else _placed(hosts, told, other, stacks)
                 )
         else:
             store = _store(world)
         name = gather(store, size, _START_S, lambda other: _look(processes, other))
         _enter(store, name, world, device, shard.timeout_s)
-        rank = Rank(0, size, _device(device, world), shard.timeout_s, pulse)
-        links = _links(world, size, Link)
-    return Joined(Team(rank, pulse, links, processes, shard.timeout_s, stacks), rank)
+        rank = RankModels(0, size, _device(device, world), shard.timeout_s, pulse)
+        links = _links(world, size, RankConnection)
+    return JoinedRanks(RankGroup(rank, pulse, links, processes, shard.timeout_s, stacks), rank)
 
 
-def leave(joined: Joined) -> None:
+def leave(joined: JoinedRanks) -> None:
     """Let all ranks end."""
     import torch.distributed as dist
 
-    joined.team.close()
+    joined.rank_group.close()
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def follow(world: World) -> NoReturn:
+def follow(world: RankInfo) -> NoReturn:
     """Be rank ``world.rank`` until rank 0 ends; then end."""
     import torch.distributed as dist
 
-    from ramify.train.backends.rank import Rank
-    from ramify.train.backends.team import Pulse, follow
+    from ramify.train.backends.rank import RankModels
+    from ramify.train.backends.rank_group import RankHeartbeat, follow
 
-    device, timeout_s = os.environ.get(_DEVICE, ""), float(os.environ.get(_TIMEOUT, Shard().timeout_s))
+    device, timeout_s = os.environ.get(_DEVICE, ""), float(os.environ.get(_TIMEOUT, ShardSpec().timeout_s))
     store = _store(world)
     name = come(store, world.rank, _behind(timeout_s))
     if not device:
@@ -187,8 +187,8 @@ def follow(world: World) -> NoReturn:
 
         device = "cuda" if torch.cuda.is_available() else "cpu"
     _enter(store, name, world, device, timeout_s)
-    pulse = Pulse()
-    rank = Rank(world.rank, world.size, _device(device, world), timeout_s, pulse)
+    pulse = RankHeartbeat()
+    rank = RankModels(world.rank, world.size, _device(device, world), timeout_s, pulse)
     talk, watch = _connected(world)
     follow(rank, pulse, talk, watch, world.rank, timeout_s)
     rank.wait()
@@ -200,7 +200,7 @@ def follow(world: World) -> NoReturn:
 # --- how ranks find each other -----------------------------------------------------------------------------------------
 
 
-def _environment(rank: int, world: World, timeout_s: float, device: str) -> dict[str, str]:
+def _environment(rank: int, world: RankInfo, timeout_s: float, device: str) -> dict[str, str]:
     """What is added to a rank's environment."""
     import torch
 
@@ -216,13 +216,13 @@ def _environment(rank: int, world: World, timeout_s: float, device: str) -> dict
 _COMMAND = (sys.executable, "-m", "ramify.train.backends.launch")
 
 
-def _placed(hosts: Hosts, told: Mapping[str, str], rank: int, out: Path) -> Process:
+def _placed(hosts: Launcher, told: Mapping[str, str], rank: int, out: Path) -> RankProcess:
     """On its seat, which shows it the GPUs that are its own and no others."""
     log = out.resolve() / "ranks" / f"rank-{rank}.log"
-    return hosts.start(Member("trainer", rank), _COMMAND, {**told, "LOCAL_RANK": "0"}, log)
+    return hosts.start(SlotMember("trainer", rank), _COMMAND, {**told, "LOCAL_RANK": "0"}, log)
 
 
-def _look(processes: Sequence[Process], rank: int) -> None:
+def _look(processes: Sequence[RankProcess], rank: int) -> None:
     """Raises TrainError where a rank that was started here has ended."""
     if not processes or (status := processes[rank - 1].poll()) is None:
         return
@@ -236,7 +236,7 @@ def _is_agents() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def _store(world: World) -> Any:
+def _store(world: RankInfo) -> Any:
     """The store that ranks meet at: torchrun's own, or that of rank 0."""
     from torch._C._distributed_c10d import TCPStore
 
@@ -256,7 +256,7 @@ def _behind(timeout_s: float) -> float:
     return 2 * timeout_s + 30
 
 
-def _enter(store: Any, name: str, world: World, device: str, timeout_s: float) -> None:
+def _enter(store: Any, name: str, world: RankInfo, device: str, timeout_s: float) -> None:
     """Join the process group of the attempt ``name``."""
     import torch
     import torch.distributed as dist
@@ -273,7 +273,7 @@ def _enter(store: Any, name: str, world: World, device: str, timeout_s: float) -
 
 
 @contextlib.contextmanager
-def _on_this_machine(world: World) -> Iterator[None]:
+def _on_this_machine(world: RankInfo) -> Iterator[None]:
     """gloo asks for this host's name, which need not lead anywhere; ranks of one machine meet at the loopback."""
     name = "GLOO_SOCKET_IFNAME"
     if name in os.environ or world.address != "127.0.0.1" or not sys.platform.startswith("linux"):
@@ -286,7 +286,7 @@ def _on_this_machine(world: World) -> Iterator[None]:
         del os.environ[name]
 
 
-def _links(world: World, size: int, link: Any) -> list[Any]:
+def _links(world: RankInfo, size: int, link: Any) -> list[Any]:
     """Rank 0's connections to the others; where and with which key they are to call is told over the process group."""
     import torch.distributed as dist
 
@@ -305,13 +305,13 @@ def _links(world: World, size: int, link: Any) -> list[Any]:
                 peer, _ = server.accept()
             except (TimeoutError, BlockingIOError):
                 raise TrainError(f"a rank did not come back to rank 0 within {_START_S:g} s") from None
-            if joined := proved(peer, key):
+            if joined := authenticate(peer, key):
                 connection, (rank, kind, place) = joined
                 found[rank, kind], places[rank] = connection, place
     return [link(rank, found[rank, "talk"], found[rank, "watch"], places[rank]) for rank in range(1, size)]
 
 
-def _connected(world: World) -> tuple[Connection, Connection]:
+def _connected(world: RankInfo) -> tuple[Connection, Connection]:
     import torch.distributed as dist
 
     told: list[Any] = [None, None]
@@ -324,7 +324,7 @@ def _connected(world: World) -> tuple[Connection, Connection]:
     return connections[0], connections[1]
 
 
-def _device(device: str, world: World) -> Any:
+def _device(device: str, world: RankInfo) -> Any:
     import torch
 
     return torch.device("cuda", world.local_rank) if device == "cuda" else torch.device("cpu")
@@ -345,7 +345,7 @@ def _check_port(port: int) -> None:
 
 
 if __name__ == "__main__":
-    found = World.of_environment()
+    found = RankInfo.of_environment()
     if found is None or found.rank == 0:
         sys.exit("ramify.train.backends.launch is started by rank 0 of a run, or by torchrun")
     follow(found)

@@ -4,7 +4,7 @@
     embedding, output matrix       AdamW, without
     norms, biases, value head      AdamW, without
 
-Leaves out the learning rate's course (``Optim.lr_at``) and the gradient.
+Leaves out the learning rate's course (``OptimizerSpec.lr_at``) and the gradient.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from ramify.train.backends.base import Optim
+from ramify.train.backends.base import OptimizerSpec
 from ramify.train.backends.muon import Muon
 
 _OUTSIDE = ("embed", "lm_head", "wte", "wpe", "output_embedding", "value_head")
 """Parts of the names of matrices that are not inside a layer."""
 
 
-class Optimizers:
+class CombinedOptimizer:
     """One or two optimizers, as one."""
 
-    def __init__(self, model: nn.Module, optim: Optim, muon: type[Muon] = Muon) -> None:
+    def __init__(self, model: nn.Module, optim: OptimizerSpec, muon: type[Muon] = Muon) -> None:
         self._optim = optim
         inside, others = _split(model)
         adamw: list[dict[str, Any]] = [{"params": others, "weight_decay": 0.0}]

@@ -4,7 +4,7 @@
     values             the critic's
     all else           the policy's
 
-Decides how the two are stepped and saved together. A critic on the policy's own trunk is ``Single(critic=True)``.
+Decides how the two are stepped and saved together. A critic on the policy's own trunk is ``SingleBackend(critic=True)``.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import msgspec
 
 from ramify.errors import TrainError
 from ramify.train.backends.base import Backend
-from ramify.train.loss import Loss
-from ramify.train.pack import Packing
-from ramify.train.policy_losses import Critic
+from ramify.train.loss import LossSpec
+from ramify.train.pack import PackingSpec
+from ramify.train.policy_losses import CriticOnlyLoss
 from ramify.types.sequence import Batch, Floats
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _FOLDER = "critic"
 
 
-class OwnCritic:
+class SeparateCritic:
     """Implements ``Backend``."""
 
     def __init__(self, policy: Backend, critic: Backend) -> None:
@@ -38,25 +38,25 @@ class OwnCritic:
         self._policy, self._critic = policy, critic
 
     @property
-    def packing(self) -> Packing:
+    def packing(self) -> PackingSpec:
         return self._policy.packing
 
     @property
     def version(self) -> int:
         return self._policy.version
 
-    def forward_backward(self, batches: Many[Batch], loss: Loss) -> dict[str, float]:
+    def forward_backward(self, batches: Many[Batch], loss: LossSpec) -> dict[str, float]:
         with self._both_or_none():
             return self._forward_backward(batches, loss)
 
-    def _forward_backward(self, batches: Many[Batch], loss: Loss) -> dict[str, float]:
+    def _forward_backward(self, batches: Many[Batch], loss: LossSpec) -> dict[str, float]:
         measured = self._policy.forward_backward(batches, loss)
         reinforced = [
             msgspec.structs.replace(batch, denominators={"rl": batch.denominators["rl"]})
             for batch in batches
             if "rl" in batch.denominators
         ]
-        learnt = self._critic.forward_backward(reinforced, Loss(policy=Critic(), value=loss.value))
+        learnt = self._critic.forward_backward(reinforced, LossSpec(policy=CriticOnlyLoss(), value=loss.value))
         return {**measured, "value_loss": learnt.get("value_loss", 0.0)}
 
     def optim_step(self) -> dict[str, float]:

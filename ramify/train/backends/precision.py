@@ -1,6 +1,6 @@
 """Decides the precision in which the trainer multiplies matrices: that of the engine.
 
-    checkpoint and kind of device  ->  policy.dtype, in which the engine computes (policy/load.py)
+    checkpoint and kind of device  ->  policy.dtype, in which the engine computes (models/load.py)
     compute.precision=auto         ->  bf16 if the policy has 16 bits, else fp32
 
 So `auto` is fp32 on every CPU unless policy.dtype=bfloat16, and on a GPU follows the checkpoint.
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from ramify.train.backends.base import Compute
+from ramify.train.backends.base import ComputeSpec
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +24,7 @@ ROUNDING = 2.0**-5
 of the path's largest: eight units in the last place (bf16 has 8 bits); three were measured."""
 
 
-def decided(compute: Compute, dtype: torch.dtype, device: str) -> Compute:
+def decided(compute: ComputeSpec, dtype: torch.dtype, device: str) -> ComputeSpec:
     """``compute`` with ``precision`` fp32 or bf16, for a policy that was loaded as ``dtype``."""
     if compute.precision != "auto":
         return compute

@@ -5,7 +5,7 @@
                                ├── gather, put
                                └── save, load
 
-Rank 0 is told by its own process, the others over a connection (``team.py``). A verb either succeeds on every rank, or
+Rank 0 is told by its own process, the others over a connection (``rank_group.py``). A verb either succeeds on every rank, or
 raises an error of ours on every rank, and then the next verb may follow; any other exception ends all ranks.
 
 Every rank runs as many batches as the one with the most: one that has none left computes ``idle`` ones, a token without
@@ -25,27 +25,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ramify.policy.load import Policy
-from ramify.policy.weights import read_weights
+from ramify.models.load import Policy
+from ramify.models.weights import read_weights
 from ramify.train.backends import adapters, shards
-from ramify.train.backends.adapters import Lora
-from ramify.train.backends.base import Compute, Optim
-from ramify.train.backends.sharding import Sharded, mesh_of, on_meta
-from ramify.train.backends.single import VALUE_HEAD, Single, value_head
-from ramify.train.backends.team import Pulse
-from ramify.train.loss import Loss, Tally
+from ramify.train.backends.adapters import AdapterSpec
+from ramify.train.backends.base import ComputeSpec, OptimizerSpec
+from ramify.train.backends.rank_group import RankHeartbeat
+from ramify.train.backends.sharding import ShardedLayout, mesh_of, on_meta
+from ramify.train.backends.single import VALUE_HEAD, SingleBackend, value_head
+from ramify.train.loss import LossSpec, LossTally
 from ramify.types.sequence import Batch, Floats
 
 
-class Making(NamedTuple):
+class RankModelSpec(NamedTuple):
     """A model that is to be made."""
 
     config: Any
     """The Hugging Face configuration."""
-    compute: Compute
+    compute: ComputeSpec
     folder: str
     """Weights that each rank reads its rows of; empty: rank 0 will ``put`` them."""
-    lora: Lora | None
+    lora: AdapterSpec | None
     dumps: str
     """For batches whose loss is not finite."""
     critic: bool = False
@@ -55,42 +55,42 @@ class Making(NamedTuple):
 class _Model:
     """One model of this rank."""
 
-    def __init__(self, making: Making, model: nn.Module, names: list[str], sharded: Sharded) -> None:
+    def __init__(self, making: RankModelSpec, model: nn.Module, names: list[str], sharded: ShardedLayout) -> None:
         self.making, self.model, self.names, self.sharded = making, model, names, sharded
         self.policy = Policy(model, None, None, making.config, 0, "sharded")  # type: ignore[arg-type]
-        self.single: Single | None = None
+        self.single: SingleBackend | None = None
 
     @property
-    def backend(self) -> Single:
+    def backend(self) -> SingleBackend:
         assert self.single is not None, "no stage has begun"
         return self.single
 
 
-class Rank:
+class RankModels:
     """The models of one rank, by name."""
 
-    def __init__(self, index: int, size: int, device: torch.device, timeout_s: float, pulse: Pulse) -> None:
+    def __init__(self, index: int, size: int, device: torch.device, timeout_s: float, pulse: RankHeartbeat) -> None:
         self.index, self.size, self.device, self._pulse = index, size, device, pulse
         self._models: dict[str, _Model] = {}
         self._saving = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-        self._pending: shards.Saving | None = None
+        self._pending: shards.CheckpointWrite | None = None
 
     def model(self, key: str) -> _Model:
         return self._models[key]
 
     @property
-    def saving(self) -> shards.Saving:
+    def saving(self) -> shards.CheckpointWrite:
         """What the last ``save`` began."""
         assert self._pending is not None
         return self._pending
 
-    def of(self, key: str) -> Single:
+    def of(self, key: str) -> SingleBackend:
         """The backend of a model, on this rank."""
         return self._models[key].backend
 
     # --- verbs: models -------------------------------------------------------------------------------------------
 
-    def make(self, key: str, making: Making) -> None:
+    def make(self, key: str, making: RankModelSpec) -> None:
         """Make a model, spread; without values but for adapters, where it does not come from a folder."""
         model = on_meta(making.config)
         names: list[str] = []
@@ -102,7 +102,7 @@ class Rank:
             with torch.device("meta"):
                 model.add_module(VALUE_HEAD, value_head(making.config.hidden_size))
         mesh = mesh_of(self.device, self.size, making.compute.shard.replicas)
-        sharded = Sharded(model, mesh, self.device, making.compute, self._pulse.tick)
+        sharded = ShardedLayout(model, mesh, self.device, making.compute, self._pulse.tick)
         made = self._models[key] = _Model(making, model, names, sharded)
         values: dict[str, Tensor] = {}
         if making.folder:
@@ -126,30 +126,30 @@ class Rank:
         found = [self._models[key].sharded.gather(name, gradients) for name in names]
         return found if self.index == 0 else None
 
-    def spare(self) -> None:
-        """As ``Trained.spare``, on this rank."""
+    def release_memory(self) -> None:
+        """As ``TrainedModel.release_memory``, on this rank."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def drop(self, key: str) -> None:
         self._models.pop(key, None)
 
-    def stage(self, key: str, optim: Optim, critic: bool) -> None:
+    def stage(self, key: str, optim: OptimizerSpec, critic: bool) -> None:
         """From here on the model is trained by a fresh optimizer, its value head too where ``critic``."""
         made = self._models[key]
         compute = made.making.compute
         dumps = Path(made.making.dumps) / (f"rank-{self.index}" if self.index else "")
-        plain = Compute(
+        plain = ComputeSpec(
             max_tokens=compute.max_tokens, precision="fp32", recompute=compute.recompute, max_logits=compute.max_logits,
             share=compute.share,
         )  # fmt: skip
-        made.single = Single(made.policy, optim, plain, dumps=dumps, spread=made.sharded, critic=critic)
+        made.single = SingleBackend(made.policy, optim, plain, dumps=dumps, spread=made.sharded, critic=critic)
 
     # --- verbs: learning -----------------------------------------------------------------------------------------
 
-    def add(self, key: str, batches: list[Batch | None], loss: Loss, idle: Batch) -> Tally:
+    def add(self, key: str, batches: list[Batch | None], loss: LossSpec, idle: Batch) -> LossTally:
         """Add the gradient of ``batches``; None is where others have one and this rank has not."""
-        made, tally = self._models[key], Tally()
+        made, tally = self._models[key], LossTally()
         for index, batch in enumerate(batches):
             made.sharded.expect(index + 1 == len(batches))
             measured = made.backend.add(idle if batch is None else batch, loss)
@@ -182,7 +182,7 @@ class Rank:
 
     # --- verbs: checkpoints --------------------------------------------------------------------------------------
 
-    def save(self, key: str, folder: str, asynchronous: bool) -> shards.Random:
+    def save(self, key: str, folder: str, asynchronous: bool) -> shards.RandomState:
         """Write this rank's rows; ``wait`` until that is over, where it goes on by itself."""
         self.wait()
         single = self.of(key)
@@ -195,7 +195,7 @@ class Rank:
         if pending is not None:
             pending.wait()
 
-    def load(self, key: str, folder: str, num_steps: int, random: list[shards.Random]) -> None:
+    def load(self, key: str, folder: str, num_steps: int, random: list[shards.RandomState]) -> None:
         self.wait()
         made = self._models[key]
         made.sharded.let_go()

@@ -9,7 +9,7 @@
 
 Gradients are sums over ranks and not means: losses are divided by counts of the whole step before. Decides where tensors
 lie, in which precision they travel, and when they are put together. Leaves out what is computed (``single.py``) and who
-says when (``team.py``). Mixed precision, offloading and NCCL need GPUs; gloo on CPUs goes through the same calls.
+says when (``rank_group.py``). Mixed precision, offloading and NCCL need GPUs; gloo on CPUs goes through the same calls.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ramify.errors import ConfigError
-from ramify.policy.dense import Dense, unsupported
-from ramify.train.backends.base import Compute
+from ramify.models.dense import DenseModel, unsupported
+from ramify.train.backends.base import ComputeSpec
 from ramify.train.backends.sharded_muon import ShardedMuon
 from ramify.train.backends.single import VALUE_HEAD, layers_of
-from ramify.train.backends.spread import squares
+from ramify.train.backends.weight_layout import squares
 
 T = TypeVar("T")
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -58,7 +58,7 @@ def on_meta(config: Any) -> nn.Module:
     """The model of a Hugging Face configuration without its weights; what it computes by itself (rotations) is there."""
     if unsupported(config) is None:
         with torch.device("meta"):
-            return Dense(config).eval()
+            return DenseModel(config).eval()
     from transformers import AutoModelForCausalLM
 
     with _parameters_on_meta():
@@ -66,13 +66,13 @@ def on_meta(config: Any) -> nn.Module:
     return cast(nn.Module, model.eval())
 
 
-class Sharded:
-    """Implements ``Spread`` for ``model``, whose parameters from then on are this rank's rows of each."""
+class ShardedLayout:
+    """Implements ``WeightLayout`` for ``model``, whose parameters from then on are this rank's rows of each."""
 
     muon = ShardedMuon
 
     def __init__(
-        self, model: nn.Module, mesh: DeviceMesh, device: torch.device, compute: Compute, tick: Callable[[], None]
+        self, model: nn.Module, mesh: DeviceMesh, device: torch.device, compute: ComputeSpec, tick: Callable[[], None]
     ) -> None:
         """``model`` is on the meta device, and its values are undefined afterwards: ``put`` or ``fill`` them. ``tick`` is
         called as layers are entered, by which others see that this rank gets on."""
@@ -175,7 +175,7 @@ class Sharded:
         size = -(-tensor.shape[0] // num)
         return tensor[min(index * size, tensor.shape[0]) : min((index + 1) * size, tensor.shape[0])]
 
-    def _precision(self, compute: Compute) -> MixedPrecisionPolicy:
+    def _precision(self, compute: ComputeSpec) -> MixedPrecisionPolicy:
         if compute.precision != "bf16":
             return MixedPrecisionPolicy()
         return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=_DTYPES[compute.shard.reduce])
@@ -234,13 +234,13 @@ def _local(tensor: Tensor) -> Tensor:
 
 def _compile(model: nn.Module, layers: list[nn.Module]) -> None:
     """Each layer's forward pass, for any number of tokens. Attention walks a forest that is another in every batch."""
-    if not isinstance(model, Dense):
+    if not isinstance(model, DenseModel):
         raise ConfigError("compute.shard.compile is for Llama, Mistral, Qwen2 and Qwen3, which run as Dense")
     for layer in layers:
-        layer.forward = _Compiled(layer.forward)
+        layer.forward = _CompiledModule(layer.forward)
 
 
-class _Compiled:
+class _CompiledModule:
     def __init__(self, forward: Callable[..., Tensor]) -> None:
         self._forward = torch.compile(forward, dynamic=True)
         self._attend: Any = forward

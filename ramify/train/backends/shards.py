@@ -22,20 +22,20 @@ from torch.distributed.checkpoint.state_dict_loader import load as read_shards
 from torch.distributed.checkpoint.state_dict_saver import save as write_shards
 
 from ramify.errors import ConfigError, StoreError
-from ramify.train.backends.optimizers import Optimizers
+from ramify.train.backends.optimizers import CombinedOptimizer
 
 FOLDER = "shards"
 _WEIGHTS, _OPTIM = "weights", "optim"
 
 
-class Random(NamedTuple):
+class RandomState(NamedTuple):
     """Of one rank."""
 
     cpu: Tensor
     cuda: Tensor | None
 
 
-class Saving:
+class CheckpointWrite:
     """A checkpoint that is being written."""
 
     def __init__(self, work: Callable[[], object], in_background: bool) -> None:
@@ -61,15 +61,19 @@ class Saving:
             self._error = error
 
 
-def save(folder: Path, weights: Mapping[str, Any], optimizers: Optimizers, group: Any, in_background: bool) -> Saving:
+def save(
+    folder: Path, weights: Mapping[str, Any], optimizers: CombinedOptimizer, group: Any, in_background: bool
+) -> CheckpointWrite:
     """Write this rank's share, as it is now: from a copy, where it goes on in the background."""
     state = _state(weights, _moments(weights, optimizers))
     if in_background:
         state = {kind: {name: _copied(each) for name, each in part.items()} for kind, part in state.items()}
-    return Saving(lambda: write_shards(state, checkpoint_id=folder / FOLDER, process_group=group), in_background)
+    return CheckpointWrite(
+        lambda: write_shards(state, checkpoint_id=folder / FOLDER, process_group=group), in_background
+    )
 
 
-def load(folder: Path, weights: Mapping[str, Any], optimizers: Optimizers, group: Any) -> None:
+def load(folder: Path, weights: Mapping[str, Any], optimizers: CombinedOptimizer, group: Any) -> None:
     """Read this rank's share, of a checkpoint that ``check`` has found to fit."""
     found = sizes(folder)
     parameters = {name: each.detach() for name, each in weights.items()}
@@ -110,17 +114,17 @@ def check(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
             raise ConfigError(f"{folder} is of another model: '{name}' is {saved} there and {ours} here")
 
 
-def random_state(device: torch.device) -> Random:
-    return Random(torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None)
+def random_state(device: torch.device) -> RandomState:
+    return RandomState(torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None)
 
 
-def set_random_state(device: torch.device, state: Random) -> None:
+def set_random_state(device: torch.device, state: RandomState) -> None:
     torch.set_rng_state(state.cpu)
     if state.cuda is not None and device.type == "cuda":
         torch.cuda.set_rng_state(state.cuda, device)
 
 
-def _moments(weights: Mapping[str, Any], optimizers: Optimizers) -> dict[str, dict[str, Tensor]]:
+def _moments(weights: Mapping[str, Any], optimizers: CombinedOptimizer) -> dict[str, dict[str, Tensor]]:
     """Name -> what its optimizer remembers of it."""
     states = {parameter: state for each in optimizers.each for parameter, state in each.state.items()}
     return {name: dict(states.get(parameter, {})) for name, parameter in weights.items()}

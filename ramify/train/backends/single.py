@@ -5,7 +5,7 @@
 
 Decides how bf16 products are made of fp32 weights (which precision: ``precision.py``), whether activations are computed again
 in the backward pass, and what happens to a loss that is not finite. Gradients add up over batches, so that the size of a batch
-changes memory and not the step. Leaves out what a loss is (``loss.py``) and how attention goes (``policy/trunk.py``).
+changes memory and not the step. Leaves out what a loss is (``loss.py``) and how attention goes (``models/trunk.py``).
 
 Legend: T tokens, E entries, D width, k teacher tokens per entry.
 """
@@ -27,22 +27,22 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ramify.errors import ConfigError, TrainError
-from ramify.policy.load import Policy
-from ramify.policy.trunk import trunk_of
-from ramify.policy.weights import load_weights
-from ramify.progress import moved
+from ramify.models.load import Policy
+from ramify.models.trunk import trunk_of
+from ramify.models.weights import load_weights
+from ramify.progress import heartbeat
 from ramify.train import loss as losses
 from ramify.train import whole_step
-from ramify.train.backends.base import Compute, Optim
+from ramify.train.backends.base import ComputeSpec, OptimizerSpec
 from ramify.train.backends.heap import keep_freed_memory
-from ramify.train.backends.optimizers import Optimizers
+from ramify.train.backends.optimizers import CombinedOptimizer
 from ramify.train.backends.precision import decided
-from ramify.train.backends.spread import Alone, Spread
-from ramify.train.backends.team import Elsewhere
-from ramify.train.head import Asked, entry_logprobs
-from ramify.train.loss import Entries, Loss, Tally
-from ramify.train.pack import Cost, Packing
-from ramify.train.policy_losses import Critic
+from ramify.train.backends.rank_group import RemoteRankError
+from ramify.train.backends.weight_layout import SingleProcessLayout, WeightLayout
+from ramify.train.head import HeadRequest, entry_logprobs
+from ramify.train.loss import LossEntries, LossSpec, LossTally
+from ramify.train.pack import ComputeCost, PackingSpec
+from ramify.train.policy_losses import CriticOnlyLoss
 from ramify.types.sequence import Batch, Floats
 
 _STATE = "backend.pt"
@@ -54,21 +54,21 @@ LEAST_TOKENS = 1024
 """A batch may have, whatever the memory."""
 
 
-class Single:
+class SingleBackend:
     """Implements ``Backend``."""
 
     def __init__(
-        self, policy: Policy, optim: Optim | None = None, compute: Compute | None = None, *, dumps: Path | None = None,
-        critic: bool = False, spread: Spread | None = None,
+        self, policy: Policy, optim: OptimizerSpec | None = None, compute: ComputeSpec | None = None, *, dumps: Path | None = None,
+        critic: bool = False, spread: WeightLayout | None = None,
     ) -> None:  # fmt: skip
         """``policy``'s weights are trained in place, in fp32: lower ones are converted. Batches whose loss is not finite
         are written into ``dumps``, by default the working directory. ``critic``: with a value head on the trunk, which
         begins at 0 everywhere. ``spread``: how the weights lie over ranks, of which this is one; None where they are all
         here. There the value head lies with them, in the model (``VALUE_HEAD``)."""
-        self._policy, self._optim = policy, optim or Optim()
-        self._spread = spread or Alone(policy.device)
+        self._policy, self._optim = policy, optim or OptimizerSpec()
+        self._spread = spread or SingleProcessLayout(policy.device)
         self._device = self._spread.device
-        self._compute = decided(compute or Compute(), policy.dtype, self._device.type)
+        self._compute = decided(compute or ComputeSpec(), policy.dtype, self._device.type)
         self._dumps = dumps or Path()
         self._model: nn.Module = policy.model.float()
         if self._device.type == "cpu":
@@ -83,30 +83,30 @@ class Single:
         elif critic:
             self._value_head = self._model.get_submodule(VALUE_HEAD)
         self._trained = _trained(self._model, self._value_head)
-        self._optimizers = Optimizers(self._trained, self._optim, self._spread.muon)
+        self._optimizers = CombinedOptimizer(self._trained, self._optim, self._spread.muon)
         self._num_steps = 0
 
     @property
-    def packing(self) -> Packing:
+    def packing(self) -> PackingSpec:
         max_tokens = self._compute.max_tokens or self._most_tokens()
         fill_tokens = _FILL_TOKENS if self._device.type == "cpu" else 0
-        return Packing(max_tokens, self._compute.share and self._trunk.shares, self._cost, fill_tokens)
+        return PackingSpec(max_tokens, self._compute.share and self._trunk.shares, self._cost, fill_tokens)
 
     @property
     def version(self) -> int:
         return self._num_steps
 
-    def forward_backward(self, batches: Many[Batch], loss: Loss) -> dict[str, float]:
+    def forward_backward(self, batches: Many[Batch], loss: LossSpec) -> dict[str, float]:
         if loss.is_over_sequences:
             whole_step.check_whole(batches)
         if whole_step.chooses(loss):
             batches = whole_step.choose(batches, loss, self.logprobs(batches))
-        tally = Tally()
+        tally = LossTally()
         for batch in batches:
             tally.merge(self.add(batch, loss))
         return tally.metrics()
 
-    def add(self, batch: Batch, loss: Loss) -> Tally:
+    def add(self, batch: Batch, loss: LossSpec) -> LossTally:
         """``forward_backward`` of one batch: what was measured of it."""
         with self._trunk.scope():
             entries = self._entries(batch, _wanted(loss, batch))
@@ -115,7 +115,7 @@ class Single:
             if not self._spread.agree(is_finite):
                 self._fail(batch, entries, loss, is_finite)
             value.backward()  # type: ignore[no-untyped-call]
-        moved()
+        heartbeat()
         return measured
 
     def optim_step(self) -> dict[str, float]:
@@ -158,7 +158,7 @@ class Single:
         with torch.no_grad(), self._trunk.scope():
             for batch in batches:
                 if top:
-                    moved()
+                    heartbeat()
                     columns = self._top(batch, top)
                 else:
                     entries = self._entries(batch, "no")
@@ -217,7 +217,7 @@ class Single:
             torch.cuda.set_rng_state_all([each.cpu() for each in state["cuda_random"]])
 
     @property
-    def trained(self) -> tuple[dict[str, nn.Parameter], Optimizers]:
+    def trained(self) -> tuple[dict[str, nn.Parameter], CombinedOptimizer]:
         """What changes: name -> parameter, and what steps them."""
         return {name: each for name, each in self._model.named_parameters() if each.requires_grad}, self._optimizers
 
@@ -227,13 +227,13 @@ class Single:
 
     # --- one batch -----------------------------------------------------------------------------------------------
 
-    def _entries(self, batch: Batch, entropy: Wanted) -> Entries:
+    def _entries(self, batch: Batch, entropy: Wanted) -> LossEntries:
         check_window(batch, self._policy.window)
-        moved()
+        heartbeat()
         streams = {name: self._tensor(column) for name, column in batch.streams.items()}
         logprobs, entropies, values = self._spread.run(lambda: self._computed(batch, streams, entropy))
         _, sequences = np.unique(batch.owners[:, 0], return_inverse=True)
-        return Entries(
+        return LossEntries(
             logprobs=logprobs[:, 0],
             streams=streams,
             denominators=batch.denominators,
@@ -282,7 +282,9 @@ class Single:
         found = {"logprobs": logprobs[:, 0], "top": top, "top_ids": top_ids}
         return found if wanted is targets else {**found, "candidates": logprobs[:, 1:]}
 
-    def _asked(self, batch: Batch, streams: Mapping[str, Tensor], entropy: Literal["no", "value", "gradient"]) -> Asked:
+    def _asked(
+        self, batch: Batch, streams: Mapping[str, Tensor], entropy: Literal["no", "value", "gradient"]
+    ) -> HeadRequest:
         targets = self._tensor(batch.targets)[:, None]
         if "teacher_ids" in streams:
             targets = torch.cat([targets, streams["teacher_ids"].long()], 1)
@@ -290,13 +292,13 @@ class Single:
         kept = None
         if batch.kept is not None and len(batch.kept.ids):
             kept = (self._tensor(batch.kept.offsets), self._tensor(batch.kept.ids))
-        return Asked(targets, temperature, kept, entropy)
+        return HeadRequest(targets, temperature, kept, entropy)
 
-    def _fail(self, batch: Batch, entries: Entries, loss: Loss, is_finite: bool) -> NoReturn:
+    def _fail(self, batch: Batch, entries: LossEntries, loss: LossSpec, is_finite: bool) -> NoReturn:
         """Write the batch down, name the first sequence whose loss is not finite, and stop."""
         self._trained.zero_grad(set_to_none=True)
         if is_finite:
-            raise Elsewhere(f"the loss of step {self._num_steps + 1} is not finite on another rank")
+            raise RemoteRankError(f"the loss of step {self._num_steps + 1} is not finite on another rank")
         bad = ~torch.isfinite(losses.per_entry(loss, entries).detach())
         index, token = batch.owners[int(bad.int().argmax())].tolist() if bool(bad.any()) else batch.owners[0].tolist()
         self._dumps.mkdir(parents=True, exist_ok=True)
@@ -381,10 +383,10 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
     return list(longest)
 
 
-def _wanted(loss: Loss, batch: Batch) -> Wanted:
+def _wanted(loss: LossSpec, batch: Batch) -> Wanted:
     if "rl" not in batch.denominators:
         return "no"
-    if isinstance(loss.policy, Critic):
+    if isinstance(loss.policy, CriticOnlyLoss):
         return "values alone"
     return "gradient" if loss.entropy else "value"
 
@@ -422,7 +424,7 @@ class _Speed(NamedTuple):
 _SPEEDS = {"cpu": _Speed(5e10, 3.5e10, 5e-4, 1.2e-8), "cuda": _Speed(2e14, 1e14, 1e-5, 1e-11)}
 
 
-def _cost(model: nn.Module, config: Any, device: str) -> Cost:
+def _cost(model: nn.Module, config: Any, device: str) -> ComputeCost:
     """In units of the 6 FLOP per weight of the layers that a token costs forward and backward. A pair costs 14 FLOP per
     layer and element of the heads: two products forward, five backward."""
     speed = _SPEEDS.get(device, _SPEEDS["cuda"])
@@ -431,7 +433,7 @@ def _cost(model: nn.Module, config: Any, device: str) -> Cost:
     heads = config.num_attention_heads
     width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
     layers = config.num_hidden_layers
-    return Cost(
+    return ComputeCost(
         pair=14 * layers * width / speed.attention / token_s,
         share=layers * speed.call_s / token_s,
         join=layers * width * speed.join_s / token_s,
@@ -444,13 +446,13 @@ def _recompute_layers(model: nn.Module, wanted: bool) -> None:
     if wanted and not layers:
         raise ConfigError("compute.recompute needs a model whose layers stand in a ModuleList")
     for layer in layers:
-        if isinstance(vars(layer).get("forward"), _Again):
+        if isinstance(vars(layer).get("forward"), _RecomputedLayer):
             del layer.forward
         if wanted:
-            layer.forward = _Again(layer.forward)
+            layer.forward = _RecomputedLayer(layer.forward)
 
 
-class _Again:
+class _RecomputedLayer:
     """A layer's forward pass that is done again in the backward pass."""
 
     def __init__(self, forward: Callable[..., Any]) -> None:

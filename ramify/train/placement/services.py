@@ -19,9 +19,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from ramify.errors import ConfigError
-from ramify.train.placement.hosts import Hosts, Started
-from ramify.train.placement.seats import Member
-from ramify.train.placement.spec import Service
+from ramify.train.placement.launcher import LaunchedProcess, Launcher
+from ramify.train.placement.placement_slots import SlotMember
+from ramify.train.placement.placement_spec import ServiceSpec
 
 _POLL_S = 0.1
 _LOOK_S = 0.5
@@ -30,16 +30,16 @@ _END_S = 10.0
 _BLOCK = 1 << 16
 
 
-class Services:
+class RunServices:
     """Belongs to one run, and to its event loop."""
 
     def __init__(
-        self, hosts: Hosts, services: Mapping[str, Service], out: Path, *, restarts: int = 3,
+        self, hosts: Launcher, services: Mapping[str, ServiceSpec], out: Path, *, restarts: int = 3,
         say: Callable[[str], None] = print,
     ) -> None:  # fmt: skip
         """``restarts``: how often one is started again without having been there for its ``start_s`` in between."""
         self._hosts, self._say, self._restarts = hosts, say, restarts
-        self._all = [_One(hosts, name, service, out) for name, service in services.items()]
+        self._all = [_RunningService(hosts, name, service, out) for name, service in services.items()]
         self._watching: list[asyncio.Task[None]] = []
         self._before: dict[str, str | None] = {}
         """Variable -> what it was."""
@@ -72,7 +72,7 @@ class Services:
             else:
                 os.environ[name] = value
 
-    async def _watch(self, one: _One) -> None:
+    async def _watch(self, one: _RunningService) -> None:
         """Start it again whenever it ends, until it is given up."""
         tries = 0
         while True:
@@ -92,14 +92,14 @@ class Services:
             self._say(f"{one.told} is back")
 
 
-class _One:
+class _RunningService:
     """One service, wherever it is."""
 
-    def __init__(self, hosts: Hosts, name: str, service: Service, out: Path) -> None:
+    def __init__(self, hosts: Launcher, name: str, service: ServiceSpec, out: Path) -> None:
         self._hosts, self._name, self.service = hosts, name, service
-        self._member = Member(name, 0)
+        self._member = SlotMember(name, 0)
         self._log = Path(os.path.abspath(out)) / "services" / f"{name}.log"
-        self._process: Started | None = None
+        self._process: LaunchedProcess | None = None
         self._host, self._port = "", 0
         self._door: asyncio.Server | None = None
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from ramify.errors import ConfigError
-from ramify.inference.http.spec import InferenceSpec
-from ramify.train.placement.spec import PlacementSpec
+from ramify.inference.http.inference_spec import InferenceSpec
+from ramify.train.placement.placement_spec import PlacementSpec
 
 if TYPE_CHECKING:
     from ramify.train.config import Run

@@ -5,10 +5,10 @@ recipe registers:
     class Mine(Formula, frozen=True, kw_only=True, tag="mine"): …
 """
 
-from ramify.train.policy_losses.base import Formula, PolicyLoss, Tokens, ratio
+from ramify.train.policy_losses.base import LossFormula, LossTokens, PolicyLoss, ratio
 from ramify.train.policy_losses.cispo import Cispo
 from ramify.train.policy_losses.cov import ClipCov, KlCov
-from ramify.train.policy_losses.critic import Critic
+from ramify.train.policy_losses.critic import CriticOnlyLoss
 from ramify.train.policy_losses.decoupled import Decoupled, ProxApprox
 from ramify.train.policy_losses.dppo import DppoKl, DppoTv
 from ramify.train.policy_losses.gmpo import Gmpo
@@ -20,8 +20,26 @@ from ramify.train.policy_losses.sapo import Sapo
 from ramify.train.registry import Registry
 
 __all__ = [
-    "POLICY_LOSSES", "Cispo", "ClipCov", "Critic", "Decoupled", "DppoKl", "DppoTv", "DualClip", "Formula", "Gmpo", "Gspo",
-    "ImportanceSampling", "KlCov", "PolicyLoss", "PpoClip", "ProxApprox", "RolloutIs", "Sapo", "Tokens", "ratio",
+    "POLICY_LOSSES",
+    "Cispo",
+    "ClipCov",
+    "CriticOnlyLoss",
+    "Decoupled",
+    "DppoKl",
+    "DppoTv",
+    "DualClip",
+    "Gmpo",
+    "Gspo",
+    "ImportanceSampling",
+    "KlCov",
+    "LossFormula",
+    "LossTokens",
+    "PolicyLoss",
+    "PpoClip",
+    "ProxApprox",
+    "RolloutIs",
+    "Sapo",
+    "ratio",
 ]  # fmt: skip
 
 POLICY_LOSSES = Registry(
@@ -41,7 +59,7 @@ POLICY_LOSSES = Registry(
         "decoupled": Decoupled,
         "prox_approx": ProxApprox,
         "importance_sampling": ImportanceSampling,
-        "critic": Critic,
+        "critic": CriticOnlyLoss,
     },
 )
 """In a configuration ``{"name": "ppo_clip", "clip_high": 0.3}``."""

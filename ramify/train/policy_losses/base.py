@@ -31,16 +31,16 @@ if TYPE_CHECKING:  # methods of tensors are all that is needed: a configuration 
 _MAX_LOG_RATIO = 20.0
 
 
-class Formula(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name"):
+class LossFormula(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name"):
     """How a formula is stored, and how far it looks. Its tag is its name."""
 
     reads: ClassVar[frozenset[str]] = frozenset()
-    """Streams that it needs besides those of every batch: ``old_logprobs``, ``lag``."""
+    """Streams that it needs besides those of every batch: ``old_logprobs``, ``staleness``."""
     whole: ClassVar[bool] = False
     """Whether it looks at whole sequences."""
 
 
-class Whole(NamedTuple):
+class SequenceSums(NamedTuple):
     """Which entries are of one sequence."""
 
     owner: Tensor
@@ -64,28 +64,28 @@ class Whole(NamedTuple):
         return self.sum(flags.float()) > 0
 
 
-class Tokens(NamedTuple):
+class LossTokens(NamedTuple):
     """What a policy loss sees; each [E], in fp32."""
 
     now: Tensor
     old: Tensor
     sampler: Tensor
     advantages: Tensor
-    whole: Whole | None = None
+    whole: SequenceSums | None = None
     chosen: Tensor | None = None
     """Whether ``choose`` chose the token."""
-    lag: Tensor | None = None
+    staleness: Tensor | None = None
     """How many versions older than the policy at the step's start the one was that sampled the token."""
 
     @property
-    def sequences(self) -> Whole:
+    def sequences(self) -> SequenceSums:
         """Raises ConfigError where it is not known which tokens are of one sequence."""
         if self.whole is None:
             raise ConfigError("a loss over whole sequences was given tokens without their sequences")
         return self.whole
 
 
-class Step(NamedTuple):
+class LossStep(NamedTuple):
     """All tokens of an optimizer step that carry policy-gradient weight; each [N], in fp64."""
 
     now: Doubles
@@ -96,22 +96,22 @@ class Step(NamedTuple):
 
 
 class PolicyLoss(Protocol):
-    """Implemented by every class of this room; most are a ``Formula``, some ``Chooses``."""
+    """Implemented by every class of this room; most are a ``LossFormula``, some ``TokenSelectingLoss``."""
 
-    def per_token(self, tokens: Tokens) -> Tensor:
+    def per_token(self, tokens: LossTokens) -> Tensor:
         """[E]"""
         ...
 
-    def clipped(self, tokens: Tokens) -> Tensor:
+    def clipped(self, tokens: LossTokens) -> Tensor:
         """[E] whether the token's policy gradient was cut off; without gradient."""
         ...
 
 
 @runtime_checkable
-class Chooses(Protocol):
+class TokenSelectingLoss(Protocol):
     """A policy loss that treats some tokens of the step otherwise."""
 
-    def choose(self, step: Step) -> npt.NDArray[np.bool_]:
+    def choose(self, step: LossStep) -> npt.NDArray[np.bool_]:
         """[N] which."""
         ...
 
@@ -131,6 +131,6 @@ def is_clipped(r: Tensor, advantages: Tensor, low: float, high: float) -> Tensor
     return ((advantages > 0) & (r > 1 + high)) | ((advantages < 0) & (r < 1 - low))
 
 
-def nowhere(tokens: Tokens) -> Tensor:
+def nowhere(tokens: LossTokens) -> Tensor:
     """[E] False."""
     return (tokens.now > 0).logical_and(tokens.now < 0)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from ramify.errors import ConfigError
-from ramify.train.policy_losses.base import Formula, Tokens, ratio
+from ramify.train.policy_losses.base import LossFormula, LossTokens, ratio
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Cispo(Formula, frozen=True, kw_only=True, tag="cispo"):
+class Cispo(LossFormula, frozen=True, kw_only=True, tag="cispo"):
     """-sg(clip(r, 1 - low, 1 + high)) A l   (2506.13585): every token keeps a gradient, its weight is bounded."""
 
     reads: ClassVar[frozenset[str]] = frozenset({"old_logprobs"})
@@ -24,13 +24,13 @@ class Cispo(Formula, frozen=True, kw_only=True, tag="cispo"):
         if self.anchor not in ("old", "sampler"):
             raise ConfigError(f"cispo anchor '{self.anchor}' is neither 'old' nor 'sampler'")
 
-    def per_token(self, tokens: Tokens) -> Tensor:
+    def per_token(self, tokens: LossTokens) -> Tensor:
         weight = self._ratio(tokens).clamp(1 - self.clip_low, 1 + self.clip_high)
         return -weight * tokens.advantages * tokens.now
 
-    def clipped(self, tokens: Tokens) -> Tensor:
+    def clipped(self, tokens: LossTokens) -> Tensor:
         r = self._ratio(tokens)
         return (r > 1 + self.clip_high) | (r < 1 - self.clip_low)
 
-    def _ratio(self, tokens: Tokens) -> Tensor:
+    def _ratio(self, tokens: LossTokens) -> Tensor:
         return ratio(tokens.now.detach(), tokens.old if self.anchor == "old" else tokens.sampler)

@@ -15,9 +15,9 @@ import numpy as np
 
 from ramify.errors import ConfigError
 from ramify.train.policy_losses.base import (
-    Formula,
-    Step,
-    Tokens,
+    LossFormula,
+    LossStep,
+    LossTokens,
     clipped_surrogate,
     is_clipped,
     nowhere,
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ramify.train.policy_losses.base import Doubles
 
 
-class ClipCov(Formula, frozen=True, kw_only=True, tag="clip_cov"):
+class ClipCov(LossFormula, frozen=True, kw_only=True, tag="clip_cov"):
     """``ppo_clip``, of which a random ``share`` of all tokens, of those with cov in (cov_low, cov_high), adds nothing."""
 
     reads: ClassVar[frozenset[str]] = frozenset({"old_logprobs"})
@@ -45,7 +45,7 @@ class ClipCov(Formula, frozen=True, kw_only=True, tag="clip_cov"):
     def __post_init__(self) -> None:
         _check_share(self.share)
 
-    def choose(self, step: Step) -> npt.NDArray[np.bool_]:
+    def choose(self, step: LossStep) -> npt.NDArray[np.bool_]:
         cov = covariance(step)
         r = np.exp(np.clip(step.now - step.old, -20, 20))
         is_free = ~np.where(step.advantages > 0, r > 1 + self.clip_high, r < 1 - self.clip_low)
@@ -54,16 +54,16 @@ class ClipCov(Formula, frozen=True, kw_only=True, tag="clip_cov"):
         chosen[candidates[np.argsort(step.keys[candidates])][: max(1, int(self.share * len(cov)))]] = True
         return chosen
 
-    def per_token(self, tokens: Tokens) -> Tensor:
+    def per_token(self, tokens: LossTokens) -> Tensor:
         loss = clipped_surrogate(ratio(tokens.now, tokens.old), tokens.advantages, self.clip_low, self.clip_high)
         return loss.masked_fill(_chosen(tokens), 0.0)
 
-    def clipped(self, tokens: Tokens) -> Tensor:
+    def clipped(self, tokens: LossTokens) -> Tensor:
         by_ratio = is_clipped(ratio(tokens.now, tokens.old), tokens.advantages, self.clip_low, self.clip_high)
         return by_ratio | _chosen(tokens)
 
 
-class KlCov(Formula, frozen=True, kw_only=True, tag="kl_cov"):
+class KlCov(LossFormula, frozen=True, kw_only=True, tag="kl_cov"):
     """-r A, and beta |l - o| besides at the ``share`` of all tokens whose cov is largest."""
 
     reads: ClassVar[frozenset[str]] = frozenset({"old_logprobs"})
@@ -74,27 +74,27 @@ class KlCov(Formula, frozen=True, kw_only=True, tag="kl_cov"):
     def __post_init__(self) -> None:
         _check_share(self.share)
 
-    def choose(self, step: Step) -> npt.NDArray[np.bool_]:
+    def choose(self, step: LossStep) -> npt.NDArray[np.bool_]:
         cov = covariance(step)
         chosen = np.zeros(len(cov), np.bool_)
         chosen[np.lexsort((step.keys, -cov))[: max(1, int(self.share * len(cov)))]] = True
         return chosen
 
-    def per_token(self, tokens: Tokens) -> Tensor:
+    def per_token(self, tokens: LossTokens) -> Tensor:
         held = (tokens.now - tokens.old).abs().masked_fill(~_chosen(tokens), 0.0)
         return -ratio(tokens.now, tokens.old) * tokens.advantages + self.beta * held
 
-    def clipped(self, tokens: Tokens) -> Tensor:
+    def clipped(self, tokens: LossTokens) -> Tensor:
         return nowhere(tokens)
 
 
-def covariance(step: Step) -> Doubles:
+def covariance(step: LossStep) -> Doubles:
     """[N]"""
     found: Doubles = (step.advantages - step.advantages.mean()) * (step.now - step.now.mean())
     return found
 
 
-def _chosen(tokens: Tokens) -> Tensor:
+def _chosen(tokens: LossTokens) -> Tensor:
     if tokens.chosen is None:
         raise ConfigError(
             "clip_cov and kl_cov choose among all tokens of a step first: the batch has no stream 'chosen'"

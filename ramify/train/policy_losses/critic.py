@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from ramify.errors import ConfigError
-from ramify.train.policy_losses.base import Formula, Tokens, nowhere
+from ramify.train.policy_losses.base import LossFormula, LossTokens, nowhere
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Values(NamedTuple):
+class CriticTokens(NamedTuple):
     """What a critic's loss sees; each [E]."""
 
     now: Tensor
@@ -34,7 +34,7 @@ class ValueLoss(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         if self.weight <= 0 or self.clip < 0:
             raise ConfigError(f"loss.value: weight={self.weight} must be above 0, clip={self.clip} not negative")
 
-    def per_token(self, values: Values) -> Tensor:
+    def per_token(self, values: CriticTokens) -> Tensor:
         """[E]"""
         missed = (values.now - values.returns).square()
         if not self.clip:
@@ -43,11 +43,11 @@ class ValueLoss(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         return missed.maximum((near - values.returns).square()) / 2
 
 
-class Critic(Formula, frozen=True, kw_only=True, tag="critic"):
+class CriticOnlyLoss(LossFormula, frozen=True, kw_only=True, tag="critic"):
     """0: nothing of the policy is trained, only the critic beside it (``loss.value``)."""
 
-    def per_token(self, tokens: Tokens) -> Tensor:
+    def per_token(self, tokens: LossTokens) -> Tensor:
         return tokens.now * 0.0
 
-    def clipped(self, tokens: Tokens) -> Tensor:
+    def clipped(self, tokens: LossTokens) -> Tensor:
         return nowhere(tokens)

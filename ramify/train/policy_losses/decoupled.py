@@ -14,13 +14,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from ramify.errors import ConfigError
-from ramify.train.policy_losses.base import Formula, Tokens, clipped_surrogate, is_clipped, ratio
+from ramify.train.policy_losses.base import LossFormula, LossTokens, clipped_surrogate, is_clipped, ratio
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Decoupled(Formula, frozen=True, kw_only=True, tag="decoupled"):
+class Decoupled(LossFormula, frozen=True, kw_only=True, tag="decoupled"):
     """min(exp(o - m), cap) · ppo_clip(r against o)   (AReaL, 2505.24298)"""
 
     reads: ClassVar[frozenset[str]] = frozenset({"old_logprobs", "fresh_old"})
@@ -28,35 +28,35 @@ class Decoupled(Formula, frozen=True, kw_only=True, tag="decoupled"):
     clip_high: float = 0.28
     cap: float = 5.0
 
-    def per_token(self, tokens: Tokens) -> Tensor:
+    def per_token(self, tokens: LossTokens) -> Tensor:
         weight = ratio(tokens.old, tokens.sampler).clamp(max=self.cap)
         r = ratio(tokens.now, tokens.old)
         return weight * clipped_surrogate(r, tokens.advantages, self.clip_low, self.clip_high)
 
-    def clipped(self, tokens: Tokens) -> Tensor:
+    def clipped(self, tokens: LossTokens) -> Tensor:
         return is_clipped(ratio(tokens.now, tokens.old), tokens.advantages, self.clip_low, self.clip_high)
 
 
-class ProxApprox(Formula, frozen=True, kw_only=True, tag="prox_approx"):
+class ProxApprox(LossFormula, frozen=True, kw_only=True, tag="prox_approx"):
     """``decoupled`` with x = m + a (sg(l) - m), a = lag / (lag + 1), in place of o: without an old pass."""
 
-    reads: ClassVar[frozenset[str]] = frozenset({"lag"})
+    reads: ClassVar[frozenset[str]] = frozenset({"staleness"})
     clip_low: float = 0.2
     clip_high: float = 0.28
     cap: float = 5.0
 
-    def per_token(self, tokens: Tokens) -> Tensor:
+    def per_token(self, tokens: LossTokens) -> Tensor:
         near = self._near(tokens)
         weight = ratio(near, tokens.sampler).clamp(max=self.cap)
         r = ratio(tokens.now, near)
         return weight * clipped_surrogate(r, tokens.advantages, self.clip_low, self.clip_high)
 
-    def clipped(self, tokens: Tokens) -> Tensor:
+    def clipped(self, tokens: LossTokens) -> Tensor:
         r = ratio(tokens.now, self._near(tokens))
         return is_clipped(r, tokens.advantages, self.clip_low, self.clip_high)
 
-    def _near(self, tokens: Tokens) -> Tensor:
-        if tokens.lag is None:
-            raise ConfigError("prox_approx interpolates by version: the batch has no stream 'lag'")
-        part = tokens.lag / (tokens.lag + 1)
+    def _near(self, tokens: LossTokens) -> Tensor:
+        if tokens.staleness is None:
+            raise ConfigError("prox_approx interpolates by version: the batch has no stream 'staleness'")
+        part = tokens.staleness / (tokens.staleness + 1)
         return tokens.sampler + part * (tokens.now.detach() - tokens.sampler)

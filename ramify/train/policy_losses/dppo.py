@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ramify.train.policy_losses.base import Formula, Tokens, ratio
+from ramify.train.policy_losses.base import LossFormula, LossTokens, ratio
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -13,7 +13,7 @@ _EDGE = 1e-6
 """Probabilities are kept so far from 0 and 1 before their logarithm is taken."""
 
 
-class DppoTv(Formula, frozen=True, kw_only=True, tag="dppo_tv"):
+class DppoTv(LossFormula, frozen=True, kw_only=True, tag="dppo_tv"):
     """-rho A 1[not (A > 0 and p - q > delta) and not (A < 0 and q - p > delta)] + pull (l - m)²   (2602.04879)
 
     A token stops being pushed once its probability has moved by delta that way; a rare token may change by a large factor,
@@ -22,26 +22,26 @@ class DppoTv(Formula, frozen=True, kw_only=True, tag="dppo_tv"):
     delta: float = 0.2
     pull: float = 1e-3
 
-    def per_token(self, tokens: Tokens) -> Tensor:
+    def per_token(self, tokens: LossTokens) -> Tensor:
         rho = ratio(tokens.now, tokens.sampler)
         push = -rho * tokens.advantages * (~self.clipped(tokens)).to(rho.dtype)
         return push + self.pull * (tokens.now - tokens.sampler).square()
 
-    def clipped(self, tokens: Tokens) -> Tensor:
+    def clipped(self, tokens: LossTokens) -> Tensor:
         moved = tokens.now.detach().exp() - tokens.sampler.exp()
         return ((tokens.advantages > 0) & (moved > self.delta)) | ((tokens.advantages < 0) & (-moved > self.delta))
 
 
-class DppoKl(Formula, frozen=True, kw_only=True, tag="dppo_kl"):
+class DppoKl(LossFormula, frozen=True, kw_only=True, tag="dppo_kl"):
     """``dppo_tv`` by the KL of token or not, q log(q/p) + (1-q) log((1-q)/(1-p)) > delta, and the sign of p - q."""
 
     delta: float = 0.05
 
-    def per_token(self, tokens: Tokens) -> Tensor:
+    def per_token(self, tokens: LossTokens) -> Tensor:
         rho = ratio(tokens.now, tokens.sampler)
         return -rho * tokens.advantages * (~self.clipped(tokens)).to(rho.dtype)
 
-    def clipped(self, tokens: Tokens) -> Tensor:
+    def clipped(self, tokens: LossTokens) -> Tensor:
         p, q = (each.exp().clamp(_EDGE, 1 - _EDGE) for each in (tokens.now.detach(), tokens.sampler))
         far = q * (q / p).log() + (1 - q) * ((1 - q) / (1 - p)).log() > self.delta
         return far & ((tokens.advantages > 0) & (p > q) | (tokens.advantages < 0) & (p < q))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from ramify.train.policy_losses.base import Formula, Tokens, ratio
+from ramify.train.policy_losses.base import LossFormula, LossTokens, ratio
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Gmpo(Formula, frozen=True, kw_only=True, tag="gmpo"):
+class Gmpo(LossFormula, frozen=True, kw_only=True, tag="gmpo"):
     """-Ā exp(mean over the sequence of c), c = min(l - o, high) where Ā > 0, max(l - o, -low) elsewhere   (2507.20673)
 
     Ā is the mean advantage of the sequence. Each of its tokens has the sequence's value."""
@@ -20,12 +20,12 @@ class Gmpo(Formula, frozen=True, kw_only=True, tag="gmpo"):
     clip_low: float = 0.4
     clip_high: float = 0.4
 
-    def per_token(self, tokens: Tokens) -> Tensor:
+    def per_token(self, tokens: LossTokens) -> Tensor:
         mean = tokens.sequences.mean(tokens.advantages)
         gap = tokens.now - tokens.old
         bounded = gap.clamp(max=self.clip_high).where(mean > 0, gap.clamp(min=-self.clip_low))
         return -mean * ratio(tokens.sequences.mean(bounded), gap.new_zeros(()))
 
-    def clipped(self, tokens: Tokens) -> Tensor:
+    def clipped(self, tokens: LossTokens) -> Tensor:
         mean, gap = tokens.sequences.mean(tokens.advantages), tokens.now.detach() - tokens.old
         return ((mean > 0) & (gap > self.clip_high)) | ((mean <= 0) & (gap < -self.clip_low))

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ramify.train.policy_losses.base import Formula, Tokens, nowhere, ratio
+from ramify.train.policy_losses.base import LossFormula, LossTokens, nowhere, ratio
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class ImportanceSampling(Formula, frozen=True, kw_only=True, tag="importance_sampling"):
+class ImportanceSampling(LossFormula, frozen=True, kw_only=True, tag="importance_sampling"):
     """-rho A, without any bound; with one step per rollout it is the plain policy gradient."""
 
-    def per_token(self, tokens: Tokens) -> Tensor:
+    def per_token(self, tokens: LossTokens) -> Tensor:
         return -ratio(tokens.now, tokens.sampler) * tokens.advantages
 
-    def clipped(self, tokens: Tokens) -> Tensor:
+    def clipped(self, tokens: LossTokens) -> Tensor:
         return nowhere(tokens)

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ramify.train.policy_losses.base import Formula, Tokens, ratio
+from ramify.train.policy_losses.base import LossFormula, LossTokens, ratio
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class RolloutIs(Formula, frozen=True, kw_only=True, tag="rollout_is"):
+class RolloutIs(LossFormula, frozen=True, kw_only=True, tag="rollout_is"):
     """-sg(rho 1[1 - low < rho < 1 + high]) A l   (2602.15763): a token out of bounds has no gradient. No old pass is
     needed."""
 
     clip_low: float = 0.2
     clip_high: float = 0.28
 
-    def per_token(self, tokens: Tokens) -> Tensor:
+    def per_token(self, tokens: LossTokens) -> Tensor:
         rho = ratio(tokens.now.detach(), tokens.sampler)
         return -rho.masked_fill(self.clipped(tokens), 0.0) * tokens.advantages * tokens.now
 
-    def clipped(self, tokens: Tokens) -> Tensor:
+    def clipped(self, tokens: LossTokens) -> Tensor:
         rho = ratio(tokens.now.detach(), tokens.sampler)
         return (rho >= 1 + self.clip_high) | (rho <= 1 - self.clip_low)

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from ramify.train.policy_losses.base import Formula, Tokens, nowhere, ratio
+from ramify.train.policy_losses.base import LossFormula, LossTokens, nowhere, ratio
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Sapo(Formula, frozen=True, kw_only=True, tag="sapo"):
+class Sapo(LossFormula, frozen=True, kw_only=True, tag="sapo"):
     """-(4/tau) sigmoid(tau (r - 1)) A, with tau by the sign of A   (2511.20347)"""
 
     reads: ClassVar[frozenset[str]] = frozenset({"old_logprobs"})
     tau_positive: float = 1.0
     tau_negative: float = 1.05
 
-    def per_token(self, tokens: Tokens) -> Tensor:
+    def per_token(self, tokens: LossTokens) -> Tensor:
         r, advantages = ratio(tokens.now, tokens.old), tokens.advantages
         tau = advantages.new_full((), self.tau_positive).where(
             advantages > 0, advantages.new_full((), self.tau_negative)
         )
         return -(4 / tau) * (tau * (r - 1)).sigmoid() * advantages
 
-    def clipped(self, tokens: Tokens) -> Tensor:
+    def clipped(self, tokens: LossTokens) -> Tensor:
         return nowhere(tokens)

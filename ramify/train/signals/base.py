@@ -2,8 +2,8 @@
 
     Group ── signal.read(group, context) ──> [Reading], one per trajectory ── compose.py ──> advantages, weights
 
-A number is about a *place*: a turn of a call. A judge looks at a finished trajectory through a ``View`` and gives a
-``Verdict``; whether a model or a rule answers is no matter. A scorer gives log-probabilities of tokens that stand at the
+A number is about a *place*: a turn of a call. A judge looks at a finished trajectory through a ``JudgeView`` and gives a
+``JudgeVerdict``; whether a model or a rule answers is no matter. A scorer gives log-probabilities of tokens that stand at the
 end of a row of ids. Decides these forms alone. Leaves out what is made of the readings (``compose.py``), and who runs
 signals, and when (``stages.py``).
 
@@ -26,7 +26,7 @@ Place = tuple[str, int]
 """(call id, index of the turn in ``Call.turns``)"""
 
 
-class Candidates(msgspec.Struct, eq=False):
+class TopKCandidates(msgspec.Struct, eq=False):
     """Distributions of one turn's positions, told by k tokens each; log-probabilities are over the whole vocabulary."""
 
     ids: list[list[int]]
@@ -37,7 +37,7 @@ class Candidates(msgspec.Struct, eq=False):
     """[N, k] under the policy that is learning, as it was when the reading was made; empty where it was not asked for."""
 
 
-class Reading(msgspec.Struct, eq=False):
+class SignalScore(msgspec.Struct, eq=False):
     """What one signal found in one trajectory; with all empty it abstained."""
 
     turns: dict[Place, float] = msgspec.field(default_factory=dict)
@@ -46,7 +46,7 @@ class Reading(msgspec.Struct, eq=False):
     """[N] a number for each sampled token of the turn's reply."""
     logprobs: dict[Place, list[float]] = msgspec.field(default_factory=dict)
     """[N] a teacher's log-probability of each sampled token, for losses that want it and not its gap."""
-    top: dict[Place, Candidates] = msgspec.field(default_factory=dict)
+    top: dict[Place, TopKCandidates] = msgspec.field(default_factory=dict)
     """Where a teacher gives more than the sampled token's log-probability."""
     reference: dict[Place, list[float]] = msgspec.field(default_factory=dict)
     """[N] what the policy that rollouts began with thinks of each sampled token as it was sampled, without any hint; of all
@@ -63,7 +63,7 @@ class Reading(msgspec.Struct, eq=False):
     """What was asked of judges, of kind ``judge``: put on the tree once its streams are made, so that it is never trained."""
 
 
-class Step(msgspec.Struct, frozen=True):
+class JudgedTurn(msgspec.Struct, frozen=True):
     """One turn as a judge sees it."""
 
     place: Place
@@ -75,7 +75,7 @@ class Step(msgspec.Struct, frozen=True):
     """The traceback of its first cell that raised."""
 
 
-class Ask(Protocol):
+class ModelCaller(Protocol):
     """Asks a model through the run's own pool, cache and ledger, and keeps the call for the tree."""
 
     async def __call__(self, model: str, messages: Sequence[Message], sampling: Sampling, about: Place) -> Reply:
@@ -83,25 +83,25 @@ class Ask(Protocol):
         ...
 
 
-class View(msgspec.Struct, frozen=True, eq=False):
+class JudgeView(msgspec.Struct, frozen=True, eq=False):
     """What a judge is shown. The item holds what the policy did not know; a judge that reads it is privileged, and says so."""
 
     trajectory: Trajectory
-    steps: tuple[Step, ...]
+    steps: tuple[JudgedTurn, ...]
     """Of the root call, or of the call that is judged, in order; where a turn is judged, those up to it."""
     place: Place
     """The turn that is judged; for a finished trajectory its last."""
     item: Item
-    ask: Ask | None = None
+    ask: ModelCaller | None = None
     """For judges that are models."""
 
     @property
-    def step(self) -> Step:
+    def step(self) -> JudgedTurn:
         """The turn that is judged."""
         return next(step for step in self.steps if step.place == self.place)
 
 
-class Verdict(msgspec.Struct, frozen=True):
+class JudgeVerdict(msgspec.Struct, frozen=True):
     """What a judge says. All empty, it abstains."""
 
     accept: bool = False
@@ -122,10 +122,10 @@ class Verdict(msgspec.Struct, frozen=True):
 class Judge(Protocol):
     """A model (``judge.py``), or a rule."""
 
-    async def judge(self, view: View) -> Verdict: ...
+    async def judge(self, view: JudgeView) -> JudgeVerdict: ...
 
 
-class Row(msgspec.Struct, frozen=True, eq=False):
+class ScoringRow(msgspec.Struct, frozen=True, eq=False):
     """A path of tokens, some of which are to be scored. They are given as ids, never as text."""
 
     ids: Sequence[int]
@@ -140,7 +140,7 @@ class Row(msgspec.Struct, frozen=True, eq=False):
     """What training would compute by itself, and is taken along here because others begin with the same tokens."""
 
 
-class Scores(msgspec.Struct, frozen=True, eq=False):
+class TokenScores(msgspec.Struct, frozen=True, eq=False):
     """What a model thinks of a row's spans, one after the other."""
 
     logprobs: list[float]
@@ -153,16 +153,16 @@ class Scores(msgspec.Struct, frozen=True, eq=False):
     """[N, k] their log-probabilities."""
 
 
-class Scorer(Protocol):
+class TokenScorer(Protocol):
     """One model that scores; see ``teacher.py``."""
 
-    async def score(self, rows: Sequence[Row], *, top: int = 0) -> list[Scores]:
+    async def score(self, rows: Sequence[ScoringRow], *, top: int = 0) -> list[TokenScores]:
         """One per row, in order; with ``top`` the likeliest that many tokens at each position, too. Raises RamifyError
         where it cannot, never gives zeros in place of numbers."""
         ...
 
 
-class Writing(Protocol):
+class PromptRenderer(Protocol):
     """How a policy writes conversations as ids; its renderer."""
 
     def prompt(self, messages: Sequence[Message]) -> list[int]: ...
@@ -170,7 +170,7 @@ class Writing(Protocol):
     def extend(self, messages: Sequence[Message], *, after: Sequence[int]) -> list[int]: ...
 
 
-class Context(msgspec.Struct, eq=False, kw_only=True):
+class SignalContext(msgspec.Struct, eq=False, kw_only=True):
     """What a signal may need besides the rollouts."""
 
     step: int
@@ -178,21 +178,21 @@ class Context(msgspec.Struct, eq=False, kw_only=True):
     """Id of an item (``Group.task``) -> the item, gold answer included: for verifiers and leak filters only."""
     weights: Mapping[str, float] = {}
     """The task's, by reward name."""
-    asking: Asking | None = None
+    asking: ModelCallerFactory | None = None
     """For judges that are models; None where there is no pool to ask through."""
-    scorers: Mapping[str, Scorer] = {}
+    scorers: Mapping[str, TokenScorer] = {}
     """Teachers by name: ``reference``, ``ema``, ``live`` (the policy as it is), or a checkpoint's folder."""
-    writing: Writing | None = None
+    writing: PromptRenderer | None = None
     temperature: float = 1.0
     """That the rollouts were sampled at."""
     wants_reference: bool = False
-    """Whether training will ask for ``Reading.reference`` of what it learns from."""
+    """Whether training will ask for ``SignalScore.reference`` of what it learns from."""
 
 
-class Asking(Protocol):
-    """Makes ``Ask``s."""
+class ModelCallerFactory(Protocol):
+    """Makes ``ModelCaller``s."""
 
-    def of(self, trajectory: Trajectory, signal: str, reading: Reading) -> Ask:
+    def of(self, trajectory: Trajectory, signal: str, reading: SignalScore) -> ModelCaller:
         """One whose calls go into ``reading.calls``, under the places that they are about."""
         ...
 
@@ -200,7 +200,7 @@ class Asking(Protocol):
 class Signal(Protocol):
     """Implemented by every class that a recipe names under ``signals``."""
 
-    async def read(self, group: Group, context: Context) -> list[Reading]:
+    async def read(self, group: Group, context: SignalContext) -> list[SignalScore]:
         """One per trajectory of ``group``, in order; never another signal's output. What goes wrong with one trajectory
         is that one's ``abstained``."""
         ...

@@ -9,7 +9,7 @@
 
 It is an algorithm that wraps one. The wrapped one says what each call's outcome is worth and what each token weighs; terms
 are added to its advantages before silent groups are dropped. A term can go into the loss instead (``into="loss"``): the
-component ``kd``, with the same weights. Signals have read before (``reading.py``); here is no model and no waiting.
+component ``kd``, with the same weights. Signals have read before (``signal_reader.py``); here is no model and no waiting.
 
 A term's number is 0 wherever its signal says nothing, and on no given token. Defaults are those that held up: see
 ``docs/signals.md`` for what the others do.
@@ -27,22 +27,22 @@ import msgspec
 
 from ramify.errors import ConfigError, TrainError, nearest
 from ramify.tasks.base import total
-from ramify.train.algorithms.base import Algorithm, Stamping
+from ramify.train.algorithms.base import Algorithm, AssignedStep
 from ramify.train.algorithms.dr_grpo import DrGRPO
-from ramify.train.signals.base import Place, Reading
-from ramify.train.signals.norm import Norm, early_first, normalised
-from ramify.train.signals.trees import is_scored, sampled
-from ramify.train.stamps import Stamped, Stamps
+from ramify.train.signals.base import Place, SignalScore
+from ramify.train.signals.group_norm import Norm, early_first, normalised
+from ramify.train.signals.rollout_trees import is_scored, sampled
+from ramify.train.token_credit import AssignedRollout, Stamps
 from ramify.types.trajectory import Group, Trajectory
 
-Readings = Mapping[str, Mapping[str, Reading]]
+Readings = Mapping[str, Mapping[str, SignalScore]]
 """Signal -> trajectory id -> what it found."""
 Numbers = dict[Place, list[float]]
 """[N] per place, of one trajectory."""
 OUTCOME = "outcome"
 
 
-class Anneal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class AnnealSchedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A weight that goes from ``start`` to ``end`` in ``steps`` steps, and stays there."""
 
     start: float
@@ -65,21 +65,21 @@ class Anneal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.end + (self.start - self.end) * left
 
 
-Weight = float | Anneal
+Weight = float | AnnealSchedule
 
 
 def weight_at(weight: Weight, step: int) -> float:
-    return weight.at(step) if isinstance(weight, Anneal) else weight
+    return weight.at(step) if isinstance(weight, AnnealSchedule) else weight
 
 
-class Term(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class HybridTerm(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One signal's part."""
 
     signal: str
     """Its name in ``rl.signals``."""
     weight: Weight = 1.0
     norm: Norm = "none"
-    """Of numbers on turns: see ``norm.py``."""
+    """Of numbers on turns: see ``group_norm.py``."""
     plus_outcome: float = 0.0
     """Of the outcome's reward that is added to a turn's number before ``norm``: R = p + c·o, for step-wise advantages in
     place of the outcome's (with ``w_rl=0``)."""
@@ -105,7 +105,7 @@ class Hybrid(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     outcome: Any = DrGRPO()
     """The algorithm that it wraps."""
     w_rl: Weight = 1.0
-    terms: tuple[Term, ...] = ()
+    terms: tuple[HybridTerm, ...] = ()
     observe: Weight = 0.0
     """α of cross-entropy on what was observed (ECHO, .1): the mean over the observed tokens of trained turns."""
     passed: float = 0.5
@@ -113,7 +113,7 @@ class Hybrid(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     def __post_init__(self) -> None:
         from ramify.train.algorithms import ALGORITHMS
-        from ramify.train.signals.registry import made
+        from ramify.train.signals.signal_registry import made
 
         if isinstance(self.outcome, str | Mapping):
             msgspec.structs.force_setattr(self, "outcome", made(self.outcome, ALGORITHMS, "algorithm"))
@@ -142,16 +142,18 @@ class Hybrid(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         mine = [term for term in self.terms if term.signal == signal]
         return not mine or any(weight_at(term.weight, step) for term in mine)
 
-    def given(self, readings: Readings, step: int) -> Composed:
+    def given(self, readings: Readings, step: int) -> HybridAlgorithm:
         """The algorithm for one step, whose signals have read."""
-        return Composed(self, readings, step)
+        return HybridAlgorithm(self, readings, step)
 
-    def stamp(self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False) -> Stamping:
+    def assign_advantages(
+        self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False
+    ) -> AssignedStep:
         """As if no signal said anything."""
-        return self.given({}, 0).stamp(groups, weights, every_token=every_token)
+        return self.given({}, 0).assign_advantages(groups, weights, every_token=every_token)
 
 
-class Composed:
+class HybridAlgorithm:
     """Implements ``Algorithm``: a hybrid and what its signals found."""
 
     def __init__(self, hybrid: Hybrid, readings: Readings, step: int) -> None:
@@ -162,30 +164,32 @@ class Composed:
     def has_group_baseline(self) -> bool:
         return self._hybrid.has_group_baseline
 
-    def stamp(self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False) -> Stamping:
+    def assign_advantages(
+        self, groups: Sequence[Group], weights: Mapping[str, float], *, every_token: bool = False
+    ) -> AssignedStep:
         hybrid = self._hybrid
         judged = [self._with_outcomes(group) for group in groups]
-        base: Stamping = hybrid.outcome.stamp(judged, weights, every_token=every_token)
+        base: AssignedStep = hybrid.outcome.assign_advantages(judged, weights, every_token=every_token)
         parts = [part for term in hybrid.terms if (part := _Part(term, weight_at(term.weight, self._step))).weight != 0]
         metrics = dict(base.metrics)
         for part in parts:
             metrics |= part.fill(judged, self._readings.get(part.term.signal, {}), weights, hybrid.passed)
         kept = [group for group in judged if self._teaches(group, weights, parts)]
         alpha = weight_at(hybrid.observe, self._step)
-        whole: Stamping = _keeping_silent(hybrid.outcome).stamp(kept, weights, every_token=True)
+        whole: AssignedStep = _keeping_silent(hybrid.outcome).assign_advantages(kept, weights, every_token=True)
         rollouts = [self._composed(rollout, parts, alpha, every_token) for rollout in whole.rollouts]
-        rollouts = [rollout for rollout in rollouts if rollout.stamps]
+        rollouts = [rollout for rollout in rollouts if rollout.credits]
         _even_streams(rollouts)
         denominators = dict(whole.denominators)
-        if any(stamp.kd for rollout in rollouts for stamp in rollout.stamps.values()):
+        if any(credit.kd for rollout in rollouts for credit in rollout.credits.values()):
             denominators["kd"] = whole.denominators["rl"]
         num_observed = sum(_num_observed(rollout) for rollout in rollouts)
         if num_observed:
             denominators["ce"] = float(num_observed)
             metrics["observed_tokens"] = float(num_observed)
-        silence = "" if rollouts else base.silence or "no signal said anything of any rollout"
+        no_signal = "" if rollouts else base.no_signal or "no signal said anything of any rollout"
         return msgspec.structs.replace(
-            base, rollouts=rollouts, denominators=denominators, metrics=metrics, silence=silence
+            base, rollouts=rollouts, denominators=denominators, metrics=metrics, no_signal=no_signal
         )
 
     def _with_outcomes(self, group: Group) -> Group:
@@ -206,39 +210,41 @@ class Composed:
             return True
         if not self._w_rl:
             return False
-        alone: Stamping = self._hybrid.outcome.stamp([group], weights)
-        return not alone.silence
+        alone: AssignedStep = self._hybrid.outcome.assign_advantages([group], weights)
+        return not alone.no_signal
 
-    def _composed(self, rollout: Stamped, parts: Sequence[_Part], alpha: float, every_token: bool) -> Stamped:
+    def _composed(
+        self, rollout: AssignedRollout, parts: Sequence[_Part], alpha: float, every_token: bool
+    ) -> AssignedRollout:
         trajectory = rollout.trajectory
         reference = self._reference(trajectory.id)
-        stamps: Stamps = {}
-        for place, stamp in rollout.stamps.items():
-            num = len(stamp.rl) or len(stamp)
-            advantages = [self._w_rl * value for value in stamp.advantages] or [0.0] * num
-            kd, streams = [0.0] * num, dict(stamp.streams)
+        credits: Stamps = {}
+        for place, credit in rollout.credits.items():
+            num = len(credit.rl) or len(credit)
+            advantages = [self._w_rl * value for value in credit.advantages] or [0.0] * num
+            kd, streams = [0.0] * num, dict(credit.streams)
             for part in parts:
                 if part.term.into == "loss":
                     said = part.losses.get(trajectory.id, {}).get(place)
                     if said is not None:
-                        kd = [a + part.weight * b for a, b in zip(kd, stamp.rl, strict=True)]
+                        kd = [a + part.weight * b for a, b in zip(kd, credit.rl, strict=True)]
                         streams |= said
                     continue
                 values = part.numbers.get(trajectory.id, {}).get(place)
                 if values is not None:
                     _check_length(trajectory, place, part.term.signal, len(values), num)
                     advantages = [a + part.weight * b for a, b in zip(advantages, values, strict=True)]
-            given = alpha if alpha and place[1] and stamp.rl else 0.0
-            if (known := reference.get(place)) is not None and stamp.rl:
+            given = alpha if alpha and place[1] and credit.rl else 0.0
+            if (known := reference.get(place)) is not None and credit.rl:
                 _check_length(trajectory, place, "reference", len(known), num)
                 streams["ref_logprobs"] = known
-            is_unfinished = bool(stamp.streams)  # an algorithm that goes on with its rows may yet give it an advantage
-            if any(advantages) or any(kd) or given or stamp.ce or every_token or is_unfinished:
-                stamps[place] = msgspec.structs.replace(
-                    stamp, advantages=advantages if stamp.rl else stamp.advantages, kd=kd if any(kd) else [],
+            is_unfinished = bool(credit.streams)  # an algorithm that goes on with its rows may yet give it an advantage
+            if any(advantages) or any(kd) or given or credit.ce or every_token or is_unfinished:
+                credits[place] = msgspec.structs.replace(
+                    credit, advantages=advantages if credit.rl else credit.advantages, kd=kd if any(kd) else [],
                     streams=streams, given=given,
                 )  # fmt: skip
-        return Stamped(trajectory, stamps)
+        return AssignedRollout(trajectory, credits)
 
     def _reference(self, id: str) -> dict[Place, list[float]]:
         """What signals computed on the way: of all turns of a call, or of none."""
@@ -246,18 +252,18 @@ class Composed:
         return next((each for each in found if each), {})
 
 
-class _Said(NamedTuple):
+class _RoutedScore(NamedTuple):
     """One trajectory's reading, on its route."""
 
     trajectory: Trajectory
-    reading: Reading
+    reading: SignalScore
     reward: float
 
 
 class _Part:
     """One term at one step: its numbers by trajectory and place."""
 
-    def __init__(self, term: Term, weight: float) -> None:
+    def __init__(self, term: HybridTerm, weight: float) -> None:
         self.term, self.weight = term, weight
         self.numbers: dict[str, Numbers] = {}
         self.losses: dict[str, dict[Place, dict[str, Any]]] = {}
@@ -268,14 +274,14 @@ class _Part:
         return bool(self.losses.get(id)) or any(value != 0 for values in found.values() for value in values)
 
     def fill(
-        self, groups: Sequence[Group], readings: Mapping[str, Reading], weights: Mapping[str, float], passed: float
+        self, groups: Sequence[Group], readings: Mapping[str, SignalScore], weights: Mapping[str, float], passed: float
     ) -> dict[str, float]:
         """Work out the numbers of all groups; the term's metrics."""
         name = self.term.signal
         num, num_bad, num_hinted, gaps = 0, 0, 0, 0
         pairs: list[tuple[float, float]] = []
         for group in groups:
-            said: list[_Said] = []
+            said: list[_RoutedScore] = []
             for each in group.trajectories:
                 reading = readings.get(each.id)
                 num += 1
@@ -289,7 +295,7 @@ class _Part:
                 reward = total(each.rewards, weights)
                 if reading.turns:
                     pairs.append((statistics.fmean(reading.turns.values()), reward))
-                said.append(_Said(each, reading, reward))
+                said.append(_RoutedScore(each, reading, reward))
             self._of_group(said, passed)
         values = [value for found in self.numbers.values() for row in found.values() for value in row]
         gaps = sum(1 for value in values if value)
@@ -309,7 +315,7 @@ class _Part:
             found[f"{name}/outcome_correlation"] = correlation
         return found
 
-    def _of_group(self, said: Sequence[_Said], passed: float) -> None:
+    def _of_group(self, said: Sequence[_RoutedScore], passed: float) -> None:
         term = self.term
         turns = _normalised(term, said)
         for (trajectory, reading, reward), numbers in zip(said, turns, strict=True):
@@ -339,7 +345,7 @@ class _Part:
             found = {place: [next(flat) for _ in found[place]] for place in places}
         return found
 
-    def _check_loud(self, readings: Mapping[str, Reading], values: Sequence[float]) -> None:
+    def _check_loud(self, readings: Mapping[str, SignalScore], values: Sequence[float]) -> None:
         """A teacher that scored tokens and moved none is off without a word: a weight or a mask is wrong somewhere."""
         if self.term.into == "loss" or not values or any(values):
             return
@@ -350,7 +356,7 @@ class _Part:
             )
 
 
-def _normalised(term: Term, said: Sequence[_Said]) -> list[dict[Place, float]]:
+def _normalised(term: HybridTerm, said: Sequence[_RoutedScore]) -> list[dict[Place, float]]:
     """Numbers on turns, with the outcome added, compared within the group; step i of a call is compared with step i of
     the same call of others."""
     rows = [
@@ -370,7 +376,7 @@ def _spread(trajectory: Trajectory, numbers: Mapping[Place, float]) -> Numbers:
     return found
 
 
-def _streams(trajectory: Trajectory, reading: Reading) -> Iterator[tuple[Place, dict[str, Any]]]:
+def _streams(trajectory: Trajectory, reading: SignalScore) -> Iterator[tuple[Place, dict[str, Any]]]:
     """What ``kd`` needs at each place that was scored: candidates where there are some, else the sampled tokens."""
     for place, logprobs in reading.logprobs.items():
         num = _num_sampled(trajectory, place)
@@ -385,33 +391,33 @@ def _streams(trajectory: Trajectory, reading: Reading) -> Iterator[tuple[Place, 
         yield place, streams
 
 
-def _even_streams(rollouts: Sequence[Stamped]) -> None:
+def _even_streams(rollouts: Sequence[AssignedRollout]) -> None:
     """Give every stamp every stream, zeros where it has none of its own: all sequences of a step have the same."""
     widths: dict[str, int | None] = {}
     for rollout in rollouts:
-        for stamp in rollout.stamps.values():
-            for name, rows in stamp.streams.items():
+        for credit in rollout.credits.values():
+            for name, rows in credit.streams.items():
                 widths[name] = len(rows[0]) if rows and isinstance(rows[0], list) else None
     for rollout in rollouts:
-        for stamp in rollout.stamps.values():
+        for credit in rollout.credits.values():
             for name, width in widths.items():
                 if (
-                    name not in stamp.streams and name != "ref_logprobs"
+                    name not in credit.streams and name != "ref_logprobs"
                 ):  # which the trainer computes where it is missing
-                    num = len(stamp)
-                    stamp.streams[name] = [0.0] * num if width is None else [[0.0] * width for _ in range(num)]
+                    num = len(credit)
+                    credit.streams[name] = [0.0] * num if width is None else [[0.0] * width for _ in range(num)]
 
 
 def _keeping_silent(algorithm: Algorithm) -> Algorithm:
     """``algorithm`` without its own dropping of silent groups, which have been dropped by then."""
-    if isinstance(algorithm, msgspec.Struct) and "drop_silent" in algorithm.__struct_fields__:
-        return msgspec.structs.replace(algorithm, drop_silent=False)
+    if isinstance(algorithm, msgspec.Struct) and "drop_zero_variance" in algorithm.__struct_fields__:
+        return msgspec.structs.replace(algorithm, drop_zero_variance=False)
     return algorithm
 
 
-def _num_observed(rollout: Stamped) -> int:
+def _num_observed(rollout: AssignedRollout) -> int:
     turns = {(call.id, index): turn for call in rollout.trajectory.calls for index, turn in enumerate(call.turns)}
-    return sum(len(turns[place].reply.prompt_ids or ()) for place, stamp in rollout.stamps.items() if stamp.given)
+    return sum(len(turns[place].reply.prompt_ids or ()) for place, credit in rollout.credits.items() if credit.given)
 
 
 def _num_sampled(trajectory: Trajectory, place: Place) -> int:
@@ -426,7 +432,7 @@ def _check_length(trajectory: Trajectory, place: Place, signal: str, num: int, w
         )
 
 
-def _not_finite(reading: Reading) -> str:
+def _not_finite(reading: SignalScore) -> str:
     """The first number of ``reading`` that is none, and where it stands."""
     for place, value in reading.turns.items():
         if not math.isfinite(value):
@@ -445,7 +451,7 @@ def _correlation(pairs: Sequence[tuple[float, float]]) -> float | None:
     return statistics.correlation(*zip(*pairs, strict=True))
 
 
-def abstentions(readings: Mapping[str, Reading]) -> dict[str, float]:
+def abstentions(readings: Mapping[str, SignalScore]) -> dict[str, float]:
     """Reason -> how many trajectories were passed over for it, and sums of what the signal counted."""
     found: Counter[str] = Counter()
     for reading in readings.values():

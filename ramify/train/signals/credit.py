@@ -19,7 +19,7 @@ from ramify.train.registry import Registry
 from ramify.train.signals.baseline import Baseline
 
 
-class Node(NamedTuple):
+class CreditNode(NamedTuple):
     """What credit needs to know of one call."""
 
     parent: str | None
@@ -34,7 +34,7 @@ class Node(NamedTuple):
     """That were sampled in it."""
 
 
-Tree = Mapping[str, Node]
+Tree = Mapping[str, CreditNode]
 """Call id -> node, a parent before its children. The first is the root."""
 Numbers = dict[str, float]
 """Call id -> advantage."""
@@ -84,7 +84,7 @@ CREDITS = Registry(
 """Name -> credit. ``@CREDITS.register("mine")`` adds one; a dotted path to a function does as well."""
 
 
-def _attempted(node: Node) -> Hashable:
+def _attempted(node: CreditNode) -> Hashable:
     return (node.role, node.depth, None if node.parent is None else node.subtask)
 
 
@@ -101,7 +101,7 @@ def returns_of(tree: Tree, gamma: float) -> Numbers:
 
 
 def _compared(
-    trees: Sequence[Tree], baseline: Baseline, gamma: float, peers: Callable[[Node], Hashable]
+    trees: Sequence[Tree], baseline: Baseline, gamma: float, peers: Callable[[CreditNode], Hashable]
 ) -> list[Numbers]:
     returns = [returns_of(tree, gamma) for tree in trees]
     cohorts: dict[Hashable, list[tuple[int, str]]] = defaultdict(list)

@@ -13,15 +13,17 @@ import re
 import msgspec
 
 from ramify.errors import ConfigError
-from ramify.train.signals.base import Context, Reading
-from ramify.train.signals.view import steps_of
+from ramify.train.signals.base import SignalContext, SignalScore
+from ramify.train.signals.judge_view import steps_of
 from ramify.types.trajectory import Group, Trajectory
 
 MAX_CHARS = 50_000
 """Of a reply that is looked at, its end."""
 
 
-class Format(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="format"):
+class FormatSignal(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="format"
+):
     """Implements ``Signal``: a number per turn."""
 
     pattern: str
@@ -38,11 +40,11 @@ class Format(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             except re.error as error:
                 raise ConfigError(f"format: {pattern!r} is no regular expression: {error}") from error
 
-    async def read(self, group: Group, context: Context) -> list[Reading]:
+    async def read(self, group: Group, context: SignalContext) -> list[SignalScore]:
         return [self._one(trajectory) for trajectory in group.trajectories]
 
-    def _one(self, trajectory: Trajectory) -> Reading:
-        reading = Reading()
+    def _one(self, trajectory: Trajectory) -> SignalScore:
+        reading = SignalScore()
         if not trajectory.calls or not trajectory.root.turns:
             reading.abstained = "empty"
             return reading

@@ -22,35 +22,35 @@ import msgspec
 
 from ramify.errors import ConfigError, RamifyError
 from ramify.tasks.base import Item, total
-from ramify.tasks.scoring.text import accepted, as_text
-from ramify.train.signals.base import Context, Judge, Place, Reading, Verdict
+from ramify.tasks.scoring.answer_text import accepted, as_text
+from ramify.train.signals.base import Judge, JudgeVerdict, Place, SignalContext, SignalScore
 from ramify.train.signals.judge import judge_of, known_judge
-from ramify.train.signals.trees import was_cut_off
-from ramify.train.signals.view import steps_of, view_of
+from ramify.train.signals.judge_view import steps_of, view_of
+from ramify.train.signals.rollout_trees import was_cut_off
 from ramify.types.trajectory import Group, Trajectory
 
 LONG_NUMBER = 4
 """Digits from which a number of the gold is never chance."""
 
 
-class Hints(msgspec.Struct, eq=False):
+class TrajectoryHints(msgspec.Struct, eq=False):
     """What was found for one trajectory."""
 
-    reading: Reading
+    reading: SignalScore
     """Notes, counts and judges' calls; ``abstained`` where there is no hint."""
     at: dict[Place, list[str]] = msgspec.field(default_factory=dict)
     """The turn before whose reply they are shown -> candidates, best first."""
 
 
 class HintSource(Protocol):
-    """Implemented by ``Hindsight``, ``Demonstrations`` and ``Feedback``."""
+    """Implemented by ``Hindsight``, ``DemonstrationHints`` and ``FeedbackHints``."""
 
-    async def hints(self, group: Group, context: Context) -> list[Hints]:
+    async def hints(self, group: Group, context: SignalContext) -> list[TrajectoryHints]:
         """One per trajectory, in order."""
         ...
 
 
-class Filter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class HintFilter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Which hints are good enough."""
 
     min_chars: int = 10
@@ -97,7 +97,7 @@ class Hindsight(
 
     judge: Any
     """Of ``judge.JUDGES``, ``module:Class``, or one that is made already: its ``accept`` and ``hint`` count."""
-    filter: Filter = Filter()
+    filter: HintFilter = HintFilter()
     per_turn: bool = False
     """A hint for each turn, shown right before it; otherwise one for the trajectory, shown at its beginning."""
     only: Literal["all", "failed"] = "all"
@@ -116,17 +116,19 @@ class Hindsight(
     def __post_init__(self) -> None:
         msgspec.structs.force_setattr(self, "judge", known_judge(self.judge))
 
-    async def hints(self, group: Group, context: Context) -> list[Hints]:
+    async def hints(self, group: Group, context: SignalContext) -> list[TrajectoryHints]:
         judge = judge_of(self.judge)
         item = context.items.get(group.task)
         found = await asyncio.gather(*(self._one(judge, each, item, context) for each in group.trajectories))
         return _each_once(found) if self.once else list(found)
 
-    async def read(self, group: Group, context: Context) -> list[Reading]:
+    async def read(self, group: Group, context: SignalContext) -> list[SignalScore]:
         return [each.reading for each in await self.hints(group, context)]
 
-    async def _one(self, judge: Judge, trajectory: Trajectory, item: Item | None, context: Context) -> Hints:
-        found = Hints(Reading())
+    async def _one(
+        self, judge: Judge, trajectory: Trajectory, item: Item | None, context: SignalContext
+    ) -> TrajectoryHints:
+        found = TrajectoryHints(SignalScore())
         found.reading.abstained = self._passes_over(trajectory, item, context)
         if found.reading.abstained or item is None:
             return found
@@ -143,14 +145,14 @@ class Hindsight(
             found.reading.abstained = reason
         return found
 
-    def _passes_over(self, trajectory: Trajectory, item: Item | None, context: Context) -> str:
+    def _passes_over(self, trajectory: Trajectory, item: Item | None, context: SignalContext) -> str:
         if item is None or not trajectory.calls or not trajectory.root.turns or not trajectory.rewards:
             return "not scored"
         if self.only == "failed" and total(trajectory.rewards, context.weights) >= self.passed:
             return "did not fail"
         return "cut off" if not self.cut_off and was_cut_off(trajectory.root) else ""
 
-    def _take(self, found: Hints, verdict: Verdict, item: Item, place: Place) -> None:
+    def _take(self, found: TrajectoryHints, verdict: JudgeVerdict, item: Item, place: Place) -> None:
         """Put the hints of a verdict that pass the filter before the turn that they are for."""
         counts = Counter({"votes": len(verdict.votes), "invalid": verdict.invalid})
         candidates = list(dict.fromkeys(each.strip() for each in (verdict.hints or (verdict.hint,)) if each.strip()))
@@ -175,7 +177,7 @@ class Hindsight(
             found.reading.notes[about] = taken[0]
 
 
-def _each_once(found: Sequence[Hints]) -> list[Hints]:
+def _each_once(found: Sequence[TrajectoryHints]) -> list[TrajectoryHints]:
     """``found``, where a hint that a trajectory before has as well counts as rejected."""
     given: list[str] = []
     for hints in found:
@@ -192,14 +194,14 @@ def _alike(one: str, other: str) -> bool:
     return re.findall(r"\w+", one.casefold()) == re.findall(r"\w+", other.casefold())
 
 
-async def _verdict(judge: Judge, view: Any) -> Verdict:
+async def _verdict(judge: Judge, view: Any) -> JudgeVerdict:
     try:
         return await judge.judge(view)
     except RamifyError as error:
-        return Verdict(reason=type(error).__name__, invalid=1)
+        return JudgeVerdict(reason=type(error).__name__, invalid=1)
 
 
-class Demonstrations(
+class DemonstrationHints(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="demonstrations"
 ):
     """Self-distillation from demonstrations: the policy is shown a solution, and learns to do without (SDFT, OPSD, and
@@ -213,7 +215,7 @@ class Demonstrations(
     """Leave out trajectories that are solved already."""
     max_chars: int = 8000
 
-    async def hints(self, group: Group, context: Context) -> list[Hints]:
+    async def hints(self, group: Group, context: SignalContext) -> list[TrajectoryHints]:
         item = context.items.get(group.task)
         solved = [self._is_solved(each, context) for each in group.trajectories]
         texts = [
@@ -226,13 +228,13 @@ class Demonstrations(
         fitting = sorted((text for text in texts if text and len(text) <= self.max_chars), key=len)
         return [self._one(each, is_solved, fitting) for each, is_solved in zip(group.trajectories, solved, strict=True)]
 
-    def _is_solved(self, trajectory: Trajectory, context: Context) -> bool:
+    def _is_solved(self, trajectory: Trajectory, context: SignalContext) -> bool:
         return (
             bool(trajectory.calls and trajectory.rewards) and total(trajectory.rewards, context.weights) >= self.passed
         )
 
-    def _one(self, trajectory: Trajectory, is_solved: bool, texts: Sequence[str]) -> Hints:
-        found = Hints(Reading())
+    def _one(self, trajectory: Trajectory, is_solved: bool, texts: Sequence[str]) -> TrajectoryHints:
+        found = TrajectoryHints(SignalScore())
         if not trajectory.calls or not trajectory.root.turns or not trajectory.rewards:
             found.reading.abstained = "not scored"
         elif is_solved and self.skip_solved:
@@ -246,16 +248,18 @@ class Demonstrations(
         return found
 
 
-class Feedback(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="feedback"):
+class FeedbackHints(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="feedback"
+):
     """Self-distillation from what the environment said: the last error that the trajectory met (SDPO)."""
 
     max_chars: int = 1000
 
-    async def hints(self, group: Group, context: Context) -> list[Hints]:
+    async def hints(self, group: Group, context: SignalContext) -> list[TrajectoryHints]:
         return [self._one(trajectory) for trajectory in group.trajectories]
 
-    def _one(self, trajectory: Trajectory) -> Hints:
-        found = Hints(Reading())
+    def _one(self, trajectory: Trajectory) -> TrajectoryHints:
+        found = TrajectoryHints(SignalScore())
         errors = [step for step in steps_of(trajectory.root) if step.error] if trajectory.calls else []
         if not errors:
             found.reading.abstained = "no error"
@@ -267,8 +271,8 @@ class Feedback(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 HINTS = {
-    "demonstrations": "ramify.train.signals.hindsight:Demonstrations",
-    "feedback": "ramify.train.signals.hindsight:Feedback",
+    "demonstrations": "ramify.train.signals.hindsight:DemonstrationHints",
+    "feedback": "ramify.train.signals.hindsight:FeedbackHints",
     "hindsight": "ramify.train.signals.hindsight:Hindsight",
 }
 """Name -> the class that implements ``HintSource``."""
@@ -276,7 +280,7 @@ HINTS = {
 
 def hints_of(spec: Any) -> HintSource | None:
     """What gives hints; None for none. Raises ConfigError."""
-    from ramify.train.signals.registry import made
+    from ramify.train.signals.signal_registry import made
 
     if spec is None:
         return None

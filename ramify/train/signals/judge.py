@@ -20,7 +20,7 @@ import msgspec
 from ramify.clients.base import Sampling
 from ramify.errors import ConfigError, RamifyError
 from ramify.tasks.scoring.boxed import last_boxed
-from ramify.train.signals.base import Judge, Verdict, View
+from ramify.train.signals.base import Judge, JudgeVerdict, JudgeView
 from ramify.types.message import Message, Reply
 
 _HINT = re.compile(r"<hint>(.*?)</hint>", re.DOTALL)
@@ -46,14 +46,14 @@ def read_vote(text: str, signs: Sequence[int] = (1, -1)) -> int | None:
     return next((sign for sign in signs if box == str(sign)), None)
 
 
-class Hinted(NamedTuple):
+class HintVote(NamedTuple):
     """One vote of a hint judge."""
 
     vote: int
     hint: str
 
 
-def read_hint(text: str) -> Hinted | None:
+def read_hint(text: str) -> HintVote | None:
     """The vote and the hint of a reply; None where it is outside the format: no sign in the last box, or a 1 without
     exactly one block that holds a hint. Which of several is meant would be a guess."""
     vote = read_vote(text)
@@ -61,11 +61,11 @@ def read_hint(text: str) -> Hinted | None:
     if vote is None:
         return None
     if vote == -1:
-        return Hinted(-1, "")
-    return Hinted(1, blocks[0]) if len(blocks) == 1 and blocks[0] else None
+        return HintVote(-1, "")
+    return HintVote(1, blocks[0]) if len(blocks) == 1 and blocks[0] else None
 
 
-def told(view: View, *, max_chars: int = 24_000) -> str:
+def told(view: JudgeView, *, max_chars: int = 24_000) -> str:
     """The trajectory up to where it is judged, as text of at most about ``max_chars``: steps in the middle go first."""
     question = view.trajectory.question
     steps = [_step(index, step.said, step.observed, step.error) for index, step in enumerate(view.steps)]
@@ -87,7 +87,7 @@ def _cut(text: str, max_chars: int) -> str:
     return f"{text[:head]}\n[… {len(text) - 2 * head} characters left out …]\n{text[-head:]}"
 
 
-class _Asked(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class _ModelJudge(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What both judges are made of."""
 
     model: str
@@ -103,35 +103,35 @@ class _Asked(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             raise ConfigError(f"a judge needs a model, and at least one vote; it has {self.model!r} and {self.votes}")
 
 
-class StepJudge(_Asked, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="step_judge"):
+class StepJudge(_ModelJudge, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="step_judge"):
     """Implements ``Judge``: votes on the view's turn."""
 
-    async def judge(self, view: View) -> Verdict:
+    async def judge(self, view: JudgeView) -> JudgeVerdict:
         place = view.place
         asked = f"{told(view, max_chars=self.max_chars)}\n\nJudge step {place[1]}."
         texts = await _replies(self, view, _STEP, asked)
         votes = [read_vote(text) for text in texts]
         valid = tuple(vote for vote in votes if vote is not None)
-        return Verdict(votes=valid, invalid=len(votes) - len(valid), reason="" if valid else "outside the format")
+        return JudgeVerdict(votes=valid, invalid=len(votes) - len(valid), reason="" if valid else "outside the format")
 
 
-class HintJudge(_Asked, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="hint_judge"):
+class HintJudge(_ModelJudge, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="hint_judge"):
     """Implements ``Judge``: a hint for the finished trajectory, or for the view's turn."""
 
-    async def judge(self, view: View) -> Verdict:
+    async def judge(self, view: JudgeView) -> JudgeVerdict:
         texts = await _replies(self, view, _FINISHED, told(view, max_chars=self.max_chars))
         read = [read_hint(text) for text in texts]
         valid = [each for each in read if each is not None]
         hints = tuple(dict.fromkeys(each.hint for each in valid if each.vote == 1))
         accepted = sum(each.vote == 1 for each in valid) * 2 > len(valid)
         reason = "" if accepted else "no hint is worth it" if valid else "outside the format"
-        return Verdict(
+        return JudgeVerdict(
             accept=accepted, hint=min(hints, key=len) if accepted else "", hints=hints if accepted else (),
             votes=tuple(each.vote for each in valid), invalid=len(read) - len(valid), reason=reason,
         )  # fmt: skip
 
 
-async def _replies(judge: _Asked, view: View, system: str, asked: str) -> list[str]:
+async def _replies(judge: _ModelJudge, view: JudgeView, system: str, asked: str) -> list[str]:
     """The texts of all votes. One that got no reply is an empty text, which is no vote."""
     if view.ask is None:
         raise RamifyError(f"judge {judge.model} has nobody to ask: there is no pool of clients here")
@@ -161,7 +161,7 @@ JUDGES = {
 def judge_of(spec: Any) -> Judge:
     """The judge that a recipe names: one that is made already, a name, ``module:Class``, or a mapping with ``name`` and
     options."""
-    from ramify.train.signals.registry import made
+    from ramify.train.signals.signal_registry import made
 
     judge: Judge = made(spec, JUDGES, "judge")
     if not callable(getattr(judge, "judge", None)):

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 Overlong = Literal["punish", "mask"]
 
 
-class Length(NamedTuple):
+class RolloutLength(NamedTuple):
     """How long one rollout was."""
 
     output: int
@@ -23,7 +23,7 @@ class Length(NamedTuple):
     turns: int
 
 
-class Most(NamedTuple):
+class LengthLimits(NamedTuple):
     """The limits that lengths are measured against."""
 
     output: int
@@ -40,7 +40,9 @@ def soft_overlong(num_tokens: int, max_tokens: int, buffer: int) -> float:
     return min(0.0, max(-1.0, (max_tokens - buffer - num_tokens) / buffer))
 
 
-def length_penalty(rewards: Sequence[float], lengths: Sequence[Length], most: Most, weight: float) -> list[float]:
+def length_penalty(
+    rewards: Sequence[float], lengths: Sequence[RolloutLength], most: LengthLimits, weight: float
+) -> list[float]:
     """R'_i = R_i - max(0, mean(R)) · (w·out_i/max_out + 0.1·in_i/max_in + 0.1·turns_i/max_turns), for the rollouts of a
     group.
 

@@ -17,8 +17,8 @@ from ramify.clients.base import Sampling
 from ramify.errors import RamifyError
 from ramify.tasks.base import Item, total
 from ramify.tasks.scoring.rubric import Rubric
-from ramify.train.signals.base import Ask, Context, Reading
-from ramify.train.signals.tools import num_observations
+from ramify.train.signals.base import ModelCaller, SignalContext, SignalScore
+from ramify.train.signals.tool_use import num_observations
 from ramify.types.trajectory import Group, Trajectory
 
 RIGHT = 1.0
@@ -30,8 +30,10 @@ def shaped(right: bool, num_calls: int) -> float:
     return RIGHT if right else min(CAP, WORST + PER_CALL * (num_calls - FREE))
 
 
-class Outcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="outcome"):
-    """Implements ``Signal``: ``Reading.outcome``."""
+class OutcomeSignal(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="outcome"
+):
+    """Implements ``Signal``: ``SignalScore.outcome``."""
 
     verifier: str = ""
     """Of ``tasks.scoring.SCORERS``, or ``module:attribute`` called with (answer, item); empty: the task's own reward."""
@@ -47,12 +49,12 @@ class Outcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     raw: bool = False
     """The score itself, neither ±1 nor shaped."""
 
-    async def read(self, group: Group, context: Context) -> list[Reading]:
+    async def read(self, group: Group, context: SignalContext) -> list[SignalScore]:
         item = context.items.get(group.task)
         return list(await asyncio.gather(*(self._one(each, item, context) for each in group.trajectories)))
 
-    async def _one(self, trajectory: Trajectory, item: Item | None, context: Context) -> Reading:
-        reading = Reading()
+    async def _one(self, trajectory: Trajectory, item: Item | None, context: SignalContext) -> SignalScore:
+        reading = SignalScore()
         if item is None or not trajectory.rewards:
             reading.abstained = "not scored" if item is not None else "unknown item"
             return reading
@@ -69,7 +71,7 @@ class Outcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         reading.counts["accuracy"] = float(right)
         return reading
 
-    async def _score(self, trajectory: Trajectory, item: Item, context: Context, reading: Reading) -> float:
+    async def _score(self, trajectory: Trajectory, item: Item, context: SignalContext, reading: SignalScore) -> float:
         if self.rubric is not None:
             if context.asking is None:
                 raise RamifyError("a rubric needs a judge to ask, and there is no pool of clients here")
@@ -80,7 +82,7 @@ class Outcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         worth = await asyncio.to_thread(_verifier(self.verifier), trajectory.answer, item)
         return float(worth)
 
-    async def _graded(self, rubric: Rubric, trajectory: Trajectory, item: Item, ask: Ask) -> float:
+    async def _graded(self, rubric: Rubric, trajectory: Trajectory, item: Item, ask: ModelCaller) -> float:
         place = (trajectory.root.id, len(trajectory.root.turns) - 1)
         reply = await ask(self.model, rubric.messages(item, trajectory.answer), self.sampling, place)
         grade = rubric.read(reply.message.content)

@@ -17,12 +17,12 @@ import msgspec
 
 from ramify.tasks.base import Item
 from ramify.tasks.programs import hints
-from ramify.tasks.programs.library import Problem, Program, library
-from ramify.train.signals.base import Context, Verdict, View
-from ramify.train.signals.hindsight import Hints, hints_of
+from ramify.tasks.programs.program_library import Program, ProgramProblem, library
+from ramify.train.signals.base import JudgeVerdict, JudgeView, SignalContext
+from ramify.train.signals.hindsight import TrajectoryHints, hints_of
 from ramify.types.trajectory import Group
 
-NOTHING = Verdict(votes=(-1,), reason="no rule was seen to be broken")
+NOTHING = JudgeVerdict(votes=(-1,), reason="no rule was seen to be broken")
 
 
 class RuleJudge(
@@ -33,7 +33,7 @@ class RuleJudge(
     several: bool = False
     """Offer each rule alone, too, for a teacher that chooses."""
 
-    async def judge(self, view: View) -> Verdict:
+    async def judge(self, view: JudgeView) -> JudgeVerdict:
         told = [hints.from_errors([step.observed or step.error]) for step in view.steps]
         rules = hints.from_errors([step.observed or step.error for step in view.steps])
         if not rules:
@@ -41,7 +41,7 @@ class RuleJudge(
         last = max(index for index, named in enumerate(told) if named)
         alone = [[rule] for rule in rules] if self.several and len(rules) > 1 else []
         texts = tuple(hints.hint_text(each) for each in (rules, *alone))
-        return Verdict(True, texts[0], (1,), texts, place=view.steps[last].place)
+        return JudgeVerdict(True, texts[0], (1,), texts, place=view.steps[last].place)
 
 
 class OracleJudge(
@@ -49,13 +49,13 @@ class OracleJudge(
 ):  # fmt: skip
     """Implements ``Judge``, with what the policy cannot know: the library's secret."""
 
-    async def judge(self, view: View) -> Verdict:
-        problem = Problem.read(view.item.question)
+    async def judge(self, view: JudgeView) -> JudgeVerdict:
+        problem = ProgramProblem.read(view.item.question)
         if problem is None or "secret" not in view.item.metadata:
-            return Verdict(reason="no problem of programs")
+            return JudgeVerdict(reason="no problem of programs")
         said = [step.said for step in view.steps]
         rules = hints.from_facts(problem, said, library(view.item.metadata["secret"]))
-        return Verdict(True, hints.hint_text(rules), (1,)) if rules else NOTHING
+        return JudgeVerdict(True, hints.hint_text(rules), (1,)) if rules else NOTHING
 
 
 class StepRules(
@@ -64,26 +64,26 @@ class StepRules(
     """Implements ``Judge``: one vote on the view's turn. "It ran" is not "it was right": a wrong program that runs in
     silence is marked +1, which is why this signal alone helps little."""
 
-    async def judge(self, view: View) -> Verdict:
+    async def judge(self, view: JudgeView) -> JudgeVerdict:
         before = [step for step in view.steps if step.place[1] < view.place[1]]
         judged = view.step if Program.read(view.step.said) is not None else (before[-1] if before else None)
         ran = judged is not None and Program.read(judged.said) is not None and not judged.error
-        return Verdict(votes=(1 if ran else -1,))
+        return JudgeVerdict(votes=(1 if ran else -1,))
 
 
-class Shuffled(
+class ShuffledHints(
     msgspec.Struct,
     frozen=True,
     forbid_unknown_fields=True,
     tag_field="name",
-    tag="ramify.train.signals.programs:Shuffled",
+    tag="ramify.train.signals.programs:ShuffledHints",
 ):
     """Implements ``HintSource``: where ``source`` has a hint, one of as many rules about another problem of the same step.
     A control: as many hints, as long, each true, and none to the point."""
 
     source: Any
 
-    async def hints(self, group: Group, context: Context) -> list[Hints]:
+    async def hints(self, group: Group, context: SignalContext) -> list[TrajectoryHints]:
         source = hints_of(self.source)
         assert source is not None
         found = await source.hints(group, context)
@@ -98,9 +98,9 @@ class Shuffled(
 
 def _of_another(item: Item, hint: str, rng: random.Random) -> str:
     """A hint of as many rules as ``hint`` has, about ``item``."""
-    problem = Problem.read(item.question)
+    problem = ProgramProblem.read(item.question)
     assert problem is not None, item.question
     words = [word for word, _ in problem.steps]
     known = library(item.metadata["secret"])
     num = max(1, hint.count("@w"))
-    return hints.hint_text(hints.Rule(word, known.right[word]) for word in rng.sample(words, min(num, len(words))))
+    return hints.hint_text(hints.HintRule(word, known.right[word]) for word in rng.sample(words, min(num, len(words))))

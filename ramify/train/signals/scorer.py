@@ -4,7 +4,7 @@
 
 Rows of a group share the prompt up to where a hint was put in, and are packed as training packs them. One thread computes,
 so that passes do not crowd each other out; rows that come meanwhile go together into the next pass. Temperatures are those
-that the tokens were sampled at. Decides where teachers' weights come from (``Teachers``), which of them a checkpoint holds,
+that the tokens were sampled at. Decides where teachers' weights come from (``RunTeachers``), which of them a checkpoint holds,
 and that a teacher with another vocabulary is refused before anything is spent.
 
 Legend: E entries of a batch, N scored tokens of a row, k candidates.
@@ -25,14 +25,14 @@ import numpy as np
 
 from ramify.errors import ConfigError, RamifyError, TrainError
 from ramify.train.pack import describe, pack
-from ramify.train.signals.base import Row, Scorer, Scores
-from ramify.types.sequence import Sequence as Tokens
+from ramify.train.signals.base import ScoringRow, TokenScorer, TokenScores
+from ramify.types.sequence import TokenSequence as Tokens
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ramify.policy.load import Policy
-    from ramify.train.backends.single import Single
+    from ramify.models.load import Policy
+    from ramify.train.backends.single import SingleBackend
 
 Run = Callable[[Callable[[], Any]], Awaitable[Any]]
 """A function -> its result, computed in some thread."""
@@ -43,12 +43,12 @@ CHUNK = 64
 
 
 class PolicyScorer:
-    """A ``Scorer`` over a policy of this process."""
+    """A ``TokenScorer`` over a policy of this process."""
 
-    def __init__(self, backend: Single, window: int, num_ids: int, run: Run) -> None:
+    def __init__(self, backend: SingleBackend, window: int, num_ids: int, run: Run) -> None:
         """``run`` computes in the thread that the model belongs to."""
         self._backend, self._window, self._num_ids, self._in_thread = backend, window, num_ids, run
-        self._waiting: list[tuple[Row, int, asyncio.Future[Scores]]] = []
+        self._waiting: list[tuple[ScoringRow, int, asyncio.Future[TokenScores]]] = []
         self._running: asyncio.Task[None] | None = None
         self.busy_s = 0.0
         """Seconds of computing so far."""
@@ -59,12 +59,12 @@ class PolicyScorer:
         self.plain_tokens = 0.0
         """What plain rows took, which training does not compute again."""
 
-    async def score(self, rows: Sequence[Row], *, top: int = 0) -> list[Scores]:
+    async def score(self, rows: Sequence[ScoringRow], *, top: int = 0) -> list[TokenScores]:
         for row in rows:
             if len(row.ids) > self._window:
                 raise RamifyError(f"a row of {len(row.ids)} tokens does not fit the teacher's window of {self._window}")
         loop = asyncio.get_running_loop()
-        futures: list[asyncio.Future[Scores]] = []
+        futures: list[asyncio.Future[TokenScores]] = []
         for row in rows:
             futures.append(loop.create_future())
             self._waiting.append((row, self._num_ids if top < 0 else min(top, self._num_ids), futures[-1]))
@@ -76,14 +76,14 @@ class PolicyScorer:
         await asyncio.sleep(0)  # those who ask in the same moment go together
         while self._waiting:
             asked, self._waiting = self._waiting[:CHUNK], self._waiting[CHUNK:]
-            by_top: dict[tuple[int, int], list[tuple[Row, asyncio.Future[Scores]]]] = {}
+            by_top: dict[tuple[int, int], list[tuple[ScoringRow, asyncio.Future[TokenScores]]]] = {}
             for row, top, future in asked:
                 width = len(row.candidates[0]) if row.candidates else 0
                 by_top.setdefault((top, width), []).append((row, future))
             for (top, _), together in by_top.items():
                 await self._pass([row for row, _ in together], top, [future for _, future in together])
 
-    async def _pass(self, rows: list[Row], top: int, futures: list[asyncio.Future[Scores]]) -> None:
+    async def _pass(self, rows: list[ScoringRow], top: int, futures: list[asyncio.Future[TokenScores]]) -> None:
         try:
             found = await self._in_thread(lambda: self.compute(rows, top))
         except Exception as error:  # noqa: BLE001 -- told to those who wait for it
@@ -96,7 +96,7 @@ class PolicyScorer:
             if not future.done():
                 future.set_result(scores)
 
-    def compute(self, rows: Sequence[Row], top: int = 0) -> list[Scores]:
+    def compute(self, rows: Sequence[ScoringRow], top: int = 0) -> list[TokenScores]:
         """The same, at once and in this thread."""
         started = time.perf_counter()
         sequences = [_sequence(row, index) for index, row in enumerate(rows)]
@@ -115,7 +115,7 @@ class PolicyScorer:
         self.busy_s += time.perf_counter() - started
         return [_scores(row, logprobs[index], wide[index]) for index, row in enumerate(rows)]
 
-    def _count(self, rows: Sequence[Row], sequences: Sequence[Tokens], packed: float) -> None:
+    def _count(self, rows: Sequence[ScoringRow], sequences: Sequence[Tokens], packed: float) -> None:
         plain = [sequence for row, sequence in zip(rows, sequences, strict=True) if row.is_plain]
         alone = describe(pack(plain, self._backend.packing), plain)["packed_tokens"] if plain else 0.0
         self.row_tokens += sum(len(row.ids) for row in rows if not row.is_plain)
@@ -124,7 +124,7 @@ class PolicyScorer:
 
 
 class ClientScorer:
-    """A ``Scorer`` over an engine that gives log-probabilities of a prompt (``InferenceClient.logprobs``)."""
+    """A ``TokenScorer`` over an engine that gives log-probabilities of a prompt (``InferenceClient.logprobs``)."""
 
     def __init__(self, client: Any) -> None:
         if not callable(getattr(client, "logprobs", None)):
@@ -132,14 +132,14 @@ class ClientScorer:
         self._client = client
         self.busy_s = self.row_tokens = self.packed_tokens = self.plain_tokens = 0.0
 
-    async def score(self, rows: Sequence[Row], *, top: int = 0) -> list[Scores]:
+    async def score(self, rows: Sequence[ScoringRow], *, top: int = 0) -> list[TokenScores]:
         if top or any(row.candidates for row in rows):
             raise RamifyError(
                 f"{self._client.name} gives log-probabilities of the tokens themselves alone: set teacher.top=0"
             )
         return list(await asyncio.gather(*(self._one(row) for row in rows)))
 
-    async def _one(self, row: Row) -> Scores:
+    async def _one(self, row: ScoringRow) -> TokenScores:
         if row.temperature != 1:
             raise RamifyError(
                 f"{self._client.name} scores at temperature 1, and these were sampled at {row.temperature:g}"
@@ -156,10 +156,10 @@ class ClientScorer:
         values = [found[index - 1] for start, end in row.spans for index in range(start, end)]
         if any(value is None or not math.isfinite(value) or value > 1e-3 for value in values):
             raise RamifyError(f"{self._client.name} gave a log-probability that is none; nothing is put in its place")
-        return Scores([float(value) for value in values])
+        return TokenScores([float(value) for value in values])
 
 
-def _sequence(row: Row, index: int) -> Tokens:
+def _sequence(row: ScoringRow, index: int) -> Tokens:
     num = len(row.ids)
     zeros, weights = np.zeros(num, np.float32), np.zeros(num, np.float32)
     for start, end in row.spans:
@@ -177,9 +177,9 @@ def _sequence(row: Row, index: int) -> Tokens:
     )  # fmt: skip
 
 
-def _scores(row: Row, logprobs: Any, wide: Mapping[str, Any]) -> Scores:
+def _scores(row: ScoringRow, logprobs: Any, wide: Mapping[str, Any]) -> TokenScores:
     at = np.concatenate([np.arange(start, end) for start, end in row.spans])
-    return Scores(
+    return TokenScores(
         logprobs[at].tolist(),
         wide["candidates"][at].tolist() if "candidates" in wide else [],
         wide["top_ids"][at].astype(int).tolist() if "top_ids" in wide else [],
@@ -200,11 +200,11 @@ def check_vocabulary(policy: Policy, teacher: Policy, name: str) -> None:
         )
 
 
-class Teachers:
+class RunTeachers:
     """The scorers of one run, made when the first step needs them."""
 
     def __init__(
-        self, sources: Mapping[str, float], policy: Policy, backend_of: Callable[[Policy], Single], out: Path,
+        self, sources: Mapping[str, float], policy: Policy, backend_of: Callable[[Policy], SingleBackend], out: Path,
         save: Callable[[Path], None], weights: Callable[[], Iterator[tuple[str, Tensor]]],
         client_of: Callable[[str], Any] | None = None, seed: int = 0, in_engine: Run | None = None, is_copy: bool = False,
     ) -> None:  # fmt: skip
@@ -224,7 +224,7 @@ class Teachers:
             if name not in ("reference", "ema", "live", "random") and not name.startswith("client:"):
                 self._models[name] = self._other(name)
 
-    async def at(self, step: int) -> Mapping[str, Scorer]:
+    async def at(self, step: int) -> Mapping[str, TokenScorer]:
         """The scorers for step ``step`` of the stage, averages brought up to date."""
         if self._sources:
             await asyncio.get_running_loop().run_in_executor(self._executor, self._prepare, step)
@@ -250,13 +250,13 @@ class Teachers:
 
     def save(self, folder: Path) -> None:
         """Write what cannot be made again: the average, as the last step left it."""
-        from ramify.policy.load import save
+        from ramify.models.load import save
 
         save(self._models["ema"], folder)
 
     def load(self, folder: Path) -> None:
         """Go on with what ``save`` wrote. Raises ConfigError where there is none."""
-        from ramify.policy.load import load
+        from ramify.models.load import load
 
         if not folder.is_dir():
             raise ConfigError(
@@ -267,7 +267,7 @@ class Teachers:
 
     def _prepare(self, step: int) -> None:
         """In the teachers' thread."""
-        from ramify.policy.weights import load_weights
+        from ramify.models.weights import load_weights
 
         for name, decay in self._sources.items():
             if name == "ema" and name in self._models:
@@ -293,7 +293,7 @@ class Teachers:
 
     def _own(self, name: str, step: int) -> Policy:
         """The policy as it is, or a copy of it."""
-        from ramify.policy.load import from_config, load
+        from ramify.models.load import from_config, load
 
         policy = self._policy
         if name == "live" and not self._is_copy:
@@ -317,7 +317,7 @@ class Teachers:
         return load(folder, policy.dtype, policy.device)
 
     def _other(self, name: str) -> Policy:
-        from ramify.policy.load import load
+        from ramify.models.load import load
 
         teacher = load(name, self._policy.dtype, self._policy.device)
         check_vocabulary(self._policy, teacher, name)

@@ -21,11 +21,20 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import msgspec
 
 from ramify.errors import ConfigError, RamifyError, TrainError
-from ramify.train.signals.base import Candidates, Context, Place, Reading, Row, Scorer, Scores, Writing
-from ramify.train.signals.hindsight import Hints, hints_of
-from ramify.train.signals.trees import is_scored, was_cut_off
+from ramify.train.signals.base import (
+    Place,
+    PromptRenderer,
+    ScoringRow,
+    SignalContext,
+    SignalScore,
+    TokenScorer,
+    TokenScores,
+    TopKCandidates,
+)
+from ramify.train.signals.hindsight import TrajectoryHints, hints_of
+from ramify.train.signals.rollout_trees import is_scored, was_cut_off
 from ramify.types.message import Message
-from ramify.types.tokens import TokenPath, TokenSpan
+from ramify.types.token_path import TokenPath, TokenSpan
 from ramify.types.trajectory import Call, Group, Trajectory
 
 TEMPLATE = "\n\n[A hint for this task]\n{hint}"
@@ -33,7 +42,9 @@ ALL = -1
 """As ``top``: the whole vocabulary."""
 
 
-class Teacher(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="teacher"):
+class TeacherSignal(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="name", tag="teacher"
+):
     """Implements ``Signal``: ``tokens`` is ℓ_T − ℓ_o, ``logprobs`` ℓ_T, ``top`` candidates where asked for."""
 
     hints: Any = None
@@ -92,7 +103,7 @@ class Teacher(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         )
         return tuple(dict.fromkeys((self.source, *(["live"] if needs_student else []))))
 
-    async def read(self, group: Group, context: Context) -> list[Reading]:
+    async def read(self, group: Group, context: SignalContext) -> list[SignalScore]:
         source = hints_of(self.hints)
         if source is None:
             found = [self._unhinted(each) for each in group.trajectories]
@@ -117,8 +128,8 @@ class Teacher(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
                 hints.reading.reference.clear()
         return [hints.reading for hints in found]
 
-    def _unhinted(self, trajectory: Trajectory) -> Hints:
-        found = Hints(Reading())
+    def _unhinted(self, trajectory: Trajectory) -> TrajectoryHints:
+        found = TrajectoryHints(SignalScore())
         if not trajectory.calls or not trajectory.root.turns or not trajectory.rewards:
             found.reading.abstained = "not scored"
         elif not self.cut_off and was_cut_off(trajectory.root):
@@ -127,7 +138,9 @@ class Teacher(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             found.at[trajectory.root.id, 0] = [""]
         return found
 
-    def _rows(self, index: int, trajectory: Trajectory, hints: Hints, writing: Writing | None) -> list[_Hinted]:
+    def _rows(
+        self, index: int, trajectory: Trajectory, hints: TrajectoryHints, writing: PromptRenderer | None
+    ) -> list[_HintedRow]:
         """One per place and candidate. What cannot be written is counted, and the reading abstains."""
         rows = []
         for place, candidates in hints.at.items():
@@ -140,13 +153,13 @@ class Teacher(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             for hint in candidates if self.choose == "overlap" else candidates[:1]:
                 try:
                     rows.append(
-                        _Hinted(index, place, hint, *self._row(trajectory, call, paths[0], spans, hint, writing))
+                        _HintedRow(index, place, hint, *self._row(trajectory, call, paths[0], spans, hint, writing))
                     )
                 except _CannotWrite as error:
                     _abstain(hints.reading, str(error))
         return rows
 
-    def _spans(self, path: TokenPath, call: Call, place: Place, hints: Hints) -> list[TokenSpan]:
+    def _spans(self, path: TokenPath, call: Call, place: Place, hints: TrajectoryHints) -> list[TokenSpan]:
         """What is scored of ``path`` with a hint at ``place``. With hints at several turns each is for its own."""
         spans = [span for span in path.spans if span.call == call.id and span.turn >= place[1]]
         about = [turn for id, turn in hints.reading.notes if id == call.id]
@@ -156,23 +169,31 @@ class Teacher(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     def _row(
         self, trajectory: Trajectory, call: Call, path: TokenPath, spans: list[TokenSpan], hint: str,
-        writing: Writing | None,
-    ) -> tuple[Row, Row, list[TokenSpan]]:  # fmt: skip
+        writing: PromptRenderer | None,
+    ) -> tuple[ScoringRow, ScoringRow, list[TokenSpan]]:  # fmt: skip
         """(the teacher's row, the plain one, the spans that are scored)."""
         begin, end = spans[0].start, spans[-1].end
         plain = list(path.ids[:end])
         prompt = plain[:begin]
         given = self._hinted(trajectory, call, spans[0].turn, prompt, hint, writing) if hint else prompt
-        row = Row([*given, *plain[begin:]], [(s.start + len(given) - begin, s.end + len(given) - begin) for s in spans])
+        row = ScoringRow(
+            [*given, *plain[begin:]], [(s.start + len(given) - begin, s.end + len(given) - begin) for s in spans]
+        )
         for span, (start, stop) in zip(spans, row.spans, strict=True):
             if list(row.ids[start:stop]) != plain[span.start : span.end]:
                 raise TrainError(
                     f"{trajectory.id}/call={call.id}/turn={span.turn}: the teacher's row has other response ids"
                 )
-        return row, Row(plain, [(s.start, s.end) for s in spans]), spans
+        return row, ScoringRow(plain, [(s.start, s.end) for s in spans]), spans
 
     def _hinted(
-        self, trajectory: Trajectory, call: Call, turn: int, prompt: list[int], hint: str, writing: Writing | None
+        self,
+        trajectory: Trajectory,
+        call: Call,
+        turn: int,
+        prompt: list[int],
+        hint: str,
+        writing: PromptRenderer | None,
     ) -> list[int]:
         """The ids of ``prompt`` with the hint at the end of its last message. The messages are written with and without
         it; where they differ, and there alone, the ids are exchanged."""
@@ -195,7 +216,12 @@ class Teacher(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         return [*prompt[: len(prompt) - len(tail)], *with_hint[same:]]
 
     async def _score(
-        self, rows: Sequence[_Hinted], scorer: Scorer, group: Group, found: Sequence[Hints], context: Context
+        self,
+        rows: Sequence[_HintedRow],
+        scorer: TokenScorer,
+        group: Group,
+        found: Sequence[TrajectoryHints],
+        context: SignalContext,
     ) -> None:
         """One pass of the policy over the plain rows, where it is asked for, and one of the teacher over all candidates."""
         if not rows:
@@ -204,11 +230,11 @@ class Teacher(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         compares = self.choose == "overlap" and len({(row.number, row.place) for row in rows}) < len(rows)
         student = await self._student(rows, compares, context)
         theirs = [
-            Row(each.row.ids, each.row.spans, _first(scores.top_ids, self._num_support), temperature)
+            ScoringRow(each.row.ids, each.row.spans, _first(scores.top_ids, self._num_support), temperature)
             for each, scores in zip(rows, student, strict=True)
         ]
         plain = [
-            Row(each.plain.ids, each.plain.spans, row.candidates, temperature)
+            ScoringRow(each.plain.ids, each.plain.spans, row.candidates, temperature)
             for each, row in zip(rows, theirs, strict=True)
         ]
         whole = list(self._whole(group, context))
@@ -231,15 +257,15 @@ class Teacher(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         """Of the policy's likeliest tokens that are candidates."""
         return self.top if self.support == "student" else 0
 
-    async def _student(self, rows: Sequence[_Hinted], compares: bool, context: Context) -> list[Scores]:
+    async def _student(self, rows: Sequence[_HintedRow], compares: bool, context: SignalContext) -> list[TokenScores]:
         """What the policy thinks of the plain rows; empty ones where nobody asks. Rows of one trajectory are the same."""
         if not (compares or self._num_support or self.student == "recomputed"):
-            return [Scores([])] * len(rows)
+            return [TokenScores([])] * len(rows)
         top = ALL if self._num_support == ALL else max(self._num_support, self.overlap if compares else 0)
-        plain = [Row(each.plain.ids, each.plain.spans, (), context.temperature) for each in rows]
+        plain = [ScoringRow(each.plain.ids, each.plain.spans, (), context.temperature) for each in rows]
         return list(await context.scorers["live"].score(plain, top=top))
 
-    def _whole(self, group: Group, context: Context) -> Iterator[_Whole]:
+    def _whole(self, group: Group, context: SignalContext) -> Iterator[_SampledRoot]:
         """The roots of the group as they were sampled, where the teacher is who training compares them with by a KL: packed
         together, teacher's rows cost no prompt of their own, and training is spared this pass. Not where candidates are
         asked for, which would be made of these rows as well."""
@@ -253,9 +279,11 @@ class Teacher(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             spans = paths[0].spans if len(paths) == 1 and paths[0].logprobs is not None else ()
             if spans and all(span.call == root.id for span in spans):
                 ids, places = list(paths[0].ids[: spans[-1].end]), [(span.start, span.end) for span in spans]
-                yield _Whole(index, Row(ids, places, (), context.temperature, is_plain=True), list(spans))
+                yield _SampledRoot(index, ScoringRow(ids, places, (), context.temperature, is_plain=True), list(spans))
 
-    def _chosen(self, rows: Sequence[_Hinted], teacher: Sequence[Scores], student: Sequence[Scores]) -> list[int]:
+    def _chosen(
+        self, rows: Sequence[_HintedRow], teacher: Sequence[TokenScores], student: Sequence[TokenScores]
+    ) -> list[int]:
         """Of the rows of each trajectory and place the index of one."""
         by_place: dict[tuple[int, Place], list[int]] = {}
         for index, row in enumerate(rows):
@@ -270,7 +298,7 @@ class Teacher(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         return [max(each, key=shared) if len(each) > 1 else each[0] for each in by_place.values()]
 
     def _write(
-        self, reading: Reading, row: _Hinted, scores: Scores, student: Scores, old: Sequence[float],
+        self, reading: SignalScore, row: _HintedRow, scores: TokenScores, student: TokenScores, old: Sequence[float],
         plain: Sequence[float] | None,
     ) -> None:  # fmt: skip
         num = sum(span.end - span.start for span in row.spans)
@@ -289,35 +317,37 @@ class Teacher(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
                 gaps = [gap if counts else 0.0 for gap, counts in zip(gaps, moved, strict=True)]
             reading.tokens[place], reading.logprobs[place] = gaps, scores.logprobs[at]
             if num := self._num_support:
-                reading.top[place] = Candidates(
+                reading.top[place] = TopKCandidates(
                     _first(student.top_ids[at], num), scores.candidates[at], _first(student.top[at], num)
                 )
             elif self.top:
-                reading.top[place] = Candidates(_first(scores.top_ids[at], self.top), _first(scores.top[at], self.top))
+                reading.top[place] = TopKCandidates(
+                    _first(scores.top_ids[at], self.top), _first(scores.top[at], self.top)
+                )
 
 
 class _CannotWrite(Exception):
     """Why a hint cannot be put before a reply, in a few words."""
 
 
-class _Hinted(NamedTuple):
+class _HintedRow(NamedTuple):
     """One row to be scored."""
 
     number: int
     """Of the trajectory in its group."""
     place: Place
     hint: str
-    row: Row
-    plain: Row
+    row: ScoringRow
+    plain: ScoringRow
     """The same without the hint."""
     spans: list[TokenSpan]
 
 
-class _Whole(NamedTuple):
+class _SampledRoot(NamedTuple):
     """A root as it was sampled."""
 
     number: int
-    row: Row
+    row: ScoringRow
     spans: list[TokenSpan]
 
 
@@ -337,13 +367,13 @@ def _by_place(spans: Sequence[TokenSpan], values: Sequence[float]) -> dict[Place
     return {(span.call, span.turn): [next(given) for _ in range(span.end - span.start)] for span in spans}
 
 
-def _sampled(row: _Hinted, group: Group) -> list[float]:
+def _sampled(row: _HintedRow, group: Group) -> list[float]:
     """ℓ_o of the row's scored tokens, as the sampler said."""
     turns = {(c.id, i): t for c in group.trajectories[row.number].calls for i, t in enumerate(c.turns)}
     return [value for span in row.spans for value in turns[span.call, span.turn].reply.logprobs or ()]
 
 
-def _abstain(reading: Reading, reason: str) -> None:
+def _abstain(reading: SignalScore, reason: str) -> None:
     reading.abstained = reading.abstained or reason
     name = f"unscored/{reason}"
     reading.counts[name] = reading.counts.get(name, 0.0) + 1
@@ -353,6 +383,6 @@ def needed(signals: Mapping[str, Any]) -> dict[str, float]:
     """Scorers that these signals need -> the decay of its average, for ``ema``."""
     found: dict[str, float] = {}
     for signal in signals.values():
-        if isinstance(signal, Teacher):
+        if isinstance(signal, TeacherSignal):
             found |= dict.fromkeys(signal.sources, signal.ema_decay)
     return found

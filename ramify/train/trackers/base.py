@@ -21,15 +21,15 @@ from typing import Any, ClassVar, Protocol
 import msgspec
 
 from ramify.errors import ConfigError, nearest
-from ramify.train.metrics import Measured
+from ramify.train.metrics import StepMetrics
 from ramify.train.override import of_name
 from ramify.train.redacted import redacted
 
 TRACKERS = {
-    "tensorboard": "ramify.train.trackers.tensorboard:TensorBoard",
-    "wandb": "ramify.train.trackers.wandb:WandB",
-    "mlflow": "ramify.train.trackers.mlflow:MLflow",
-    "trackio": "ramify.train.trackers.trackio:Trackio",
+    "tensorboard": "ramify.train.trackers.tensorboard:TensorBoardTracker",
+    "wandb": "ramify.train.trackers.wandb:WandbTracker",
+    "mlflow": "ramify.train.trackers.mlflow:MlflowTracker",
+    "trackio": "ramify.train.trackers.trackio:TrackioTracker",
 }
 """Name -> class."""
 FILE = "trackers.json"
@@ -38,7 +38,7 @@ CLOSE_S = 60.0
 """For what is still to be sent when a run is over."""
 
 
-class About(msgspec.Struct, frozen=True, kw_only=True):
+class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What a tracker is told of a run at its beginning."""
 
     name: str
@@ -73,7 +73,7 @@ class Tracker(Protocol):
         ...
 
 
-class Trackers:
+class RunTrackers:
     """The trackers of one run: a listener of its measurements."""
 
     def __init__(
@@ -83,10 +83,10 @@ class Trackers:
         self._classes = {name: _class_of(name, options.get(name, {})) for name in dict.fromkeys(names)}
         self._options, self._say = options, say
         self._open: dict[str, Tracker] = {}
-        self._waiting: queue.SimpleQueue[Measured | None] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[StepMetrics | None] = queue.SimpleQueue()
         self._failed = False
 
-    def __call__(self, measured: Measured) -> None:
+    def __call__(self, measured: StepMetrics) -> None:
         if self._open:
             self._waiting.put(measured)
 
@@ -101,7 +101,7 @@ class Trackers:
             return
         folder.mkdir(parents=True, exist_ok=True)
         known = _ids(folder) if resumed_at is not None else {}
-        about = About(name=name, folder=folder, config=flat(config), step=resumed_at or 0)
+        about = RunInfo(name=name, folder=folder, config=flat(config), step=resumed_at or 0)
         sender = threading.Thread(target=self._send, daemon=True, name="ramify trackers")
         self._failed = True
         try:
@@ -115,7 +115,7 @@ class Trackers:
         finally:
             self._end(sender)
 
-    def _opened_one(self, name: str, kind: Any, about: About) -> Tracker:
+    def _opened_one(self, name: str, kind: Any, about: RunInfo) -> Tracker:
         try:
             tracker: Tracker = kind(about, **self._options.get(name, {}))
         except Exception as error:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from ramify.train.trackers.base import About
+from ramify.train.trackers.base import RunInfo
 
 _AT_ONCE = 100
 """Parameters of one request."""
@@ -15,13 +15,13 @@ _MOST_CHARS = 500
 """Of a parameter; older servers take no more."""
 
 
-class MLflow:
+class MlflowTracker:
     """One run of an experiment."""
 
     modules: ClassVar[tuple[str, ...]] = ("mlflow",)
     extra: ClassVar[str] = "mlflow"
 
-    def __init__(self, about: About, uri: str = "", experiment: str = "ramify") -> None:
+    def __init__(self, about: RunInfo, uri: str = "", experiment: str = "ramify") -> None:
         from mlflow.entities import Metric, Param
         from mlflow.tracking import MlflowClient
 

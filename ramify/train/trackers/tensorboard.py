@@ -9,16 +9,16 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from ramify.train.trackers.base import About
+from ramify.train.trackers.base import RunInfo
 
 
-class TensorBoard:
+class TensorBoardTracker:
     """Written by ``tensorboardX``, or by torch where TensorBoard itself is installed; both write the same files."""
 
     modules: ClassVar[tuple[str, ...]] = ("tensorboardX", "tensorboard")
     extra: ClassVar[str] = "tensorboard"
 
-    def __init__(self, about: About, folder: str = "") -> None:
+    def __init__(self, about: RunInfo, folder: str = "") -> None:
         """``folder``: by default ``tensorboard`` in the run's. What was written of later steps than a resumed run goes on
         from is dropped by whoever reads the files."""
         self.id = str(Path(folder) if folder else about.folder / "tensorboard")

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from ramify.train.trackers.base import About
+from ramify.train.trackers.base import RunInfo
 
 
-class WandB:
+class WandbTracker:
     """Options are those of ``wandb.init``: ``project``, ``entity``, ``group``, ``tags``, ``mode``, …"""
 
     modules: ClassVar[tuple[str, ...]] = ("wandb",)
     extra: ClassVar[str] = "wandb"
 
-    def __init__(self, about: About, project: str = "ramify", **options: Any) -> None:
+    def __init__(self, about: RunInfo, project: str = "ramify", **options: Any) -> None:
         import wandb
 
-        settings = wandb.Settings(silent=True, console="off")  # the terminal is the command's
+        settings = wandb.Settings(zero_variance=True, console="off")  # the terminal is the command's
         self._run: Any = wandb.init(
             project=project, name=about.name, id=about.id or None, resume="allow" if about.id else None,
             config=None if about.id else about.config, dir=str(about.folder), settings=settings, **options,

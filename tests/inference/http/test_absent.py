@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from ramify.errors import ServerFailed, TrainError
-from ramify.inference.http.client import HttpEngines
-from ramify.inference.http.spec import InferenceSpec
-from ramify.inference.local.client import LocalClient
-from ramify.policy.fingerprint import fingerprint
+from ramify.inference.http.http_engines import HttpEngines
+from ramify.inference.http.inference_spec import InferenceSpec
+from ramify.inference.local.local_client import LocalClient
+from ramify.models.fingerprint import fingerprint
 from ramify.serve.policy import PolicyServer
 from ramify.types.message import VersionSpan
 from tests.inference.helpers import policy
@@ -41,7 +41,7 @@ def test_requests_wait_for_the_only_engine_and_are_answered_by_the_newest_weight
     async def test() -> None:
         async with world(1, restarts=1, return_s=60.0) as made:
             await made.train(1)
-            made.engines.absent.came = lambda: _welcome(made, 1)
+            made.engines.membership.came = lambda: _welcome(made, 1)
             asked = request(3, 40)
             expected = await made.engines.complete(asked)
             made.locals[0].pause()
@@ -64,14 +64,14 @@ def test_requests_wait_for_the_only_engine_and_are_answered_by_the_newest_weight
 
 
 async def _welcome(made: World, version: int) -> None:
-    assert await made.engines.welcome(made.sources(), version)
+    assert await made.engines.rejoin(made.sources(), version)
 
 
-@pytest.mark.parametrize("carrier", ["shared", "gloo"])
-def test_an_update_takes_those_that_are_back_along(carrier: str) -> None:
+@pytest.mark.parametrize("weight_sync", ["shared", "gloo"])
+def test_an_update_takes_those_that_are_back_along(weight_sync: str) -> None:
     async def test() -> None:
-        never = {"timeout_s": 3000.0} if carrier == "gloo" else {}  # nobody waits for what its group lost
-        async with world(2, carrier=carrier, carrier_options=never, restarts=2, return_s=60.0) as made:
+        never = {"timeout_s": 3000.0} if weight_sync == "gloo" else {}  # nobody waits for what its group lost
+        async with world(2, weight_sync=weight_sync, weight_sync_options=never, restarts=2, return_s=60.0) as made:
             await stop(made, 1)
             async with served_again(made, 1) as local:
                 await made.train(1)  # it is back already, and does not know what it is given
@@ -80,7 +80,7 @@ def test_an_update_takes_those_that_are_back_along(carrier: str) -> None:
                 asked = [made.engines.complete(request(seed, 4)) for seed in range(4)]
                 assert {reply.versions for reply in await asyncio.gather(*asked)} == {(VersionSpan(0, 4, 1),)}
                 async with served_again(made, 0) as other:
-                    while not made.engines.absent.ready:
+                    while not made.engines.membership.ready:
                         await asyncio.sleep(0.01)
                     await made.train(2)
                     for each in (local, other):
@@ -95,7 +95,7 @@ def test_one_that_was_started_anew_unnoticed_is_not_sampled_from() -> None:
     async def test() -> None:
         async with world(1, restarts=1, return_s=60.0) as made:
             await made.train(1)
-            made.engines.absent.came = lambda: _welcome(made, 1)
+            made.engines.membership.came = lambda: _welcome(made, 1)
             expected = await made.engines.complete(request(3, 40))
             await stop(made, 0)
             async with served_again(made, 0):
@@ -143,7 +143,7 @@ def test_who_only_asks_is_told_where_a_moved_engine_is_once_it_has_the_newest_we
         world = World(trained, [], [], said)
         world.engines = ours
         await ours.start(tmp_path, lambda _: None, lambda *_: process)
-        ours.absent.came = lambda: _welcome(world, 1)
+        ours.membership.came = lambda: _welcome(world, 1)
         await world.train(1)
 
         async def tell(url: str) -> None:

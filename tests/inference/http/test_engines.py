@@ -21,15 +21,15 @@ from aiohttp import web
 
 from ramify.clients.base import Request, Sampling
 from ramify.errors import ConfigError, Refused, ServerFailed, TrainError
-from ramify.inference.base import Pressure
+from ramify.inference.base import CachePressure
 from ramify.inference.http import pressure
-from ramify.inference.http.client import HttpEngines
-from ramify.inference.http.spec import InferenceSpec, check_version
-from ramify.inference.local.client import LocalClient
-from ramify.inference.weights.base import Piece, Source
-from ramify.inference.weights.layout import source, sources
-from ramify.policy.fingerprint import fingerprint, fingerprint_of
-from ramify.policy.load import Policy, from_config
+from ramify.inference.http.http_engines import HttpEngines
+from ramify.inference.http.inference_spec import InferenceSpec, check_version
+from ramify.inference.local.local_client import LocalClient
+from ramify.inference.weight_sync.base import WeightPiece, WeightSource
+from ramify.inference.weight_sync.layout import source, sources
+from ramify.models.fingerprint import fingerprint, fingerprint_of
+from ramify.models.load import Policy, from_config
 from ramify.serve.policy import PolicyServer
 from ramify.train.lora import attach, merged, unmerged
 from ramify.types.message import Message, VersionSpan
@@ -47,7 +47,7 @@ class World:
         self.trained, self.servers, self.locals, self.said = trained, servers, locals, said
         self.engines: HttpEngines
 
-    def sources(self) -> list[Source]:
+    def sources(self) -> list[WeightSource]:
         return sources(self.trained.model.named_parameters(), torch.float32)
 
     async def train(self, version: int) -> None:
@@ -115,7 +115,7 @@ def test_the_protocols_of_others_over_our_own_server(engine: str) -> None:
             ids = [*reply.prompt_ids, *reply.token_ids]
             assert (await local.logprobs(ids))[-12:] == pytest.approx(reply.logprobs, abs=1e-5)
             assert await made.engines.logprobs(ids) == pytest.approx(await local.logprobs(ids), abs=1e-6)
-            assert await made.engines.pressure() == Pressure(0.0, 0, 0)
+            assert await made.engines.pressure() == CachePressure(0.0, 0, 0)
             await made.train(1)
             assert {fingerprint(each.policy.model) for each in made.locals} == {fingerprint(made.trained.model)}
             assert [each.version for each in made.locals] == [1, 1]
@@ -127,7 +127,7 @@ def test_the_protocols_of_others_over_our_own_server(engine: str) -> None:
 
 def test_adapters_are_added_up_by_the_engines_to_the_bit_also_by_one_that_was_started_anew() -> None:
     async def test() -> None:
-        async with world(carrier="delta") as made:
+        async with world(weight_sync="delta") as made:
             attach(made.trained.model, rank=2, alpha=4.0)
 
             async def update(version: int) -> None:
@@ -164,11 +164,11 @@ vllm:num_requests_waiting{engine="1"} 2.0
 vllm:num_requests_waiting_by_reason{engine="0"} 9.0
 vllm:num_preemptions_total{engine="1"} 12.0
 """
-    assert pressure.read(said) == Pressure(0.875, 5, 12)
-    assert pressure.read('sglang:token_usage{x="1"} 0.5\nsglang:num_queue_reqs 4\n') == Pressure(0.5, 4, 0)
+    assert pressure.read(said) == CachePressure(0.875, 5, 12)
+    assert pressure.read('sglang:token_usage{x="1"} 0.5\nsglang:num_queue_reqs 4\n') == CachePressure(0.5, 4, 0)
     assert pressure.read("# nothing of a cache\nvllm:num_requests_waiting 3\n") is None
-    assert pressure.read(pressure.write(Pressure(0.5, 4, 7))) == Pressure(0.5, 4, 7)
-    assert pressure.together([None, Pressure(0.5, 4, 7), Pressure(0.7, 1, 2)]) == Pressure(0.7, 5, 9)
+    assert pressure.read(pressure.write(CachePressure(0.5, 4, 7))) == CachePressure(0.5, 4, 7)
+    assert pressure.together([None, CachePressure(0.5, 4, 7), CachePressure(0.7, 1, 2)]) == CachePressure(0.7, 5, 9)
     assert pressure.together([None]) is None
 
 
@@ -190,10 +190,10 @@ def test_a_tree_stays_at_its_server_and_trees_are_spread() -> None:
     run(test)
 
 
-@pytest.mark.parametrize("carrier", ["shared", "file", "gloo", "delta"])
-def test_every_engine_has_the_trainers_weights_after_a_sync(carrier: str) -> None:
+@pytest.mark.parametrize("weight_sync", ["shared", "file", "gloo", "delta"])
+def test_every_engine_has_the_trainers_weights_after_a_sync(weight_sync: str) -> None:
     async def test() -> None:
-        async with world(carrier=carrier) as made:
+        async with world(weight_sync=weight_sync) as made:
             for version in (1, 2):
                 await made.train(version)
                 assert await made.engines.fingerprint() == fingerprint(made.trained.model)
@@ -271,11 +271,13 @@ def test_a_server_that_goes_is_dropped_aloud_and_its_trees_move() -> None:
     run(test)
 
 
-@pytest.mark.parametrize("carrier", ["gloo", "shared"])
-def test_a_server_that_goes_before_an_update(carrier: str) -> None:
+@pytest.mark.parametrize("weight_sync", ["gloo", "shared"])
+def test_a_server_that_goes_before_an_update(weight_sync: str) -> None:
     async def test() -> None:
-        never = {"timeout_s": 3000.0} if carrier == "gloo" else {}  # the others do not wait for the one that is gone
-        async with world(carrier=carrier, carrier_options=never) as made:
+        never = (
+            {"timeout_s": 3000.0} if weight_sync == "gloo" else {}
+        )  # the others do not wait for the one that is gone
+        async with world(weight_sync=weight_sync, weight_sync_options=never) as made:
             await made.train(1)
             await made.servers[1].__aexit__(None, None, None)
             await made.train(2)
@@ -295,15 +297,15 @@ def test_engines_compute_with_the_weights_where_the_trainer_put_them() -> None:
                 await made.train(version)
             first = fingerprint(made.trained.model)
             assert len({next(each.policy.model.parameters()).data_ptr() for each in made.locals}) == 2  # mapped twice
-            carrier = made.engines._sync._carrier
+            weight_sync = made.engines._sync._weight_sync
             with torch.no_grad():
                 for parameter in made.trained.model.parameters():
                     parameter += 1.0
-            (chunk,) = carrier.chunks(made.sources(), 4, whole=False)
+            (chunk,) = weight_sync.chunks(made.sources(), 4, whole=False)
             assert chunk.info["stays"]
             assert [fingerprint(each.policy.model) for each in made.locals] == [first, first]
             whole = {name: tensor + 1 for name, tensor in made.locals[0].policy.model.state_dict().items()}
-            await made.locals[0].take(lambda: (Piece(name, tensor) for name, tensor in whole.items()))
+            await made.locals[0].take(lambda: (WeightPiece(name, tensor) for name, tensor in whole.items()))
             assert fingerprint(made.locals[0].policy.model) != first
             assert fingerprint(made.locals[1].policy.model) == first
 
@@ -312,10 +314,10 @@ def test_engines_compute_with_the_weights_where_the_trainer_put_them() -> None:
 
 def test_an_engine_that_was_started_anew_gets_everything() -> None:
     async def test() -> None:
-        async with world(carrier="delta") as made:
+        async with world(weight_sync="delta") as made:
             await made.train(1)
             base = made.servers[1].url.removesuffix("/v1")
-            info = made.engines._sync._carrier.open(1)[0]
+            info = made.engines._sync._weight_sync.open(1)[0]
             async with (
                 aiohttp.ClientSession() as http,
                 http.post(f"{base}/init_weight_transfer_engine", json={"init_info": info}) as answer,
@@ -331,9 +333,9 @@ def test_an_engine_that_was_started_anew_gets_everything() -> None:
 
 def test_a_torn_file_stops_with_the_last_good_version(tmp_path: Path) -> None:
     """And the server says to whoever asks that its weights are not whole."""
-    from ramify.inference.weights.files import Files
+    from ramify.inference.weight_sync.file_sync import FileSync
 
-    class Tearing(Files):
+    class Tearing(FileSync):
         def _write(self, given: Any, version: int) -> None:
             super()._write(given, version)
             if version == 2:
@@ -341,8 +343,8 @@ def test_a_torn_file_stops_with_the_last_good_version(tmp_path: Path) -> None:
                 path.write_bytes(path.read_bytes()[:-100])
 
     async def test() -> None:
-        async with world(1, carrier="file", carrier_options={"folder": str(tmp_path)}) as made:
-            made.engines._sync._carrier = Tearing(folder=str(tmp_path))
+        async with world(1, weight_sync="file", weight_sync_options={"folder": str(tmp_path)}) as made:
+            made.engines._sync._weight_sync = Tearing(folder=str(tmp_path))
             await made.train(1)
             with pytest.raises(
                 TrainError,
@@ -462,8 +464,11 @@ def test_a_process_that_does_not_come_up(tmp_path: Path) -> None:
         ({"num": 2, "ports": (7, 7)}, "each server needs one of its own"),
         ({"urls": ("localhost:8000",)}, "'localhost:8000' is no address"),
         ({"urls": ("http://a",), "num": 2}, "with urls nothing is started"),
-        ({"engine": "sglang", "carrier": "shared"}, "SGLang takes weights from files"),
-        ({"engine": "vllm", "carrier": "delta", "carrier_options": {"places": True}}, "vLLM takes whole layers"),
+        ({"engine": "sglang", "weight_sync": "shared"}, "SGLang takes weights from files"),
+        (
+            {"engine": "vllm", "weight_sync": "delta", "weight_sync_options": {"places": True}},
+            "vLLM takes whole layers",
+        ),
         ({"request_s": 0}, "must be positive"),
     ],
 )

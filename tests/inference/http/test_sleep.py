@@ -21,11 +21,11 @@ import torch
 from aiohttp import web
 
 from ramify.errors import ConfigError, ServerFailed, TrainError
-from ramify.inference.http.client import HttpEngines
-from ramify.inference.http.process import engine_command
-from ramify.inference.http.spec import InferenceSpec
-from ramify.inference.local.client import LocalClient
-from ramify.policy.fingerprint import fingerprint
+from ramify.inference.http.engine_process import engine_command
+from ramify.inference.http.http_engines import HttpEngines
+from ramify.inference.http.inference_spec import InferenceSpec
+from ramify.inference.local.local_client import LocalClient
+from ramify.models.fingerprint import fingerprint
 from ramify.serve.policy import PolicyServer
 from ramify.types.message import VersionSpan
 from tests.inference.helpers import policy
@@ -186,11 +186,11 @@ def test_one_whose_weights_were_dropped_answers_nobody_without_new_ones() -> Non
 @pytest.mark.parametrize(("level", "share"), [(1, 0.0), (2, 1.0)])
 def test_a_difference_is_enough_where_weights_were_kept(level: int, share: float) -> None:
     async def test() -> None:
-        async with sleepers(sleep_level=level, carrier="delta") as made:
+        async with sleepers(sleep_level=level, weight_sync="delta") as made:
             await made.train(1)
             await made.engines.sleep()
             await made.engines.update(made.sources(), 2)
-            carried: Any = made.engines._sync._carrier
+            carried: Any = made.engines._sync._weight_sync
             total = sum(parameter.nbytes for parameter in made.trained.model.parameters())
             assert carried.num_bytes == share * total
             assert fingerprint(made.locals[0].policy.model) == fingerprint(made.trained.model)
@@ -200,7 +200,7 @@ def test_a_difference_is_enough_where_weights_were_kept(level: int, share: float
 
 def test_a_difference_to_dropped_weights_is_refused_and_everything_sent() -> None:
     async def test() -> None:
-        async with sleepers(carrier="delta") as made:
+        async with sleepers(weight_sync="delta") as made:
             await made.train(1)
             for version, says in ((2, "gave its weights back while it slept"), (3, "and comes in part")):
                 await got(f"{made.url}/sleep?level=2", {})  # by somebody else
@@ -326,8 +326,8 @@ def test_those_that_are_started_can_sleep(engine: Any, fields: dict[str, Any], o
 def test_levels_that_follow() -> None:
     assert InferenceSpec(sleep="learn").level == 2  # it ends with the run
     assert InferenceSpec(sleep="learn", urls=("http://n1:1",)).level == 1
-    assert InferenceSpec(sleep="learn", carrier="delta").level == 1
-    assert InferenceSpec(sleep="learn", carrier="delta", sleep_level=2).level == 2
+    assert InferenceSpec(sleep="learn", weight_sync="delta").level == 1
+    assert InferenceSpec(sleep="learn", weight_sync="delta", sleep_level=2).level == 2
     assert InferenceSpec(sleep_level=2).level == InferenceSpec(sleep="never").level == 0
 
 
@@ -343,7 +343,7 @@ def test_what_sleeps_is_given_back_to_the_machine() -> None:
 
     async def test() -> None:
         before, awake = local.held()["weights"], resident()
-        await local.rest(("kv_cache", "weights"), keep=False)
+        await local.sleep(("kv_cache", "weights"), keep=False)
         assert (before > num_bytes, local.held()["weights"]) == (True, 0)
         assert awake - resident() > num_bytes * 0.5  # what else this process is at takes and gives some, too
         await local.close()
@@ -353,16 +353,16 @@ def test_what_sleeps_is_given_back_to_the_machine() -> None:
 
 def test_weights_are_kept_elsewhere_or_not_at_all() -> None:
     """On the meta device nothing is kept, as on a GPU nothing would be: only what is asked for is compared here."""
-    from ramify.inference.local.resting import Resting
+    from ramify.inference.local.sleeping_weights import SleepingWeights
 
     model = policy().model
     before = {name: each.clone() for name, each in model.state_dict().items()}
-    resting = Resting(model)
+    resting = SleepingWeights(model)
     resting.give_back(keep=True)  # in main memory already
     assert (resting.is_away, resting.num_bytes > 0) == (False, True)
     resting.give_back(keep=False)
     assert (resting.is_away, resting.num_bytes, resting.missing) == (True, 0, [])
-    resting.take_again()
+    resting.wake()
     assert len(resting.missing) == len(dict(model.named_parameters()))
     held = model.state_dict()
     for name, each in before.items():

@@ -13,11 +13,11 @@ from urllib.request import Request, urlopen
 import msgspec
 import pytest
 
-from ramify.build.run import train
+from ramify.build.execute import train
 from ramify.errors import ConfigError
-from ramify.inference.http.spec import InferenceSpec
+from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.train.config import EvaluateSpec, LoraSpec, PolicySpec, Run
-from ramify.train.metrics import Measured
+from ramify.train.metrics import StepMetrics
 from tests.train.small import small
 
 MEASURED = ("loss", "rl_loss", "grad_norm", "validation/reward", "test/reward", "sampled_tokens", "mismatch_max")
@@ -42,7 +42,7 @@ def test_a_run_is_the_same_over_http(tmp_path: Path) -> None:
     train(short(), tmp_path / "embedded", say=said.append)
     log, refused = tmp_path / "http/inference/server-0.log", set[int]()
 
-    def ask_as_a_stranger(_: Measured) -> None:
+    def ask_as_a_stranger(_: StepMetrics) -> None:
         url = re.search(r"http://127\.0\.0\.1:\d+", log.read_text())
         assert url
         for path in ("/v1/models", "/update_weights", "/pause"):
@@ -70,7 +70,9 @@ def test_a_run_with_adapters_is_the_same_where_only_these_are_sent(tmp_path: Pat
     base = short()
     run = msgspec.structs.replace(base, policy=msgspec.structs.replace(base.policy, lora=LoraSpec(rank=2, alpha=4.0)))
     train(run, tmp_path / "embedded", say=lambda _: None)
-    apart = msgspec.structs.replace(run, inference=InferenceSpec(carrier="delta", carrier_options={"by": "gloo"}))
+    apart = msgspec.structs.replace(
+        run, inference=InferenceSpec(weight_sync="delta", weight_sync_options={"by": "gloo"})
+    )
     train(apart, tmp_path / "http", say=lambda _: None)
     ours, theirs = measured(tmp_path / "http"), measured(tmp_path / "embedded")
     assert sum("rl_loss" in row for row in ours) == 2

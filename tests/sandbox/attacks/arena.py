@@ -25,7 +25,7 @@ from attacks import watch
 from attacks.base import Attack, Verdict
 from attacks.tools import TOOLS
 from ramify.errors import HostCallError, SandboxError, SessionDied
-from ramify.sandbox.base import Ran, Sandbox, SandboxSpec, Session, open_sandbox
+from ramify.sandbox.base import CellResult, Sandbox, SandboxSpec, Session, open_sandbox
 from ramify.sandbox.jail.provider import JailSandbox
 
 SPEC: dict[str, Any] = {"memory_bytes": 256 << 20, "cell_s": 30.0, "grace_s": 0.25, "max_output_bytes": 100_000}
@@ -313,7 +313,7 @@ def marked_processes(patience_s: float = 10.0) -> list[int]:
         time.sleep(0.02)
 
 
-def ended(ran: Ran) -> str:
+def ended(ran: CellResult) -> str:
     if ran.interrupted:
         return "interrupted"
     return "error" if ran.cell.error else "ran"

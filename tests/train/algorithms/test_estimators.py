@@ -19,7 +19,7 @@ import pytest
 
 from ramify.errors import ConfigError, TrainError
 from ramify.train.algorithms import ALGORITHMS
-from ramify.train.algorithms.base import Stamping, finish, needs_of, remembering
+from ramify.train.algorithms.base import AssignedStep, finish, needs_of, remembering
 from ramify.train.algorithms.dr_grpo import DrGRPO
 from ramify.train.algorithms.gdpo import GDPO
 from ramify.train.algorithms.grpo import GRPO
@@ -35,7 +35,7 @@ from ramify.train.algorithms.remax import ReMax
 from ramify.train.algorithms.rloo import RLOO
 from ramify.train.compile import sequences
 from ramify.train.signals import baseline
-from ramify.types.sequence import Sequence as Row
+from ramify.types.sequence import TokenSequence as Row
 from ramify.types.trajectory import Group, Stop, Trajectory
 from tests.train.trees import call, group, tree
 
@@ -59,12 +59,12 @@ def roots(*rewards: float) -> list[Group]:
     return [group(*(named(f"{index}", tree(call("0", 1), reward=reward)) for index, reward in enumerate(rewards)))]
 
 
-def advantages(stamping: Stamping) -> dict[str, list[float]]:
+def advantages(assigned: AssignedStep) -> dict[str, list[float]]:
     """Rollout/call -> its tokens' advantages."""
     found: dict[str, list[float]] = {}
-    for rollout in stamping.rollouts:
-        for (id, _), stamp in rollout.stamps.items():
-            found.setdefault(f"{rollout.trajectory.id}/{id}", []).extend(stamp.advantages)
+    for rollout in assigned.rollouts:
+        for (id, _), credit in rollout.credits.items():
+            found.setdefault(f"{rollout.trajectory.id}/{id}", []).extend(credit.advantages)
     return found
 
 
@@ -104,7 +104,10 @@ def test_grpo_over_the_four_rewards_of_a_worked_example() -> None:
     ids=lambda each: type(each).__name__,
 )
 def test_one_success_of_four(algorithm: Any, wanted: list[float]) -> None:
-    found = [values[0] for values in advantages(algorithm.stamp(roots(1, 0, 0, 0), {}, every_token=True)).values()]
+    found = [
+        values[0]
+        for values in advantages(algorithm.assign_advantages(roots(1, 0, 0, 0), {}, every_token=True)).values()
+    ]
     assert found == pytest.approx(wanted, abs=1e-6)
 
 
@@ -136,7 +139,7 @@ WHOLE = [1] * 6 + [0] * 4 + [1] * 10  # every call's return: the child's own 0, 
     ids=lambda each: type(each).__name__,
 )
 def test_the_known_batch(algorithm: Any, a: list[float], b: list[float] | None) -> None:
-    found = advantages(algorithm.stamp(batch(), {}))
+    found = advantages(algorithm.assign_advantages(batch(), {}))
     of_a = [value for name, values in found.items() if name[0] == "a" for value in values]
     of_b = [value for name, values in found.items() if name[0] == "b" for value in values]
     if isinstance(algorithm, ReinforcePPBaseline):  # groups without signal stay in, about a mean of 0.05
@@ -151,7 +154,7 @@ def test_the_order_of_groups_and_rollouts_does_not_matter(name: str) -> None:
     there, back = batch(), batch()[::-1]
     for each in back:
         each.trajectories.reverse()
-    found, again = algorithm.stamp(there, {}), algorithm.stamp(back, {})
+    found, again = algorithm.assign_advantages(there, {}), algorithm.assign_advantages(back, {})
     assert advantages(again) == {key: pytest.approx(values, abs=1e-12) for key, values in advantages(found).items()}
     assert (again.denominators, again.memory) == (found.denominators, found.memory)
 
@@ -160,9 +163,9 @@ def test_the_order_of_groups_and_rollouts_does_not_matter(name: str) -> None:
 def test_a_group_of_one_or_of_equals_teaches_nothing(name: str) -> None:
     """Two public stacks give the one its raw reward."""
     for rewards in ((1.0,), (0.3, 0.3, 0.3)):
-        found = ALGORITHMS.of(name)().stamp(roots(*rewards), {}, every_token=True)
+        found = ALGORITHMS.of(name)().assign_advantages(roots(*rewards), {}, every_token=True)
         assert [value for values in advantages(found).values() for value in values] == []
-        assert found.silence
+        assert found.no_signal
 
 
 def test_baselines() -> None:
@@ -180,7 +183,7 @@ def test_gdpo_compares_each_reward_on_its_own() -> None:
     """correct 1, 0 and short 0, 0.1 with weight 0.5: 0.7071 - 0.3536 for the first, though short is ten times smaller."""
     groups = roots(1, 0)
     groups[0].trajectories[0].rewards["short"], groups[0].trajectories[1].rewards["short"] = 0.0, 0.1
-    found = advantages(GDPO(normalise=False).stamp(groups, {"short": 0.5}))
+    found = advantages(GDPO(normalise=False).assign_advantages(groups, {"short": 0.5}))
     small = 0.05 / (0.1 * math.sqrt(0.5) + 1e-6)
     assert found == {"0/0": pytest.approx([HALF_STD - 0.5 * small]), "1/0": pytest.approx([-HALF_STD + 0.5 * small])}
     with pytest.raises(ConfigError, match="let the task score length as one of them"):
@@ -189,9 +192,9 @@ def test_gdpo_compares_each_reward_on_its_own() -> None:
 
 def test_rae_remembers_what_roles_came_to() -> None:
     """Over the batch roots came to 0.75 in the mean, the child to 1."""
-    first = RAE(decay=0.9).stamp(batch(), {})
+    first = RAE(decay=0.9).assign_advantages(batch(), {})
     assert first.memory == pytest.approx({"rlm@0": 0.075, "rlm@1": 0.1})
-    again = remembering(RAE(decay=0.9), first.memory).stamp(batch(), {})
+    again = remembering(RAE(decay=0.9), first.memory).assign_advantages(batch(), {})
     assert advantages(again)["a0/0"] == pytest.approx([0.925] * 3)
     assert advantages(again)["a1/0"] == pytest.approx([-0.075] * 4)
     assert again.memory == pytest.approx({"rlm@0": 0.9 * 0.075 + 0.075, "rlm@1": 0.9 * 0.1 + 0.1})
@@ -201,16 +204,16 @@ def test_rae_remembers_what_roles_came_to() -> None:
 def test_remax_is_measured_by_a_rollout_without_chance() -> None:
     groups = roots(1, 0)
     groups[0].greedy = tree(call("0", 2), reward=0.25)
-    assert advantages(ReMax().stamp(groups, {})) == {"0/0": [0.75], "1/0": [-0.25]}
+    assert advantages(ReMax().assign_advantages(groups, {})) == {"0/0": [0.75], "1/0": [-0.25]}
     assert needs_of(ReMax()).greedy
     groups[0].greedy = msgspec.structs.replace(tree(call("0", 1)), errors=["the session died"])
-    failed = ReMax().stamp(groups, {})
+    failed = ReMax().assign_advantages(groups, {})
     assert (failed.rollouts, len(failed.notes)) == ([], 1)
     assert failed.notes[0].endswith("its greedy rollout has no reward: the session died")
 
 
 def rows_of(algorithm: Any, groups: list[Group], **streams: Any) -> list[Row]:
-    rows = sequences(algorithm.stamp(groups, {}).rollouts)
+    rows = sequences(algorithm.assign_advantages(groups, {}).rollouts)
     for row in rows:
         for name, value in streams.items():
             row.streams[name] = np.where(row.rl != 0, value, 0).astype(np.float32)
@@ -294,7 +297,7 @@ def test_kl_in_the_reward_is_charged_to_the_token_and_those_before_it() -> None:
 
 
 def test_reinforce_pp_discounts_by_sampled_tokens() -> None:
-    found = ReinforcePP(gamma=0.5).stamp(
+    found = ReinforcePP(gamma=0.5).assign_advantages(
         [group(named("x", tree(call("0", 2, 1), reward=1)), named("y", tree(call("0", 1), reward=0)))], {}
     )
     assert [value for values in advantages(found).values() for value in values] == pytest.approx(
@@ -306,7 +309,7 @@ def test_a_reward_that_is_no_number_is_named_and_its_group_goes_on() -> None:
     groups = roots(1, 0, math.nan, 0)
     groups[0].trajectories[3].rewards.clear()
     groups[0].trajectories[3].errors.append("the grader is down")
-    found = DrGRPO().stamp(groups, {})
+    found = DrGRPO().assign_advantages(groups, {})
     assert advantages(found) == {"0/0": [0.5], "1/0": [-0.5]}
     assert found.notes == [
         "2 is left out of its group: it has the reward correct=nan",
@@ -316,11 +319,13 @@ def test_a_reward_that_is_no_number_is_named_and_its_group_goes_on() -> None:
     child = group(
         named("x", tree(call("0", 1), call("0.0", 1, reward=math.inf), reward=1)), *roots(0, 1)[0].trajectories
     )
-    assert DrGRPO().stamp([child], {}).notes == ["x is left out of its group: it has the reward own=inf of call 0.0"]
+    assert DrGRPO().assign_advantages([child], {}).notes == [
+        "x is left out of its group: it has the reward own=inf of call 0.0"
+    ]
 
 
 def test_many_that_failed_are_counted() -> None:
-    found = DrGRPO().stamp(
+    found = DrGRPO().assign_advantages(
         [group(*(named(f"{n}", tree(reward=None)) for n in range(9)), *roots(1, 0)[0].trajectories)], {}
     )
     assert len(found.rollouts) == 2
@@ -335,7 +340,7 @@ def test_cut_off_rollouts_can_be_masked_by_every_estimator() -> None:
     for name in ALGORITHMS:
         if name in ("sft", "remax", "hybrid"):  # the last wraps another, whose options it takes
             continue
-        found = ALGORITHMS.of(name)(overlong="mask").stamp(groups, {}, every_token=True)
+        found = ALGORITHMS.of(name)(overlong="mask").assign_advantages(groups, {}, every_token=True)
         assert "x" not in {each.trajectory.id for each in found.rollouts}, name
 
 

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from ramify.policy.dense import Dense, unsupported
-from ramify.policy.load import Policy
-from ramify.types.sequence import Sequence
+from ramify.models.dense import DenseModel, unsupported
+from ramify.models.load import Policy
+from ramify.types.sequence import TokenSequence
 
 VOCAB = 61
 CONFIG = Qwen3Config(
@@ -25,19 +25,19 @@ def policy(config: Any = CONFIG, seed: int = 0) -> Policy:
     torch.manual_seed(seed)
     model: Any = AutoModelForCausalLM.from_config(config).eval()
     if unsupported(config) is None:
-        dense = Dense(config)
+        dense = DenseModel(config)
         dense.load_state_dict(model.state_dict())
         model = dense.eval()
     return Policy(model, None, None, config, 0, "small")  # type: ignore[arg-type]
 
 
 def as_module(config: Any) -> Policy:
-    """As transformers' own module, also where ``Dense`` could compute it."""
+    """As transformers' own module, also where ``DenseModel`` could compute it."""
     torch.manual_seed(0)
     return Policy(AutoModelForCausalLM.from_config(config).eval(), None, None, config, 0, "small")  # type: ignore[arg-type]
 
 
-def row(name: str, prompt: list[int], num_sampled: int, rng: np.random.Generator, **more: Any) -> Sequence:
+def row(name: str, prompt: list[int], num_sampled: int, rng: np.random.Generator, **more: Any) -> TokenSequence:
     """``prompt``, then random tokens of which each third is given and the others carry loss."""
     ids = np.concatenate([prompt, rng.integers(0, VOCAB, num_sampled)]).astype(np.int64)
     mask = (np.arange(len(ids)) >= len(prompt)) & (np.arange(len(ids)) % 3 > 0)
@@ -48,10 +48,10 @@ def row(name: str, prompt: list[int], num_sampled: int, rng: np.random.Generator
         "rl": np.where(mask, rng.uniform(0.5, 1.5, len(ids)), 0).astype(np.float32),
         "ce": np.where(mask & (np.arange(len(ids)) % 2 > 0), 0.5, zeros).astype(np.float32),
     } | more
-    return Sequence(name=name, token_ids=ids, mask=mask, sampler_logprobs=sampler, **given)
+    return TokenSequence(name=name, token_ids=ids, mask=mask, sampler_logprobs=sampler, **given)
 
 
-def tree(seed: int = 0) -> list[Sequence]:
+def tree(seed: int = 0) -> list[TokenSequence]:
     """Two tasks; of the first five siblings under one prompt, three of which go on from a shared fork."""
     rng = np.random.default_rng(seed)
     prompt, other = rng.integers(0, VOCAB, 23).tolist(), rng.integers(0, VOCAB, 5).tolist()

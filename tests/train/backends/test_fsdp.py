@@ -21,21 +21,21 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from ramify.errors import ConfigError, TrainError
-from ramify.policy.load import Policy
-from ramify.train.backends.adapters import Lora
-from ramify.train.backends.base import Compute, Optim, Shard
-from ramify.train.backends.fsdp import Fsdp, OverRanks, Ranks
-from ramify.train.backends.own_critic import OwnCritic
-from ramify.train.backends.single import Single
+from ramify.models.load import Policy
+from ramify.train.backends.adapters import AdapterSpec
+from ramify.train.backends.base import ComputeSpec, OptimizerSpec, ShardSpec
+from ramify.train.backends.fsdp import FsdpBackend, FsdpModel, FsdpRanks
+from ramify.train.backends.own_critic import SeparateCritic
+from ramify.train.backends.single import SingleBackend
 from ramify.train.lora import attach, merged
-from ramify.train.loss import Loss
-from ramify.train.pack import Cost, Packing, pack
+from ramify.train.loss import LossSpec
+from ramify.train.pack import ComputeCost, PackingSpec, pack
 from ramify.train.pack import attach as attach_stream
 from ramify.train.policy_losses import DppoTv, Gmpo, Gspo, KlCov
 from tests.train.backends.small import CONFIG, VOCAB, policy, tree
 
-LOSS = Loss(policy=DppoTv(pull=0.1), entropy=0.01)
-FP32 = Compute(precision="fp32")
+LOSS = LossSpec(policy=DppoTv(pull=0.1), entropy=0.01)
+FP32 = ComputeSpec(precision="fp32")
 GPT2 = GPT2Config(
     vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=128, initializer_range=0.2, bos_token_id=1,
     eos_token_id=2,
@@ -43,10 +43,10 @@ GPT2 = GPT2Config(
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FsdpRanks]:
     torch.set_num_threads(1)
-    found = Ranks(
-        Compute(precision="fp32", shard=Shard(ranks=2, timeout_s=200)), dumps=tmp_path_factory.mktemp("dumps")
+    found = FsdpRanks(
+        ComputeSpec(precision="fp32", shard=ShardSpec(ranks=2, timeout_s=200)), dumps=tmp_path_factory.mktemp("dumps")
     )
     yield found
     found.close()
@@ -61,16 +61,16 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def shard(**fields: Any) -> Compute:
+def shard(**fields: Any) -> ComputeSpec:
     own = {name: fields.pop(name) for name in ("recompute",) if name in fields}
-    return Compute(precision="fp32", shard=Shard(ranks=2, **fields), **own)
+    return ComputeSpec(precision="fp32", shard=ShardSpec(ranks=2, **fields), **own)
 
 
-def spread(ranks: Ranks, compute: Compute | None = None) -> OverRanks:
+def spread(ranks: FsdpRanks, compute: ComputeSpec | None = None) -> FsdpModel:
     return ranks.spread(CONFIG, policy().model.state_dict(), compute=compute)
 
 
-def check_gradients(model: OverRanks, single: Single) -> None:
+def check_gradients(model: FsdpModel, single: SingleBackend) -> None:
     """The whole gradient to 1e-5 of its norm, and each tensor's to 1e-4 of its own."""
     ours = dict(model.gradients())
     wanted = {name: each.grad for name, each in single._model.named_parameters()}
@@ -82,7 +82,7 @@ def check_gradients(model: OverRanks, single: Single) -> None:
         assert apart[name] <= 1e-4 * norm, name
 
 
-def check_steps(model: OverRanks, fsdp: Fsdp, single: Single, batches: Any, num: int) -> None:
+def check_steps(model: FsdpModel, fsdp: FsdpBackend, single: SingleBackend, batches: Any, num: int) -> None:
     for step in range(num):
         ours, theirs = (each.forward_backward(batches, LOSS) for each in (fsdp, single))
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
@@ -94,13 +94,13 @@ def check_steps(model: OverRanks, fsdp: Fsdp, single: Single, batches: Any, num:
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
-def test_steps_are_those_of_one_process(ranks: Ranks, kind: Any):
+def test_steps_are_those_of_one_process(ranks: FsdpRanks, kind: Any):
     """Five batches on two ranks: one of them has an idle round."""
-    batches = pack(tree(), Packing(max_tokens=60))
+    batches = pack(tree(), PackingSpec(max_tokens=60))
     assert len(batches) == 5
-    optim = Optim(kind=kind, lr=1e-4, weight_decay=0.1, schedule="linear", num_steps=20)
+    optim = OptimizerSpec(kind=kind, lr=1e-4, weight_decay=0.1, schedule="linear", num_steps=20)
     model = spread(ranks)
-    fsdp, single = model.backend(optim), Single(policy(), optim, FP32)
+    fsdp, single = model.backend(optim), SingleBackend(policy(), optim, FP32)
     check_steps(model, fsdp, single, batches, 8 if kind == "adamw" else 4)
     for (name, ours), (other, theirs) in zip(fsdp.weights(), single.weights(), strict=True):
         assert name == other
@@ -108,52 +108,61 @@ def test_steps_are_those_of_one_process(ranks: Ranks, kind: Any):
     assert fsdp.version == single.version
 
 
-def test_steps_of_a_checkpoint_of_transformers(ranks: Ranks, checkpoint: Path):
+def test_steps_of_a_checkpoint_of_transformers(ranks: FsdpRanks, checkpoint: Path):
     """Each rank reads its rows of the file."""
     module = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
-    single = Single(Policy(module, None, None, GPT2, 0, "gpt2"), Optim(), FP32)  # type: ignore[arg-type]
+    single = SingleBackend(Policy(module, None, None, GPT2, 0, "gpt2"), OptimizerSpec(), FP32)  # type: ignore[arg-type]
     model = ranks.spread(GPT2, checkpoint)
-    fsdp = model.backend(Optim())
+    fsdp = model.backend(OptimizerSpec())
     assert fsdp.packing.share == single.packing.share
-    check_steps(model, fsdp, single, pack(tree(), Packing(max_tokens=100)), 4)
+    check_steps(model, fsdp, single, pack(tree(), PackingSpec(max_tokens=100)), 4)
 
 
 @pytest.mark.parametrize("way", [{"gather": "step"}, {"replicas": 2}, {"recompute": True}], ids=str)
-def test_ways_to_lie_and_to_keep_change_nothing(ranks: Ranks, way: Any):
+def test_ways_to_lie_and_to_keep_change_nothing(ranks: FsdpRanks, way: Any):
     """Weights that stay together over a step, two replicas, layers that are computed again."""
     model = spread(ranks, shard(**way))
-    check_steps(model, model.backend(Optim()), Single(policy(), Optim(), FP32), pack(tree(), Packing(max_tokens=60)), 2)
+    check_steps(
+        model,
+        model.backend(OptimizerSpec()),
+        SingleBackend(policy(), OptimizerSpec(), FP32),
+        pack(tree(), PackingSpec(max_tokens=60)),
+        2,
+    )
 
 
 @pytest.mark.parametrize("formula", [Gspo(), Gmpo(), KlCov(share=0.2)], ids=lambda formula: type(formula).__name__)
-def test_formulas_that_look_beyond_a_token(ranks: Ranks, formula: Any):
+def test_formulas_that_look_beyond_a_token(ranks: FsdpRanks, formula: Any):
     """Over whole sequences, and over the whole step; the idle rank has neither."""
     rows = [msgspec.structs.replace(each, ce=None) for each in tree()]
-    batches, loss = pack(rows, Packing(max_tokens=60, cost=Cost(share=0.0, join=0.0))), Loss(policy=formula)
-    model, single = spread(ranks), Single(policy(), None, FP32)
+    batches, loss = (
+        pack(rows, PackingSpec(max_tokens=60, cost=ComputeCost(share=0.0, join=0.0))),
+        LossSpec(policy=formula),
+    )
+    model, single = spread(ranks), SingleBackend(policy(), None, FP32)
     ours, theirs = (each.forward_backward(batches, loss) for each in (model.backend(), single))
     assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-6)
     check_gradients(model, single)
 
 
 @pytest.mark.parametrize("kind", ["shared", "own"])
-def test_a_critic_is_that_of_one_process(ranks: Ranks, kind: str, tmp_path: Path):
+def test_a_critic_is_that_of_one_process(ranks: FsdpRanks, kind: str, tmp_path: Path):
     """On the policy's layers and as a model of its own: what it says, how both learn, and what a checkpoint holds."""
     rows = tree()
     for row in rows:
         row.ce = None
         row.streams["values"] = np.zeros(len(row), np.float32)
         row.streams["returns"] = np.where(row.rl != 0, 0.7 if row.name.startswith("fork") else -0.3, 0).astype("f4")
-    batches, optim = pack(rows, Packing(max_tokens=60)), Optim(lr=1e-3)
-    single: Any = Single(policy(), optim, FP32, critic=True)
+    batches, optim = pack(rows, PackingSpec(max_tokens=60)), OptimizerSpec(lr=1e-3)
+    single: Any = SingleBackend(policy(), optim, FP32, critic=True)
 
     def over_ranks() -> Any:
         weights = policy().model.state_dict()
         critic = ranks.spread(CONFIG, weights, critic=True).backend(optim, critic=True)
-        return critic if kind == "shared" else OwnCritic(spread(ranks).backend(optim), critic)
+        return critic if kind == "shared" else SeparateCritic(spread(ranks).backend(optim), critic)
 
     if kind == "own":
-        single = OwnCritic(Single(policy(), optim, FP32), single)
+        single = SeparateCritic(SingleBackend(policy(), optim, FP32), single)
     ours = over_ranks()
     for step in range(4):
         for here, there in zip(ours.values(batches), single.values(batches), strict=True):
@@ -175,18 +184,18 @@ def test_a_critic_is_that_of_one_process(ranks: Ranks, kind: str, tmp_path: Path
         spread(ranks).backend().values(batches)
 
 
-def test_in_bf16_it_is_nearly_the_same(ranks: Ranks):
+def test_in_bf16_it_is_nearly_the_same(ranks: FsdpRanks):
     """Weights travel and are multiplied in bf16, gradients are added up in either."""
-    batches = pack(tree(), Packing(max_tokens=60))
-    wanted = Single(policy(), None, FP32).forward_backward(batches, LOSS)["loss"]
+    batches = pack(tree(), PackingSpec(max_tokens=60))
+    wanted = SingleBackend(policy(), None, FP32).forward_backward(batches, LOSS)["loss"]
     for reduce in ("fp32", "bf16"):
-        compute = Compute(precision="bf16", shard=Shard(ranks=2, reduce=reduce))  # type: ignore[arg-type]
+        compute = ComputeSpec(precision="bf16", shard=ShardSpec(ranks=2, reduce=reduce))  # type: ignore[arg-type]
         fsdp = spread(ranks, compute).backend()
         assert fsdp.forward_backward(batches, LOSS)["loss"] == pytest.approx(wanted, rel=0.02)
         assert fsdp.optim_step()["grad_norm"] > 0
 
 
-def test_a_critic_in_bf16_says_what_it_says_in_fp32(ranks: Ranks):
+def test_a_critic_in_bf16_says_what_it_says_in_fp32(ranks: FsdpRanks):
     """On the policy's layers, whose products are bf16, while the value head's are not: what it says after some steps is
     nearly what one process says in fp32, and is not rounded to bf16."""
     rows = tree()
@@ -194,10 +203,10 @@ def test_a_critic_in_bf16_says_what_it_says_in_fp32(ranks: Ranks):
         row.ce = None
         row.streams["values"] = np.zeros(len(row), np.float32)
         row.streams["returns"] = np.where(row.rl != 0, 0.7 if row.name.startswith("fork") else -0.3, 0).astype("f4")
-    batches, optim = pack(rows, Packing(max_tokens=60)), Optim(lr=1e-3)
-    single = Single(policy(), optim, FP32, critic=True)
+    batches, optim = pack(rows, PackingSpec(max_tokens=60)), OptimizerSpec(lr=1e-3)
+    single = SingleBackend(policy(), optim, FP32, critic=True)
     for gather in ("layer", "step"):
-        compute = Compute(precision="bf16", shard=Shard(ranks=2, gather=gather))  # type: ignore[arg-type]
+        compute = ComputeSpec(precision="bf16", shard=ShardSpec(ranks=2, gather=gather))  # type: ignore[arg-type]
         fsdp = ranks.spread(CONFIG, policy().model.state_dict(), compute=compute, critic=True).backend(
             optim, critic=True
         )
@@ -210,25 +219,27 @@ def test_a_critic_in_bf16_says_what_it_says_in_fp32(ranks: Ranks):
         assert not np.array_equal(ours, torch.tensor(ours).bfloat16().float().numpy())
 
 
-def test_batches_fewer_than_ranks(ranks: Ranks):
+def test_batches_fewer_than_ranks(ranks: FsdpRanks):
     """One batch, and none."""
     model = spread(ranks)
-    fsdp, single = model.backend(Optim()), Single(policy(), Optim(), FP32)
+    fsdp, single = model.backend(OptimizerSpec()), SingleBackend(policy(), OptimizerSpec(), FP32)
     check_steps(model, fsdp, single, pack(tree(), single.packing), 2)
     assert fsdp.forward_backward([], LOSS) == {"loss": 0}
     assert fsdp.logprobs([]) == []
     assert len(pack(tree(), fsdp.packing)) % 2 == 0
 
 
-def test_logprobs_are_of_the_weights_as_they_are(ranks: Ranks):
+def test_logprobs_are_of_the_weights_as_they_are(ranks: FsdpRanks):
     """What was put together for one pass is not used after the weights have changed."""
     model, rows = spread(ranks), tree()
     fsdp = model.backend()
-    batches = pack(rows, Packing(max_tokens=60))
+    batches = pack(rows, PackingSpec(max_tokens=60))
     for seed in (0, 1):
         other = policy(seed=seed)
         fsdp.load_weights(other.model.state_dict())
-        for ours, theirs in zip(fsdp.logprobs(batches), Single(other, None, FP32).logprobs(batches), strict=True):
+        for ours, theirs in zip(
+            fsdp.logprobs(batches), SingleBackend(other, None, FP32).logprobs(batches), strict=True
+        ):
             np.testing.assert_allclose(ours, theirs, atol=1e-5)
     attach_stream(rows, batches, "old_logprobs", fsdp.logprobs(batches))
     with pytest.raises(ConfigError, match=r"the update has no tensor 'model.embed_tokens.weight'"):
@@ -236,12 +247,12 @@ def test_logprobs_are_of_the_weights_as_they_are(ranks: Ranks):
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
-def test_resuming_is_bit_identical(ranks: Ranks, kind: Any, tmp_path: Path):
+def test_resuming_is_bit_identical(ranks: FsdpRanks, kind: Any, tmp_path: Path):
     """The checkpoint is written while the run that wrote it goes on."""
-    optim = Optim(kind=kind, lr=0.01, weight_decay=0.1, schedule="linear", warmup_steps=2, num_steps=6)
-    batches = pack(tree(), Packing(max_tokens=60))
+    optim = OptimizerSpec(kind=kind, lr=0.01, weight_decay=0.1, schedule="linear", warmup_steps=2, num_steps=6)
+    batches = pack(tree(), PackingSpec(max_tokens=60))
 
-    def steps(backend: Fsdp, num: int) -> list[dict[str, float]]:
+    def steps(backend: FsdpBackend, num: int) -> list[dict[str, float]]:
         return [backend.forward_backward(batches, LOSS) | backend.optim_step() for _ in range(num)]
 
     model = spread(ranks)
@@ -264,7 +275,7 @@ def test_resuming_is_bit_identical(ranks: Ranks, kind: Any, tmp_path: Path):
     ]  # fmt: skip
 
 
-def test_a_state_that_does_not_fit_is_refused(ranks: Ranks, checkpoint: Path, tmp_path: Path):
+def test_a_state_that_does_not_fit_is_refused(ranks: FsdpRanks, checkpoint: Path, tmp_path: Path):
     fsdp = spread(ranks, shard(save_async=False)).backend()
     fsdp.save(tmp_path)
     wider = copy.deepcopy(CONFIG)
@@ -273,14 +284,14 @@ def test_a_state_that_does_not_fit_is_refused(ranks: Ranks, checkpoint: Path, tm
     with pytest.raises(ConfigError, match=r"'model.layers.0.mlp.down_proj.weight' is \(32, 48\) there and \(32, 64\)"):
         other.backend().load(tmp_path)
     with pytest.raises(ConfigError, match=r"optim\.kind is adamw there and muon here"):
-        spread(ranks).backend(Optim(kind="muon")).load(tmp_path)
+        spread(ranks).backend(OptimizerSpec(kind="muon")).load(tmp_path)
     with pytest.raises(ConfigError, match=r"nowhere holds no state of ranks: it has no trainer\.pt"):
         fsdp.load(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match=r"gpt2\d has no tensor 'model.embed_tokens.weight'"):
         ranks.spread(CONFIG, checkpoint)
 
 
-def test_what_is_exported_is_a_plain_checkpoint(ranks: Ranks, checkpoint: Path, tmp_path: Path):
+def test_what_is_exported_is_a_plain_checkpoint(ranks: FsdpRanks, checkpoint: Path, tmp_path: Path):
     ids = torch.arange(20)[None] % VOCAB
     for config, source in ((CONFIG, policy().model.state_dict()), (GPT2, checkpoint)):
         model = ranks.spread(config, source)
@@ -295,17 +306,17 @@ def test_what_is_exported_is_a_plain_checkpoint(ranks: Ranks, checkpoint: Path, 
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft asks transformers by an old name
-def test_adapters_are_those_of_one_process(ranks: Ranks, tmp_path: Path):
+def test_adapters_are_those_of_one_process(ranks: FsdpRanks, tmp_path: Path):
     """As ``train/lora.py`` has them; only they are sent, and without them the model is the base."""
-    lora = Lora(rank=2, alpha=6.0, targets=("q_proj", "down_proj"), seed=3)
+    lora = AdapterSpec(rank=2, alpha=6.0, targets=("q_proj", "down_proj"), seed=3)
     model = ranks.spread(CONFIG, policy().model.state_dict(), lora)
-    fsdp = model.backend(Optim(lr=0.01))
+    fsdp = model.backend(OptimizerSpec(lr=0.01))
     adapted = policy()
     assert attach(adapted.model, 2, 6.0, ("q_proj", "down_proj"), 3) == sum(
         each.numel() for _, each in model.adapters()
     )
-    single = Single(adapted, Optim(lr=0.01), FP32)
-    batches = pack(tree(), Packing(max_tokens=60))
+    single = SingleBackend(adapted, OptimizerSpec(lr=0.01), FP32)
+    batches = pack(tree(), PackingSpec(max_tokens=60))
     base = fsdp.logprobs(batches)
     for _ in range(3):
         ours, theirs = (each.forward_backward(batches, LOSS)["loss"] for each in (fsdp, single))
@@ -321,7 +332,7 @@ def test_adapters_are_those_of_one_process(ranks: Ranks, tmp_path: Path):
     _check_peft(model, tmp_path)
 
 
-def _check_peft(model: OverRanks, folder: Path) -> None:
+def _check_peft(model: FsdpModel, folder: Path) -> None:
     """The adapters beside the sums are what peft takes for the base."""
     from peft import PeftModel
 
@@ -335,10 +346,10 @@ def _check_peft(model: OverRanks, folder: Path) -> None:
         torch.testing.assert_close(adapted(input_ids=ids).logits, wanted, rtol=1e-4, atol=1e-4)
 
 
-def test_a_resumed_adapter_is_bit_identical(ranks: Ranks, tmp_path: Path):
+def test_a_resumed_adapter_is_bit_identical(ranks: FsdpRanks, tmp_path: Path):
     """Its checkpoint holds what is trained alone."""
-    lora = Lora(rank=2, alpha=4.0)
-    batches = pack(tree(), Packing(max_tokens=60))
+    lora = AdapterSpec(rank=2, alpha=4.0)
+    batches = pack(tree(), PackingSpec(max_tokens=60))
     first, second = (
         ranks.spread(CONFIG, policy().model.state_dict(), lora, shard(save_async=False)).backend() for _ in range(2)
     )
@@ -355,40 +366,40 @@ def test_a_resumed_adapter_is_bit_identical(ranks: Ranks, tmp_path: Path):
         ranks.spread(CONFIG, policy().model.state_dict(), msgspec.structs.replace(lora, targets=("qproj",)))
 
 
-def test_a_loss_that_is_not_finite_stops_all_ranks_and_no_more(ranks: Ranks):
+def test_a_loss_that_is_not_finite_stops_all_ranks_and_no_more(ranks: FsdpRanks):
     rows = tree()
     rows[4].sampler_logprobs[:] = np.nan
     fsdp = spread(ranks).backend()
     with pytest.raises(
         TrainError, match="step 1 is not finite at 7 entries, the first of them token 23 of sequence sib"
     ):
-        fsdp.forward_backward(pack(rows, Packing(max_tokens=60)), LOSS)
+        fsdp.forward_backward(pack(rows, PackingSpec(max_tokens=60)), LOSS)
     assert fsdp.optim_step()["grad_norm"] == 0.0
-    batches = pack(tree(), Packing(max_tokens=60))
-    single = Single(policy(), Optim(), FP32)
+    batches = pack(tree(), PackingSpec(max_tokens=60))
+    single = SingleBackend(policy(), OptimizerSpec(), FP32)
     assert fsdp.forward_backward(batches, LOSS)["loss"] == pytest.approx(
         single.forward_backward(batches, LOSS)["loss"], rel=1e-5
     )
 
 
-def test_a_rank_that_is_killed_is_named_and_another_number_of_ranks_goes_on(ranks: Ranks, tmp_path: Path):
+def test_a_rank_that_is_killed_is_named_and_another_number_of_ranks_goes_on(ranks: FsdpRanks, tmp_path: Path):
     """The checkpoint of two ranks is read by one, and gives the steps that two would have made."""
-    optim = Optim(lr=0.01)
-    batches = pack(tree(), Packing(max_tokens=60))
+    optim = OptimizerSpec(lr=0.01)
+    batches = pack(tree(), PackingSpec(max_tokens=60))
     fsdp = spread(ranks, shard(save_async=False)).backend(optim)
     fsdp.forward_backward(batches, LOSS)
     fsdp.optim_step()
     fsdp.save(tmp_path)
     wanted = [fsdp.forward_backward(batches, LOSS)["loss"], fsdp.optim_step()["grad_norm"]]
     wanted.append(fsdp.forward_backward(batches, LOSS)["loss"])
-    (process,) = ranks.team.processes
+    (process,) = ranks.rank_group.processes
     os.kill(process.pid, signal.SIGKILL)
     with pytest.raises(TrainError, match=rf"rank 1 \(process {process.pid} on .*\) is lost: .*killed by signal 9"):
         fsdp.forward_backward(batches, LOSS)
     with pytest.raises(TrainError, match=r"rank 1 .* is lost"):
         fsdp.logprobs(batches)
     ranks.close()
-    alone = Ranks(Compute(precision="fp32", shard=Shard(ranks=1, save_async=False)))
+    alone = FsdpRanks(ComputeSpec(precision="fp32", shard=ShardSpec(ranks=1, save_async=False)))
     try:
         resumed = alone.spread(CONFIG, policy(seed=1).model.state_dict()).backend(optim)
         resumed.load(tmp_path)
@@ -412,12 +423,12 @@ class Sleeper(DppoTv, frozen=True, kw_only=True, tag="sleeper"):
 
 @pytest.mark.slow
 def test_a_rank_that_stands_still_is_named_with_its_stack(tmp_path: Path):
-    ranks = Ranks(Compute(precision="fp32", shard=Shard(ranks=2, timeout_s=10)), dumps=tmp_path)
+    ranks = FsdpRanks(ComputeSpec(precision="fp32", shard=ShardSpec(ranks=2, timeout_s=10)), dumps=tmp_path)
     try:
         fsdp = spread(ranks).backend()
-        loss = Loss(policy=Sleeper())  # type: ignore[arg-type]
+        loss = LossSpec(policy=Sleeper())  # type: ignore[arg-type]
         with pytest.raises(TrainError) as caught:
-            fsdp.forward_backward(pack(tree(), Packing(max_tokens=60)), loss)
+            fsdp.forward_backward(pack(tree(), PackingSpec(max_tokens=60)), loss)
         told = str(caught.value)
         assert told.startswith("no rank got on for 10 s in 'add'. rank 1 (process ")
         assert "in per_token" in told
@@ -430,21 +441,21 @@ def test_a_rank_that_stands_still_is_named_with_its_stack(tmp_path: Path):
 
 def test_what_does_not_fit_is_said_before_anything_starts(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(ConfigError, match=r"6 ranks do not fit a mesh of 4 replicas: 6 = 4 x 1 \+ 2"):
-        Shard(ranks=6, replicas=4)
+        ShardSpec(ranks=6, replicas=4)
     with pytest.raises(ConfigError, match=r"1 ranks do not fit a mesh of 2 replicas"):
-        Ranks(Compute(shard=Shard(replicas=2)))
+        FsdpRanks(ComputeSpec(shard=ShardSpec(replicas=2)))
     with pytest.raises(ConfigError, match="offload moves weights from a GPU to main memory; this run has no GPU"):
-        Ranks(Compute(shard=Shard(offload=True)))
+        FsdpRanks(ComputeSpec(shard=ShardSpec(offload=True)))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"port={port} cannot be had .*another run may have it"):
-            Ranks(Compute(shard=Shard(ranks=2, port=port)))
+            FsdpRanks(ComputeSpec(shard=ShardSpec(ranks=2, port=port)))
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "4"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "1")):
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=r"compute.shard.ranks=2, but torchrun started 4"):
-        Ranks(Compute(shard=Shard(ranks=2)))
+        FsdpRanks(ComputeSpec(shard=ShardSpec(ranks=2)))
 
 
 def test_fsdp2_is_fsdp():
     with pytest.warns(DeprecationWarning, match="fsdp2 is called fsdp here"):
-        assert Compute(backend="fsdp2") == Compute(backend="fsdp")
+        assert ComputeSpec(backend="fsdp2") == ComputeSpec(backend="fsdp")

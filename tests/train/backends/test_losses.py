@@ -14,17 +14,17 @@ import pytest
 import torch
 
 from ramify.errors import ConfigError, TrainError
-from ramify.train.backends.base import Optim
-from ramify.train.backends.own_critic import OwnCritic
-from ramify.train.backends.single import Single
+from ramify.train.backends.base import OptimizerSpec
+from ramify.train.backends.own_critic import SeparateCritic
+from ramify.train.backends.single import SingleBackend
 from ramify.train.corrections import CORRECTIONS, GeometricMask, IcePop, Opsm, SequenceTis, WorstTokenMask
-from ramify.train.loss import Loss
-from ramify.train.pack import Cost, Packing, pack
-from ramify.train.policy_losses import POLICY_LOSSES, ClipCov, Critic, ImportanceSampling, KlCov, PpoClip
-from ramify.types.sequence import Batch, Sequence
+from ramify.train.loss import LossSpec
+from ramify.train.pack import ComputeCost, PackingSpec, pack
+from ramify.train.policy_losses import POLICY_LOSSES, ClipCov, CriticOnlyLoss, ImportanceSampling, KlCov, PpoClip
+from ramify.types.sequence import Batch, TokenSequence
 from tests.train.backends.small import policy, tree
 
-FREE = Cost(pair=0.0, share=0.0, join=0.0)
+FREE = ComputeCost(pair=0.0, share=0.0, join=0.0)
 CLOSE: dict[str, Any] = {
     "clip_cov": ClipCov(share=0.3, cov_low=0.01),
     "kl_cov": KlCov(share=0.3),
@@ -38,9 +38,9 @@ CLOSE: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def rows() -> list[Sequence]:
+def rows() -> list[TokenSequence]:
     """With old log-probabilities near the policy's own, the sampler's near these, and all else that a loss may read."""
-    found, backend, rng = tree(), Single(policy()), np.random.default_rng(1)
+    found, backend, rng = tree(), SingleBackend(policy()), np.random.default_rng(1)
     batches = pack(found)
     for batch, logprobs in zip(batches, backend.logprobs(batches), strict=True):
         for index in batch.sequences:
@@ -51,12 +51,12 @@ def rows() -> list[Sequence]:
                 column[tokens] = rng.normal(logprobs[mine] if name.endswith("logprobs") else 0.0, scale)
                 each.streams[name] = column
             each.sampler_logprobs[tokens] = each.streams["old_logprobs"][tokens] + rng.normal(0, 0.2, mine.sum())
-            each.streams["lag"] = (np.arange(len(each)) % 3).astype(np.float32)
+            each.streams["staleness"] = (np.arange(len(each)) % 3).astype(np.float32)
     return found
 
 
-def learn(batches: list[Batch], loss: Loss, *, critic: bool = False) -> tuple[float, dict[str, torch.Tensor]]:
-    backend = Single(policy(), critic=critic)
+def learn(batches: list[Batch], loss: LossSpec, *, critic: bool = False) -> tuple[float, dict[str, torch.Tensor]]:
+    backend = SingleBackend(policy(), critic=critic)
     measured = backend.forward_backward(batches, loss)
     found = {name: each.grad for name, each in backend._trained.named_parameters() if each.grad is not None}
     return measured["loss"], found
@@ -70,7 +70,7 @@ def check_same(found: tuple[float, dict[str, torch.Tensor]], wanted: tuple[float
         assert float((found[1][name] - gradient).abs().max()) / scale < 2e-5, name
 
 
-def split(rows: list[Sequence]) -> list[Sequence]:
+def split(rows: list[TokenSequence]) -> list[TokenSequence]:
     """Each row as two of the same name, cut after two thirds; the first part's tokens are context in the second."""
     found = []
     for row in rows:
@@ -82,25 +82,25 @@ def split(rows: list[Sequence]) -> list[Sequence]:
 
 
 LOSSES = [
-    *((name, Loss(policy=CLOSE.get(name, kind()), kl_beta=0.1, entropy=0.01)) for name, kind in POLICY_LOSSES.items()),
+    *((name, LossSpec(policy=CLOSE.get(name, kind()), kl_beta=0.1, entropy=0.01)) for name, kind in POLICY_LOSSES.items()),
     *(
-        (name, Loss(policy=PpoClip(), corrections=(CLOSE.get(name, kind()),)))
+        (name, LossSpec(policy=PpoClip(), corrections=(CLOSE.get(name, kind()),)))
         for name, kind in CORRECTIONS.items()
     ),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("loss", [loss for _, loss in LOSSES], ids=[name for name, _ in LOSSES])
-def test_loss_and_gradient_do_not_depend_on_how_a_step_is_cut(loss: Loss, rows: list[Sequence]) -> None:
-    critic = isinstance(loss.policy, Critic)
-    wanted = learn(pack(rows, Packing(share=False)), loss, critic=critic)
+def test_loss_and_gradient_do_not_depend_on_how_a_step_is_cut(loss: LossSpec, rows: list[TokenSequence]) -> None:
+    critic = isinstance(loss.policy, CriticOnlyLoss)
+    wanted = learn(pack(rows, PackingSpec(share=False)), loss, critic=critic)
     assert any(float(each.abs().max()) > 0 for each in wanted[1].values())
     shuffled = rows[:]
     random.Random(0).shuffle(shuffled)
-    small = pack(shuffled, Packing(max_tokens=50, cost=FREE))
+    small = pack(shuffled, PackingSpec(max_tokens=50, cost=FREE))
     assert len(small) > 3
     check_same(learn(small, loss, critic=critic), wanted)
-    parts = pack(split(rows), Packing(cost=FREE), pack(rows)[0].denominators)
+    parts = pack(split(rows), PackingSpec(cost=FREE), pack(rows)[0].denominators)
     if loss.is_over_sequences:
         with pytest.raises(TrainError, match=r"the loss looks at whole sequences, and .* is split into 2"):
             learn(parts, loss, critic=critic)
@@ -108,20 +108,22 @@ def test_loss_and_gradient_do_not_depend_on_how_a_step_is_cut(loss: Loss, rows: 
         check_same(learn(parts, loss, critic=critic), wanted)
 
 
-def test_corrections_and_choices_did_something(rows: list[Sequence]) -> None:
+def test_corrections_and_choices_did_something(rows: list[TokenSequence]) -> None:
     """Over these rows: else the test above would say little of them."""
     batches = pack(rows)
-    plain = learn(batches, Loss(policy=PpoClip()))[0]
+    plain = learn(batches, LossSpec(policy=PpoClip()))[0]
     for name, kind in CORRECTIONS.items():
-        corrected = learn(batches, Loss(policy=PpoClip(), corrections=(CLOSE.get(name, kind()),)))[0]
+        corrected = learn(batches, LossSpec(policy=PpoClip(), corrections=(CLOSE.get(name, kind()),)))[0]
         assert corrected != pytest.approx(plain, rel=1e-3), name
-    assert learn(batches, Loss(policy=CLOSE["clip_cov"]))[0] != pytest.approx(plain, rel=1e-3)
+    assert learn(batches, LossSpec(policy=CLOSE["clip_cov"]))[0] != pytest.approx(plain, rel=1e-3)
 
 
 def test_a_critic_learns_what_calls_come_to() -> None:
     """On the policy's trunk, and as a model of its own, which leaves the policy where it was."""
-    shared = Single(policy(), Optim(lr=0.01), critic=True)
-    own = OwnCritic(Single(policy(), Optim(lr=0.01)), Single(policy(), Optim(lr=0.01), critic=True))
+    shared = SingleBackend(policy(), OptimizerSpec(lr=0.01), critic=True)
+    own = SeparateCritic(
+        SingleBackend(policy(), OptimizerSpec(lr=0.01)), SingleBackend(policy(), OptimizerSpec(lr=0.01), critic=True)
+    )
     for backend in (shared, own):
         rows = tree()
         for row in rows:
@@ -133,7 +135,7 @@ def test_a_critic_learns_what_calls_come_to() -> None:
         first = [values for each in backend.values(batches) for values in each.tolist()]
         assert set(first) == {0.0}
         before = {name: each.clone() for name, each in backend.weights()}
-        loss = Loss(policy=ImportanceSampling(), value=msgspec.convert({"clip": 0.0}, type(Loss().value)))
+        loss = LossSpec(policy=ImportanceSampling(), value=msgspec.convert({"clip": 0.0}, type(LossSpec().value)))
         missed = []
         for _ in range(12):
             missed.append(backend.forward_backward(batches, loss)["value_loss"])
@@ -146,14 +148,17 @@ def test_a_critic_learns_what_calls_come_to() -> None:
 @pytest.mark.parametrize("bad", ["policy", "critic"])
 def test_where_one_gradient_is_refused_neither_moves(bad: str) -> None:
     """A gradient of one of the two is infinite: both stay where they were, count no step, and keep nothing of it."""
-    policies, critics = Single(policy(), Optim(lr=0.01)), Single(policy(), Optim(lr=0.01), critic=True)
-    own = OwnCritic(policies, critics)
+    policies, critics = (
+        SingleBackend(policy(), OptimizerSpec(lr=0.01)),
+        SingleBackend(policy(), OptimizerSpec(lr=0.01), critic=True),
+    )
+    own = SeparateCritic(policies, critics)
     rows = tree()
     for row in rows:
         row.ce = None
         row.streams["values"] = np.zeros(len(row), np.float32)
         row.streams["returns"] = np.where(row.rl != 0, 0.7, 0).astype(np.float32)
-    batches, loss = pack(rows), Loss(policy=ImportanceSampling())
+    batches, loss = pack(rows), LossSpec(policy=ImportanceSampling())
     own.forward_backward(batches, loss)
     before = [each.detach().clone() for one in (policies, critics) for each in one._trained.parameters()]
     broken = next(
@@ -173,18 +178,18 @@ def test_where_one_gradient_is_refused_neither_moves(bad: str) -> None:
 
 
 def test_a_critic_is_saved_and_asked_for(tmp_path: Any) -> None:
-    backend = OwnCritic(Single(policy()), Single(policy(), critic=True))
+    backend = SeparateCritic(SingleBackend(policy()), SingleBackend(policy(), critic=True))
     with torch.no_grad():
         backend._critic._value_head.weight.fill_(0.5)  # type: ignore[attr-defined]
     backend.save(tmp_path / "own")
-    again = OwnCritic(Single(policy(seed=1)), Single(policy(seed=1), critic=True))
+    again = SeparateCritic(SingleBackend(policy(seed=1)), SingleBackend(policy(seed=1), critic=True))
     again.load(tmp_path / "own")
     batches = pack(tree())
     assert [each.tolist() for each in again.values(batches)] == [each.tolist() for each in backend.values(batches)]
-    Single(policy(), critic=True).save(tmp_path / "shared")
+    SingleBackend(policy(), critic=True).save(tmp_path / "shared")
     with pytest.raises(ConfigError, match="is of a backend with a critic"):
-        Single(policy()).load(tmp_path / "shared")
+        SingleBackend(policy()).load(tmp_path / "shared")
     with pytest.raises(ConfigError, match="this backend has no critic"):
-        Single(policy()).values(batches)
+        SingleBackend(policy()).values(batches)
     with pytest.raises(ConfigError, match="the batch has no stream 'returns'"):
-        Single(policy(), critic=True).forward_backward(batches, Loss())
+        SingleBackend(policy(), critic=True).forward_backward(batches, LossSpec())

@@ -15,36 +15,36 @@ import msgspec
 import pytest
 import torch
 
-from ramify.build.run import train
+from ramify.build.execute import train
 from ramify.cli.supervise import supervise
 from ramify.errors import ConfigError, TrainError
 from ramify.inference.base import TINY
-from ramify.policy.weights import read_weights
-from ramify.train import groups
+from ramify.models.weights import read_weights
+from ramify.train import group_records
 from ramify.train.algorithms.ppo import PPO
-from ramify.train.backends.attempt import gather
-from ramify.train.backends.base import Compute, Optim, Shard
+from ramify.train.backends.base import ComputeSpec, OptimizerSpec, ShardSpec
 from ramify.train.backends.launch import is_restarted
-from ramify.train.checkpoint import Checkpoints
+from ramify.train.backends.rendezvous import gather
+from ramify.train.checkpoint import CheckpointStore
 from ramify.train.config import CriticSpec, LoraSpec, PolicySpec, Run, TaskSpec
-from ramify.train.loop import Cadence
-from ramify.train.loss import Loss
+from ramify.train.loss import LossSpec
 from ramify.train.metrics import read
-from ramify.train.policy_losses import ImportanceSampling, Tokens
+from ramify.train.policy_losses import ImportanceSampling, LossTokens
+from ramify.train.training_loop import Schedule
 from tests.train.small import small, weights_of
 from tests.train.test_faults import GATE, LINUX, below, kill
 
 STEADY = ("loss", "reward", "grad_norm", "lr", "validation/reward", "test/reward", "ref_kl")
-RANKS = Compute(precision="fp32", backend="fsdp", shard=Shard(ranks=2, timeout_s=200))
+RANKS = ComputeSpec(precision="fp32", backend="fsdp", shard=ShardSpec(ranks=2, timeout_s=200))
 ADAPTED = """
 import os, time
-from ramify.train.backends.base import Compute
+from ramify.train.backends.base import ComputeSpec
 from tests.train.backends.test_ranks import GATED, adapted
 
 def run():
     if (os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]) == ("0", "1"):
         time.sleep(1)  # the other one is early, and finds what is left of the attempt before
-    return adapted(compute=Compute(precision="fp32", backend="fsdp"), task=GATED)
+    return adapted(compute=ComputeSpec(precision="fp32", backend="fsdp"), task=GATED)
 """
 
 
@@ -52,13 +52,13 @@ def tuned(**changes: Any) -> Run:
     """Two steps of reinforcement learning of the packaged policy."""
     rl = msgspec.structs.replace(small().rl, steps=2)
     policy = PolicySpec(path=str(TINY), slots=16)
-    fields = {"warmup": None, "sft": None, "policy": policy, "rl": rl, "cadence": Cadence(evaluate_every=1)}
+    fields = {"warmup": None, "sft": None, "policy": policy, "rl": rl, "schedule": Schedule(evaluate_every=1)}
     return small(**(fields | changes))
 
 
 def adapted(**changes: Any) -> Run:
     """By adapters, with a KL to the policy that rollouts began with."""
-    rl = msgspec.structs.replace(tuned().rl, loss=Loss(kl_beta=0.1), optim=Optim(lr=0.01))
+    rl = msgspec.structs.replace(tuned().rl, loss=LossSpec(kl_beta=0.1), optim=OptimizerSpec(lr=0.01))
     policy = PolicySpec(path=str(TINY), slots=16, lora=LoraSpec(rank=2, alpha=4.0))
     return tuned(**({"rl": rl, "policy": policy} | changes))
 
@@ -124,13 +124,13 @@ def test_a_run_is_that_of_one_process_and_after_a_lost_rank_the_same_to_the_bit(
     assert steady(killed) == steady(two)
     ours, theirs = (weights_of(out / "checkpoints/step-000002") for out in (killed, two))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs | ours)
-    assert groups.accounts(killed).balanced
+    assert group_records.accounts(killed).balanced
 
 
 class Sleepy(ImportanceSampling, frozen=True, kw_only=True, tag="sleepy"):
     """A loss that does not come back on rank 1."""
 
-    def per_token(self, tokens: Tokens) -> Any:
+    def per_token(self, tokens: LossTokens) -> Any:
         if torch.distributed.get_rank() == 1:
             time.sleep(600)
         return super().per_token(tokens)
@@ -138,7 +138,7 @@ class Sleepy(ImportanceSampling, frozen=True, kw_only=True, tag="sleepy"):
 
 @pytest.mark.slow
 def test_a_rank_that_hangs_is_named_and_the_stacks_of_all_are_kept(tmp_path: Path) -> None:
-    rl = msgspec.structs.replace(tuned().rl, loss=Loss(policy=f"{__name__}:Sleepy"))
+    rl = msgspec.structs.replace(tuned().rl, loss=LossSpec(policy=f"{__name__}:Sleepy"))
     shard = msgspec.structs.replace(RANKS.shard, timeout_s=20)
     with pytest.raises(
         TrainError, match=r"no rank got on for 20 s in .*\. rank 1 \(process \d+ on .*\) stands at .*in per_token"
@@ -186,9 +186,9 @@ def test_torchrun_starts_the_ranks_and_again_after_one_was_killed(tmp_path: Path
     assert log.read_text().count("holds the trained policy") == 1
     check_close(killed, one)
     assert max(values.get("ref_kl", 0.0) for _, _, values in steady(killed)) > 1e-6
-    assert groups.accounts(killed).balanced
+    assert group_records.accounts(killed).balanced
     for out in (killed, one):
-        best = Checkpoints(out).best()
+        best = CheckpointStore(out).best()
         assert best is not None
         kept = read_weights(best / "policy")
         assert all(torch.equal(weight, kept[name]) for name, weight in weights_of(out).items())
@@ -223,11 +223,14 @@ def test_a_run_of_before_is_not_taken_for_one_that_torchrun_restarted(
 @pytest.mark.parametrize(
     ("compute", "told"),
     [
-        (Compute(backend="fdsp"), r"unknown backend 'fdsp': did you mean 'fsdp'\?"),
-        (Compute(backend="fsdp", shard=Shard(replicas=4)), r"1 ranks do not fit a mesh of 4 replicas: 1 = 4 x 0 \+ 1"),
+        (ComputeSpec(backend="fdsp"), r"unknown backend 'fdsp': did you mean 'fsdp'\?"),
+        (
+            ComputeSpec(backend="fsdp", shard=ShardSpec(replicas=4)),
+            r"1 ranks do not fit a mesh of 4 replicas: 1 = 4 x 0 \+ 1",
+        ),
     ],
 )
-def test_what_does_not_fit_is_said_before_a_run_begins(compute: Compute, told: str, tmp_path: Path) -> None:
+def test_what_does_not_fit_is_said_before_a_run_begins(compute: ComputeSpec, told: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=told):
         train(small(compute=compute), tmp_path / "out")
     assert not (tmp_path / "out").exists()

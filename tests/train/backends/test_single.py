@@ -15,21 +15,21 @@ from torch import Tensor
 from transformers import GPT2Config, MistralConfig
 
 from ramify.errors import ConfigError, TrainError
-from ramify.train.backends.base import Compute, Optim
-from ramify.train.backends.single import Single
-from ramify.train.loss import Loss
-from ramify.train.pack import Cost, Packing, attach, pack
+from ramify.train.backends.base import ComputeSpec, OptimizerSpec
+from ramify.train.backends.single import SingleBackend
+from ramify.train.loss import LossSpec
+from ramify.train.pack import ComputeCost, PackingSpec, attach, pack
 from ramify.train.policy_losses import DppoTv, PpoClip
-from ramify.types.sequence import Batch, Kept, Sequence
+from ramify.types.sequence import Batch, SamplingSupport, TokenSequence
 from tests.train.backends.small import CONFIG, VOCAB, as_module, policy, row, tree
 
-LOSS = Loss(policy=DppoTv(pull=0.1), entropy=0.01)
-FREE = Cost(pair=0.0, share=0.0, join=0.0)
+LOSS = LossSpec(policy=DppoTv(pull=0.1), entropy=0.01)
+FREE = ComputeCost(pair=0.0, share=0.0, join=0.0)
 
 
-def learn(batches: list[Batch], backend: Single | None = None) -> tuple[float, dict[str, Tensor]]:
+def learn(batches: list[Batch], backend: SingleBackend | None = None) -> tuple[float, dict[str, Tensor]]:
     """(loss, gradient by name)"""
-    backend = backend or Single(policy())
+    backend = backend or SingleBackend(policy())
     measured = backend.forward_backward(batches, LOSS)
     return measured["loss"], {name: each.grad for name, each in backend._model.named_parameters()}
 
@@ -42,7 +42,7 @@ def check_same(found: tuple[float, dict[str, Tensor]], wanted: tuple[float, dict
         assert difference < 1e-5, name
 
 
-def stepwise(rows: list[Sequence]) -> list[Batch]:
+def stepwise(rows: list[TokenSequence]) -> list[Batch]:
     """Each third token of a row as a row of its own, up to there, as trainers without a tree have it."""
     whole = pack(rows)
     parts = []
@@ -51,22 +51,22 @@ def stepwise(rows: list[Sequence]) -> list[Batch]:
             here = (np.arange(len(each)) >= end - 3)[:end]
             cut = {name: getattr(each, name)[:end] for name in ("token_ids", "mask", "sampler_logprobs", "advantages")}
             weights = {name: getattr(each, name)[:end] * here for name in ("rl", "ce")}
-            part = Sequence(name=each.name, **cut, **weights)
-            parts += pack([part], Packing(share=False), whole[0].denominators)
+            part = TokenSequence(name=each.name, **cut, **weights)
+            parts += pack([part], PackingSpec(share=False), whole[0].denominators)
     return parts
 
 
 def test_loss_and_gradient_do_not_depend_on_how_a_step_is_cut():
     rows = tree()
-    wanted = learn(pack(rows, Packing(share=False)))
+    wanted = learn(pack(rows, PackingSpec(share=False)))
     shuffled = rows[:]
     random.Random(0).shuffle(shuffled)
     ways = {
-        "shared": pack(rows, Packing(cost=FREE)),
-        "in another order": pack(shuffled, Packing(cost=FREE)),
+        "shared": pack(rows, PackingSpec(cost=FREE)),
+        "in another order": pack(shuffled, PackingSpec(cost=FREE)),
         "shared where it pays": pack(rows),
-        "cut small": pack(rows, Packing(max_tokens=50, cost=FREE)),
-        "a row at a time": pack(rows, Packing(max_tokens=1)),
+        "cut small": pack(rows, PackingSpec(max_tokens=50, cost=FREE)),
+        "a row at a time": pack(rows, PackingSpec(max_tokens=1)),
         "step by step": stepwise(rows),
     }
     tokens = {name: sum(map(len, batches)) for name, batches in ways.items()}
@@ -91,17 +91,17 @@ CONFIGS = pytest.mark.parametrize("config", [CONFIG, GPT2], ids=["Dense", "a mod
 @CONFIGS
 def test_computing_again_changes_nothing(config: Any):
     """Nor does a backend that no longer does, on the same model."""
-    wanted = learn(pack(tree()), Single(policy(config)))
+    wanted = learn(pack(tree()), SingleBackend(policy(config)))
     model = policy(config)
-    for compute in (Compute(recompute=True), Compute(recompute=True), Compute(max_logits=VOCAB * 5)):
-        backend = Single(model, compute=compute)
+    for compute in (ComputeSpec(recompute=True), ComputeSpec(recompute=True), ComputeSpec(max_logits=VOCAB * 5)):
+        backend = SingleBackend(model, compute=compute)
         check_same(learn(pack(tree()), backend), wanted)
         backend._model.zero_grad()
 
 
 def test_a_module_on_a_forest_learns_as_on_rows():
-    wanted = learn(pack(tree(), Packing(share=False)), Single(policy(GPT2)))
-    check_same(learn(pack(tree(), Packing(cost=FREE)), Single(policy(GPT2))), wanted)
+    wanted = learn(pack(tree(), PackingSpec(share=False)), SingleBackend(policy(GPT2)))
+    check_same(learn(pack(tree(), PackingSpec(cost=FREE)), SingleBackend(policy(GPT2))), wanted)
 
 
 def test_a_model_that_cannot_share_is_given_rows():
@@ -109,16 +109,16 @@ def test_a_model_that_cannot_share_is_given_rows():
         vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=128, sliding_window=8, attention_dropout=0.0,
     )  # fmt: skip
-    backend = Single(as_module(config))
+    backend = SingleBackend(as_module(config))
     assert not backend.packing.share
     loss, gradient = learn(pack(tree(), backend.packing), backend)
-    one_by_one = Single(as_module(config), compute=Compute(max_tokens=1))
+    one_by_one = SingleBackend(as_module(config), compute=ComputeSpec(max_tokens=1))
     check_same(learn(pack(tree(), one_by_one.packing), one_by_one), (loss, gradient))
 
 
 def test_in_bf16_it_is_nearly_the_same():
     loss, gradient = learn(pack(tree()))
-    other, rough = learn(pack(tree()), Single(policy(), compute=Compute(precision="bf16")))
+    other, rough = learn(pack(tree()), SingleBackend(policy(), compute=ComputeSpec(precision="bf16")))
     assert other == pytest.approx(loss, rel=0.1)
     whole, whole_rough = (torch.cat([each.flatten() for each in found.values()]) for found in (gradient, rough))
     assert float((whole - whole_rough).norm() / whole.norm()) < 0.1
@@ -127,7 +127,7 @@ def test_in_bf16_it_is_nearly_the_same():
 @CONFIGS
 def test_logprobs_are_those_of_a_plain_softmax(config: Any):
     rows = tree()
-    backend = Single(policy(config))
+    backend = SingleBackend(policy(config))
     batches = pack(rows, backend.packing)
     attach(rows, batches, "old_logprobs", backend.logprobs(batches))
     for each in rows:
@@ -141,7 +141,7 @@ def test_logprobs_are_those_of_a_plain_softmax(config: Any):
         np.testing.assert_allclose(each.streams["old_logprobs"][1:], wanted, atol=1e-5)
 
 
-def alone(backend: Single, each: Sequence) -> Tensor:
+def alone(backend: SingleBackend, each: TokenSequence) -> Tensor:
     (batch,) = pack([each])
     every = torch.arange(len(each))
     return backend._trunk.hidden(torch.from_numpy(each.token_ids), every, batch.segments, every)
@@ -153,10 +153,10 @@ def test_temperature_and_kept_sets_are_those_of_the_sampler():
     plain = row("a", [1, 2, 3], 9, rng, ce=None)
     sets = [[*rng.choice(VOCAB, 4, replace=False).tolist(), int(id)] for id in plain.token_ids]
     sizes = [len(each) if drawn else 0 for each, drawn in zip(sets, plain.mask, strict=True)]
-    kept = Kept(
+    kept = SamplingSupport(
         np.cumsum([0, *sizes]), np.array([id for each, size in zip(sets, sizes, strict=True) if size for id in each])
     )
-    backend = Single(policy())
+    backend = SingleBackend(policy())
     with torch.no_grad():
         logits = backend._trunk.logits(alone(backend, plain)) / 0.5
     drawn = np.flatnonzero(plain.mask)
@@ -164,11 +164,11 @@ def test_temperature_and_kept_sets_are_those_of_the_sampler():
     for token in drawn:
         row_logits = logits[token - 1][torch.tensor(sets[token])]
         sampler[token] = row_logits.log_softmax(0)[-1]
-    same = Sequence(
+    same = TokenSequence(
         name="a", token_ids=plain.token_ids, mask=plain.mask, sampler_logprobs=sampler, advantages=plain.advantages,
         rl=plain.rl, temperature=0.5, kept=kept,
     )  # fmt: skip
-    measured = backend.forward_backward(pack([same]), Loss(policy=PpoClip()))
+    measured = backend.forward_backward(pack([same]), LossSpec(policy=PpoClip()))
     assert measured["mismatch_max"] < 1e-5
     assert measured["ess"] == pytest.approx(1.0)
     assert measured["entropy"] < np.log(5)
@@ -176,16 +176,16 @@ def test_temperature_and_kept_sets_are_those_of_the_sampler():
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_resuming_is_bit_identical(kind: Any, tmp_path: Path):
-    optim = Optim(kind=kind, lr=0.01, weight_decay=0.1, schedule="linear", warmup_steps=2, num_steps=6)
-    batches = pack(tree(), Packing(max_tokens=60))
+    optim = OptimizerSpec(kind=kind, lr=0.01, weight_decay=0.1, schedule="linear", warmup_steps=2, num_steps=6)
+    batches = pack(tree(), PackingSpec(max_tokens=60))
 
-    def steps(backend: Single, num: int) -> list[dict[str, float]]:
+    def steps(backend: SingleBackend, num: int) -> list[dict[str, float]]:
         return [backend.forward_backward(batches, LOSS) | backend.optim_step() for _ in range(num)]
 
-    whole = Single(policy(), optim)
+    whole = SingleBackend(policy(), optim)
     steps(whole, 2)
     whole.save(tmp_path / "state")
-    resumed = Single(policy(seed=1), optim)
+    resumed = SingleBackend(policy(seed=1), optim)
     resumed.load(tmp_path / "state")
     assert resumed.version == 2
     assert steps(resumed, 3) == steps(whole, 3)
@@ -194,29 +194,29 @@ def test_resuming_is_bit_identical(kind: Any, tmp_path: Path):
 
 
 def test_a_state_that_does_not_fit_is_refused(tmp_path: Path):
-    Single(policy()).save(tmp_path)
+    SingleBackend(policy()).save(tmp_path)
     wider = copy.deepcopy(CONFIG)
     wider.intermediate_size = 64
     with pytest.raises(
         ConfigError, match=r"'model.layers.0.mlp.down_proj.weight' is \(32, 48\) there and \(32, 64\) here"
     ):
-        Single(policy(wider)).load(tmp_path)
+        SingleBackend(policy(wider)).load(tmp_path)
     with pytest.raises(ConfigError, match=r"optim\.kind is adamw there and muon here"):
-        Single(policy(), Optim(kind="muon")).load(tmp_path)
+        SingleBackend(policy(), OptimizerSpec(kind="muon")).load(tmp_path)
     with pytest.raises(ConfigError, match=r"holds no state of a trainer: it has no backend\.pt"):
-        Single(policy()).load(tmp_path / "nowhere")
+        SingleBackend(policy()).load(tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_steps_bring_the_loss_down(kind: Any):
-    backend = Single(policy(), Optim(kind=kind, lr=0.01))
+    backend = SingleBackend(policy(), OptimizerSpec(kind=kind, lr=0.01))
     rows = [
         row(str(index), [5, 6], 12, np.random.default_rng(index), rl=np.zeros(14, np.float32)) for index in range(4)
     ]
     batches = pack(rows)
     losses = []
     for _ in range(15):
-        losses.append(backend.forward_backward(batches, Loss())["ce_loss"])
+        losses.append(backend.forward_backward(batches, LossSpec())["ce_loss"])
         backend.optim_step()
     assert losses[-1] < 0.6 * losses[0]
 
@@ -225,7 +225,7 @@ def test_the_gradient_is_clipped_to_its_norm():
     batches = pack(tree())
     found = []
     for norm in (0.0, 1e-3):
-        backend = Single(policy(), Optim(kind="adamw", lr=1e-3, eps=1.0, max_grad_norm=norm))
+        backend = SingleBackend(policy(), OptimizerSpec(kind="adamw", lr=1e-3, eps=1.0, max_grad_norm=norm))
         before = {name: each.clone() for name, each in backend.weights()}
         backend.forward_backward(batches, LOSS)
         grad_norm = backend.optim_step()["grad_norm"]
@@ -238,7 +238,7 @@ def test_the_gradient_is_clipped_to_its_norm():
 def test_a_loss_that_is_not_finite_stops_and_names_the_sequence(tmp_path: Path):
     rows = tree()
     rows[4].sampler_logprobs[:] = np.nan
-    backend = Single(policy(), dumps=tmp_path)
+    backend = SingleBackend(policy(), dumps=tmp_path)
     before = {name: each.clone() for name, each in backend.weights()}
     batches = pack(rows)
     with pytest.raises(
@@ -253,7 +253,7 @@ def test_a_loss_that_is_not_finite_stops_and_names_the_sequence(tmp_path: Path):
 
 
 def test_a_gradient_that_is_not_finite_stops_before_the_step():
-    backend = Single(policy())
+    backend = SingleBackend(policy())
     batches = pack(tree())
     backend.forward_backward(batches, LOSS)
     name, first = next(backend._model.named_parameters())
@@ -269,16 +269,16 @@ def test_a_path_beyond_the_window_is_refused():
     with pytest.raises(
         ConfigError, match="path of 131 tokens does not fit the policy's window of 128; it is one of: long"
     ):
-        Single(policy()).forward_backward(pack([long]), LOSS)
+        SingleBackend(policy()).forward_backward(pack([long]), LOSS)
 
 
 def test_learning_rates():
-    rates = Optim(lr=1.0, schedule="linear", warmup_steps=2, num_steps=6, final_fraction=0.0)
+    rates = OptimizerSpec(lr=1.0, schedule="linear", warmup_steps=2, num_steps=6, final_fraction=0.0)
     assert [rates.lr_at(step) for step in range(8)] == [0.5, 1, 1, 0.75, 0.5, 0.25, 0, 0]
-    rates = Optim(lr=1.0, schedule="cosine", num_steps=4, final_fraction=0.2)
+    rates = OptimizerSpec(lr=1.0, schedule="cosine", num_steps=4, final_fraction=0.2)
     assert [round(rates.lr_at(step), 6) for step in range(6)] == [1, 0.882843, 0.6, 0.317157, 0.2, 0.2]
-    assert [Optim(lr=3.0).lr_at(step) for step in (0, 100)] == [3.0, 3.0]
+    assert [OptimizerSpec(lr=3.0).lr_at(step) for step in (0, 100)] == [3.0, 3.0]
     with pytest.raises(ConfigError, match=r"schedule=linear over 5 steps needs more than the 5 of warm-up"):
-        Optim(schedule="linear", warmup_steps=5, num_steps=5)
+        OptimizerSpec(schedule="linear", warmup_steps=5, num_steps=5)
     with pytest.raises(ConfigError, match=r"optim.lr=0 must be a positive number"):
-        Optim(lr=0)
+        OptimizerSpec(lr=0)

@@ -17,15 +17,15 @@ from typing import Any
 import pytest
 
 from ramify.errors import ConfigError, TrainError
-from ramify.progress import felt
-from ramify.train.backends.team import Elsewhere, Link, Pulse, Team
+from ramify.progress import on_heartbeat
+from ramify.train.backends.rank_group import RankConnection, RankGroup, RankHeartbeat, RemoteRankError
 
 START = """
 import sys
 from multiprocessing.connection import Connection
-from ramify.train.backends.team import Pulse, follow
+from ramify.train.backends.rank_group import RankHeartbeat, follow
 from tests.train.backends.test_team import Own
-pulse = Pulse()
+pulse = RankHeartbeat()
 rank, talk, watch = map(int, sys.argv[1:4])
 print("up", flush=True)
 follow(Own(rank, pulse), pulse, Connection(talk), Connection(watch), rank, float(sys.argv[4]))
@@ -35,14 +35,14 @@ follow(Own(rank, pulse), pulse, Connection(talk), Connection(watch), rank, float
 class Own:
     """The verbs of a rank: here each does something to rank 1 alone."""
 
-    def __init__(self, rank: int, pulse: Pulse) -> None:
+    def __init__(self, rank: int, pulse: RankHeartbeat) -> None:
         self.rank, self.pulse = rank, pulse
 
     def add(self, shared: int, own: int = 0) -> int:
         return shared + own * 10 + self.rank
 
     def refuse(self) -> None:
-        raise ConfigError("the window is too small") if self.rank == 1 else Elsewhere("another rank's reason")
+        raise ConfigError("the window is too small") if self.rank == 1 else RemoteRankError("another rank's reason")
 
     def break_(self) -> None:
         if self.rank == 1:
@@ -67,14 +67,14 @@ class Own:
             time.sleep(0.01)
 
 
-Make = Callable[..., Team]
+Make = Callable[..., RankGroup]
 
 
 @pytest.fixture
-def team(tmp_path: Path) -> Iterator[Make]:
-    made: list[Team] = []
+def rank_group(tmp_path: Path) -> Iterator[Make]:
+    made: list[RankGroup] = []
 
-    def make(others: int = 2, timeout_s: float = 60.0) -> Team:
+    def make(others: int = 2, timeout_s: float = 60.0) -> RankGroup:
         links, processes = [], []
         for rank in range(1, others + 1):
             pairs = [socket.socketpair() for _ in range(2)]
@@ -84,14 +84,14 @@ def team(tmp_path: Path) -> Iterator[Make]:
             for each in theirs:
                 os.close(each)
             talk, watch = (Connection(ours.detach()) for ours, _ in pairs)
-            links.append(Link(rank, talk, watch, f"process {process.pid}"))
+            links.append(RankConnection(rank, talk, watch, f"process {process.pid}"))
             processes.append(process)
         for process in processes:  # the patience of these tests is short, and not meant for their start
             assert process.stdout is not None
             assert process.stdout.readline() == b"up\n"
             process.stdout.close()
-        pulse = Pulse()
-        made.append(Team(Own(0, pulse), pulse, links, processes, timeout_s, tmp_path))
+        pulse = RankHeartbeat()
+        made.append(RankGroup(Own(0, pulse), pulse, links, processes, timeout_s, tmp_path))
         return made[-1]
 
     yield make
@@ -100,14 +100,14 @@ def team(tmp_path: Path) -> Iterator[Make]:
         assert all(process.poll() is not None for process in each.processes)
 
 
-def test_verbs_and_errors_that_all_have(team: Make):
-    three = team()
+def test_verbs_and_errors_that_all_have(rank_group: Make):
+    three = rank_group()
     assert three.call("add", 100) == [100, 101, 102]
     assert three.call("add", 100, each=[(1,), (2,), (3,)]) == [110, 121, 132]
     with pytest.raises(ConfigError, match="the window is too small"):
         three.call("refuse")
     assert three.call("add", 5) == [5, 6, 7]
-    assert team(others=0).call("add", 5) == [5]
+    assert rank_group(others=0).call("add", 5) == [5]
 
 
 @pytest.mark.parametrize(
@@ -117,56 +117,56 @@ def test_verbs_and_errors_that_all_have(team: Make):
         ("end", (signal.SIGKILL,), r"rank 1 \(process \d+\) is lost: its process ended \(killed by signal 9\)"),
     ],
 )
-def test_a_rank_that_is_lost_is_named(team: Make, verb: str, arguments: Any, told: str):
+def test_a_rank_that_is_lost_is_named(rank_group: Make, verb: str, arguments: Any, told: str):
     """And from then on every verb says so."""
-    three = team()
+    three = rank_group()
     for name, each in ((verb, arguments), ("add", (1,))):
         with pytest.raises(TrainError, match=told):
             three.call(name, *each)
 
 
-def test_a_rank_that_stands_still_is_named_with_its_stack(team: Make, tmp_path: Path):
+def test_a_rank_that_stands_still_is_named_with_its_stack(rank_group: Make, tmp_path: Path):
     with pytest.raises(
         TrainError, match=r"no rank got on for 3 s in 'sleep'. .*rank 1 \(process \d+\) stands at .*in sleep"
     ):
-        team(others=1, timeout_s=3.0).call("sleep")
+        rank_group(others=1, timeout_s=3.0).call("sleep")
     stacks = (tmp_path / "stalled-ranks.txt").read_text()
     assert "rank 0, " in stacks
     assert "time.sleep(600)" in stacks.partition("rank 1, ")[2]
 
 
-def test_a_rank_that_is_stopped_is_named(team: Make):
+def test_a_rank_that_is_stopped_is_named(rank_group: Make):
     """It cannot answer; what it is in is known from outside."""
     with pytest.raises(TrainError, match=r"rank 1 \(process \d+\) does not answer \(State: T \(stopped\)\)"):
-        team(others=1, timeout_s=3.0).call("end", signal.SIGSTOP)
+        rank_group(others=1, timeout_s=3.0).call("end", signal.SIGSTOP)
 
 
-def test_rank_0_itself_is_brought_back(team: Make):
+def test_rank_0_itself_is_brought_back(rank_group: Make):
     with pytest.raises(
         TrainError, match=r"no rank got on for 3 s in 'spin'. .*rank 0 \(this process\) stands at .*in spin"
     ):
-        team(others=1, timeout_s=3.0).call("spin")
+        rank_group(others=1, timeout_s=3.0).call("spin")
 
 
-def test_work_that_gets_on_may_take_its_time(team: Make):
+def test_work_that_gets_on_may_take_its_time(rank_group: Make):
     """Ticks of the ranks are signs of life for whoever looks after the run, too."""
     signs: list[None] = []
-    with felt(lambda: signs.append(None)):
-        team(others=1, timeout_s=3.0).call("work", 5.0)
+    with on_heartbeat(lambda: signs.append(None)):
+        rank_group(others=1, timeout_s=3.0).call("work", 5.0)
     assert len(signs) > 1
 
 
-def test_others_end_where_rank_0_is_gone(team: Make):
+def test_others_end_where_rank_0_is_gone(rank_group: Make):
     """Their connection says so, whatever they are in the middle of."""
-    two = team(others=1)
+    two = rank_group(others=1)
     assert two.call("add", 1) == [1, 2]
     for connection in (two._links[0].talk, two._links[0].watch):
         connection.close()
     assert two.processes[0].wait(timeout=30) == 1
 
 
-def test_threads_take_turns(team: Make):
-    two = team(others=1)
+def test_threads_take_turns(rank_group: Make):
+    two = rank_group(others=1)
     found: list[list[int]] = []
     threads = [threading.Thread(target=lambda n=n: found.append(two.call("add", n))) for n in range(20)]
     for thread in threads:

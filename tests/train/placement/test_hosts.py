@@ -15,23 +15,23 @@ import msgspec
 import pytest
 
 from ramify.errors import ConfigError
-from ramify.inference.http.spec import InferenceSpec
-from ramify.train.placement.counted import check_reach, settled
-from ramify.train.placement.here import HereHosts
-from ramify.train.placement.hosts import PlacedEngine
-from ramify.train.placement.seats import Member
-from ramify.train.placement.services import Services
-from ramify.train.placement.spec import PlacementSpec, Pool, Role, Service
+from ramify.inference.http.inference_spec import InferenceSpec
+from ramify.train.placement.launcher import PlacedEngine
+from ramify.train.placement.local_launcher import LocalLauncher
+from ramify.train.placement.placement_slots import SlotMember
+from ramify.train.placement.placement_spec import NodePool, PlacementSpec, RoleSpec, ServiceSpec
+from ramify.train.placement.resource_counts import check_reach, settled
+from ramify.train.placement.services import RunServices
 from tests.train.small import small
 
 SCRIPT = "echo begins with $GIVEN; sleep 1000 & echo $!; wait"
-WHO = Member("rollouts", 3)
+WHO = SlotMember("rollouts", 3)
 
 
-class Apart(HereHosts):
+class Apart(LocalLauncher):
     """Two machines: whoever is not the first stands on the other."""
 
-    def address_of(self, member: Member) -> str:
+    def address_of(self, member: SlotMember) -> str:
         return "10.0.0.2" if member.number else self.address
 
 
@@ -44,7 +44,7 @@ def is_running(pid: int) -> bool:
 
 
 def test_a_process_ends_with_what_it_started(tmp_path: Path) -> None:
-    hosts, log = HereHosts(), tmp_path / "logs" / "it.log"
+    hosts, log = LocalLauncher(), tmp_path / "logs" / "it.log"
     process = hosts.start(WHO, ["sh", "-c", SCRIPT], {"GIVEN": "this"}, log)
     assert process.where.startswith(f"process {process.pid} on ")
     while len(process.said().split(" | ")) < 2:
@@ -62,7 +62,7 @@ def test_a_process_ends_with_what_it_started(tmp_path: Path) -> None:
 
 
 def test_what_a_host_started_ends_with_it(tmp_path: Path) -> None:
-    hosts = HereHosts()
+    hosts = LocalLauncher()
     process = hosts.start(WHO, ["sleep", "1000"], {}, tmp_path / "log")
     hosts.close()
     assert process.wait() == -15
@@ -71,7 +71,7 @@ def test_what_a_host_started_ends_with_it(tmp_path: Path) -> None:
 
 def test_a_command_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="rollouts 3 cannot be started: nonesuch: No such file or directory"):
-        HereHosts().start(WHO, ["nonesuch"], {}, tmp_path / "log")
+        LocalLauncher().start(WHO, ["nonesuch"], {}, tmp_path / "log")
 
 
 def test_an_engine_listens_where_others_reach_it(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_an_engine_listens_where_others_reach_it(tmp_path: Path) -> None:
 
 def test_a_service_is_asked_where_it_was_placed(tmp_path: Path) -> None:
     """Python's own server of files as a judge; another that ends at once."""
-    judge = Service(
+    judge = ServiceSpec(
         command=(sys.executable, "-m", "http.server", "--bind", "{host}", "{port}"),
         variable="RAMIFY_TEST_JUDGE",
         path="/",
@@ -96,7 +96,7 @@ def test_a_service_is_asked_where_it_was_placed(tmp_path: Path) -> None:
     (tmp_path / "verdict").write_text("right")
 
     async def ask() -> str:
-        services = Services(HereHosts(), {"judge": judge}, tmp_path)
+        services = RunServices(LocalLauncher(), {"judge": judge}, tmp_path)
         await services.start()
         address = os.environ["RAMIFY_TEST_JUDGE"]
         try:
@@ -107,17 +107,20 @@ def test_a_service_is_asked_where_it_was_placed(tmp_path: Path) -> None:
 
     assert "Directory listing" in asyncio.run(ask())
     assert "RAMIFY_TEST_JUDGE" not in os.environ
-    broken = Service(command=("sh", "-c", "echo no model; exit 7"), variable="RAMIFY_TEST_JUDGE")
+    broken = ServiceSpec(command=("sh", "-c", "echo no model; exit 7"), variable="RAMIFY_TEST_JUDGE")
     with pytest.raises(ConfigError, match=r"service 'judge' \(process \d+ on .*\) ended with status 7 .* no model"):
-        asyncio.run(Services(HereHosts(), {"judge": broken}, tmp_path).start())
+        asyncio.run(RunServices(LocalLauncher(), {"judge": broken}, tmp_path).start())
 
-    spec = PlacementSpec(pools={"main": Pool(gpus=1, cpus=4)}, services={"judge": Service(
+    spec = PlacementSpec(pools={"main": NodePool(gpus=1, cpus=4)}, services={"judge": ServiceSpec(
         command=("x",), variable="Y", gpus=1
     )})  # fmt: skip
     _, found = settled(small(placement=spec))
-    assert [seat.members for seat in found] == [(Member("trainer", 0),), (Member("judge", 0),)]
+    assert [placement_slot.members for placement_slot in found] == [
+        (SlotMember("trainer", 0),),
+        (SlotMember("judge", 0),),
+    ]
     with pytest.raises(ConfigError, match="trainer 1 x 1 \\+ judge 1 x 1 = 2 GPUs, and it has 1 x 1 = 1"):
-        settled(small(placement=msgspec.structs.replace(spec, trainer=Role(gpus=1))))
+        settled(small(placement=msgspec.structs.replace(spec, trainer=RoleSpec(gpus=1))))
 
 
 SERVES = """
@@ -135,25 +138,25 @@ http.server.HTTPServer((sys.argv[1], int(sys.argv[2])), Says).serve_forever()
 """
 
 
-class Moving(HereHosts):
+class Moving(LocalLauncher):
     """Two machines: what is renewed is on the other one from then on, which has room for so many."""
 
     room = 1
-    moved: frozenset[Member] = frozenset()
+    moved: frozenset[SlotMember] = frozenset()
 
-    def address_of(self, member: Member) -> str:
+    def address_of(self, member: SlotMember) -> str:
         return "127.0.0.3" if member in self.moved else "127.0.0.2"
 
-    def renew(self, member: Member) -> None:
+    def renew(self, member: SlotMember) -> None:
         if member not in self.moved and len(self.moved) == self.room:
             raise ConfigError("no node has room")
         self.moved |= {member}
 
 
-@pytest.mark.parametrize("hosts", [HereHosts, Moving])
-def test_a_service_that_ends_is_started_again_and_keeps_its_address(hosts: type[HereHosts], tmp_path: Path) -> None:
+@pytest.mark.parametrize("hosts", [LocalLauncher, Moving])
+def test_a_service_that_ends_is_started_again_and_keeps_its_address(hosts: type[LocalLauncher], tmp_path: Path) -> None:
     """On this machine, and where it is on another one and then on a third. At last it is given up."""
-    service = Service(
+    service = ServiceSpec(
         command=(sys.executable, "-c", SERVES, "{host}", "{port}"), variable="RAMIFY_TEST_JUDGE", path="/"
     )
     said: list[str] = []
@@ -165,7 +168,7 @@ def test_a_service_that_ends_is_started_again_and_keeps_its_address(hosts: type[
             return ""
 
     async def ask() -> None:
-        services = Services(hosts(), {"judge": service}, tmp_path, restarts=1, say=said.append)
+        services = RunServices(hosts(), {"judge": service}, tmp_path, restarts=1, say=said.append)
         await services.start()
         try:
             first = await asyncio.to_thread(fetched)
@@ -190,16 +193,22 @@ def test_a_service_that_ends_is_started_again_and_keeps_its_address(hosts: type[
     [
         (
             {},
-            "inference.carrier=shared ends at this machine, and engine 1 was placed on 10.0.0.2: use 'nccl' or 'gloo'",
+            "inference.weight_sync=shared ends at this machine, and engine 1 was placed on 10.0.0.2: use 'nccl' or 'gloo'",
         ),
-        ({"carrier": "delta"}, "inference.carrier=shared ends at this machine, and engine 1 was placed on 10.0.0.2"),
-        ({"carrier": "gloo"}, "set inference.carrier_options.address=127.0.0.1"),
-        ({"carrier": "delta", "carrier_options": {"by": "gloo"}}, "inference.carrier=gloo waits at the loopback, and"),
+        (
+            {"weight_sync": "delta"},
+            "inference.weight_sync=shared ends at this machine, and engine 1 was placed on 10.0.0.2",
+        ),
+        ({"weight_sync": "gloo"}, "set inference.weight_sync_options.address=127.0.0.1"),
+        (
+            {"weight_sync": "delta", "weight_sync_options": {"by": "gloo"}},
+            "inference.weight_sync=gloo waits at the loopback, and",
+        ),
     ],
 )
 def test_weights_must_reach_engines(fields: Any, said: str) -> None:
     with pytest.raises(ConfigError) as error:
         check_reach(small(inference=InferenceSpec(num=2, **fields)), Apart(), 2)
     assert said in str(error.value)
-    check_reach(small(inference=InferenceSpec(num=2, **fields)), HereHosts(), 2)
-    check_reach(small(inference=InferenceSpec(num=2, carrier="file")), Apart(), 2)
+    check_reach(small(inference=InferenceSpec(num=2, **fields)), LocalLauncher(), 2)
+    check_reach(small(inference=InferenceSpec(num=2, weight_sync="file")), Apart(), 2)

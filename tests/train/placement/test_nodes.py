@@ -19,15 +19,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from ramify.build.run import train
+from ramify.build.execute import train
 from ramify.errors import ConfigError
-from ramify.inference.http.spec import InferenceSpec
-from ramify.train.backends.base import Compute
+from ramify.inference.http.inference_spec import InferenceSpec
+from ramify.train.backends.base import ComputeSpec
 from ramify.train.config import Run
-from ramify.train.placement.counted import by
-from ramify.train.placement.seats import Member, seats
-from ramify.train.placement.services import Services
-from ramify.train.placement.spec import PlacementSpec, Pool, Role, Service
+from ramify.train.placement.placement_slots import SlotMember, placement_slots
+from ramify.train.placement.placement_spec import NodePool, PlacementSpec, RoleSpec, ServiceSpec
+from ramify.train.placement.resource_counts import by
+from ramify.train.placement.services import RunServices
 from tests.train.backends.test_ranks import check_measured, tuned
 from tests.train.placement.test_hosts import SERVES
 
@@ -45,10 +45,10 @@ NODE: dict[str, Any] = {"object_store_memory": 80 << 20, "include_dashboard": Fa
 def spread(address: str = "") -> Run:
     """The run on one node, its engine and a runner on another."""
     spec = PlacementSpec(
-        pools={"own": Pool(cpus=0.8), "far": Pool(cpus=1.6)}, trainer=Role(pool="own", cpus=0.4), address=address,
-        inference=Role(pool="far", cpus=0.8), rollouts=Role(pool="far", count=1, cpus=0.8), start_s=300,
+        pools={"own": NodePool(cpus=0.8), "far": NodePool(cpus=1.6)}, trainer=RoleSpec(pool="own", cpus=0.4), address=address,
+        inference=RoleSpec(pool="far", cpus=0.8), rollouts=RoleSpec(pool="far", count=1, cpus=0.8), start_s=300,
     )  # fmt: skip
-    return tuned(compute=Compute(precision="fp32"), inference=InferenceSpec(carrier="file"), placement=spec)
+    return tuned(compute=ComputeSpec(precision="fp32"), inference=InferenceSpec(weight_sync="file"), placement=spec)
 
 
 def on_nodes(folder: str) -> None:
@@ -64,22 +64,22 @@ def on_nodes(folder: str) -> None:
 
 def moved(cluster: Any, second: Any, folder: str) -> None:
     """A service stands on the second of two nodes, that node goes and a third one comes; at last that one goes, too."""
-    from ramify.train.placement.on_ray import RayHosts
+    from ramify.train.placement.ray_launcher import RayLauncher
 
-    judge = Service(
+    judge = ServiceSpec(
         pool="far", cpus=1.5, command=(sys.executable, "-c", SERVES, "{host}", "{port}"), variable="RAMIFY_TEST_JUDGE",
         path="/",
     )  # fmt: skip
     spec = PlacementSpec(
-        kind="ray", pools={"own": Pool(cpus=0.4), "far": Pool(cpus=1.5)}, trainer=Role(pool="own", cpus=0.4),
+        kind="ray", pools={"own": NodePool(cpus=0.4), "far": NodePool(cpus=1.5)}, trainer=RoleSpec(pool="own", cpus=0.4),
         services={"judge": judge}, address=cluster.address,
     )  # fmt: skip
-    hosts = RayHosts(spec, seats(spec, {"trainer": 1, "inference": 0, "rollouts": 0, "judge": 1}))
-    who = Member("judge", 0)
+    hosts = RayLauncher(spec, placement_slots(spec, {"trainer": 1, "inference": 0, "rollouts": 0, "judge": 1}))
+    who = SlotMember("judge", 0)
     said: list[str] = []
 
     async def go() -> None:
-        services = Services(hosts, {"judge": judge}, Path(folder), restarts=1, say=said.append)
+        services = RunServices(hosts, {"judge": judge}, Path(folder), restarts=1, say=said.append)
         await services.start()
         url = os.environ["RAMIFY_TEST_JUDGE"]
         before = await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=60).read())

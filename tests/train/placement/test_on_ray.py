@@ -15,24 +15,24 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from ramify.build.run import train
+from ramify.build.execute import train
 from ramify.errors import TrainError
-from ramify.inference.http.spec import InferenceSpec
-from ramify.train.backends.base import Compute
+from ramify.inference.http.inference_spec import InferenceSpec
+from ramify.train.backends.base import ComputeSpec
 from ramify.train.config import Run
-from ramify.train.metrics import Measured
-from ramify.train.placement.counted import by
-from ramify.train.placement.spec import PlacementSpec, Pool, Role
+from ramify.train.metrics import StepMetrics
+from ramify.train.placement.placement_spec import NodePool, PlacementSpec, RoleSpec
+from ramify.train.placement.resource_counts import by
 from tests.train.backends.test_ranks import RANKS, check_measured, tuned
 
 pytest.importorskip("ray", reason="needs the extra ray")
 JOINS = """
 import sys
 from ramify.errors import ConfigError
-from ramify.train.placement.on_ray import RayHosts
-from ramify.train.placement.spec import PlacementSpec
+from ramify.train.placement.ray_launcher import RayLauncher
+from ramify.train.placement.placement_spec import PlacementSpec
 try:
-    RayHosts(PlacementSpec(kind="ray", address=sys.argv[1]), [])
+    RayLauncher(PlacementSpec(kind="ray", address=sys.argv[1]), [])
 except ConfigError as error:
     print(error)
 """
@@ -41,12 +41,12 @@ import sys
 from tests.train.placement.test_on_ray import on_a_cluster
 on_a_cluster(sys.argv[1])
 """
-SMALL = Role(cpus=0.4)
+SMALL = RoleSpec(cpus=0.4)
 
 
 def placed() -> Run:
     """Two ranks and an engine, each on a seat of its own."""
-    spec = PlacementSpec(pools={"main": Pool(cpus=2)}, trainer=SMALL, inference=SMALL)
+    spec = PlacementSpec(pools={"main": NodePool(cpus=2)}, trainer=SMALL, inference=SMALL)
     return tuned(compute=RANKS, inference=InferenceSpec(), placement=spec)
 
 
@@ -55,7 +55,7 @@ def on_a_cluster(folder: str) -> None:
     that believes it to be of another version wants to join; after the second step rank 1 is killed."""
     num_steps = 0
 
-    def look(measured: Measured) -> None:
+    def look(measured: StepMetrics) -> None:
         nonlocal num_steps
         if not num_steps and "loss" not in measured.values:
             refused(gcs_address())
@@ -64,7 +64,7 @@ def on_a_cluster(folder: str) -> None:
             os.kill(pid_of("ramify.train.backends.launch"), signal.SIGKILL)
 
     try:
-        train(by(placed(), "ray"), folder, listener=look)
+        train(by(placed(), "ray"), folder, listener=look, inform=lambda _: None)
     except TrainError as error:
         print(error)
 
@@ -117,7 +117,7 @@ def test_a_run_on_ray(tmp_path: Path) -> None:
     assert set(Path("/tmp").glob("ray*")) <= before
     assert not list(tmp_path.glob(".ray*"))
 
-    alone = msgspec.structs.replace(placed(), compute=Compute(precision="fp32"), inference=None, placement=None)
+    alone = msgspec.structs.replace(placed(), compute=ComputeSpec(precision="fp32"), inference=None, placement=None)
     train(alone, tmp_path / "alone")
     check_measured(tmp_path / "ray", tmp_path / "alone", is_whole=False, abs=1e-5)
 

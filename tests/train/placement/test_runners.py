@@ -13,27 +13,27 @@ from typing import Any
 import msgspec
 import pytest
 
-from ramify.build.run import train
+from ramify.build.execute import train
 from ramify.errors import ConfigError
-from ramify.inference.http.spec import InferenceSpec
+from ramify.inference.http.inference_spec import InferenceSpec
 from ramify.train.config import Run
-from ramify.train.metrics import Measured, read
-from ramify.train.placement.counted import settled
-from ramify.train.placement.here import HereHosts
-from ramify.train.placement.runner import RunnerSpec
-from ramify.train.placement.runners import Runners
-from ramify.train.placement.spec import PlacementSpec, Role
-from ramify.train.sft import read as trajectories
+from ramify.train.metrics import StepMetrics, read
+from ramify.train.placement.local_launcher import LocalLauncher
+from ramify.train.placement.placement_spec import PlacementSpec, RoleSpec
+from ramify.train.placement.resource_counts import settled
+from ramify.train.placement.rollout_worker import RolloutWorkerSpec
+from ramify.train.placement.rollout_workers import RolloutWorkers
+from ramify.train.sft_data import read as trajectories
 from ramify.types.trajectory import Trajectory
 from tests.train.backends.test_ranks import tuned
 
-RUNNERS = PlacementSpec(rollouts=Role(count=1))
+RUNNERS = PlacementSpec(rollouts=RoleSpec(count=1))
 
 
 def short(**changes: Any) -> Run:
     """Two steps that keep their rollouts, with an update of the weights between them."""
     run = tuned(**changes)
-    return msgspec.structs.replace(run, cadence=msgspec.structs.replace(run.cadence, evaluate=0, rollouts=1))
+    return msgspec.structs.replace(run, schedule=msgspec.structs.replace(run.schedule, evaluate=0, rollouts=1))
 
 
 def sampled(out: Path) -> list[tuple[Any, ...]]:
@@ -54,7 +54,7 @@ def test_groups_are_those_of_one_process_also_where_the_only_runner_is_lost(tmp_
     train(short(), tmp_path / "one")
     killed: list[str] = []
 
-    def kill(measured: Measured) -> None:
+    def kill(measured: StepMetrics) -> None:
         if "loss" in measured.values and not killed:
             pid = next(_pids("RAMIFY_RUNNER_NUMBER=0", str(tmp_path)))
             os.kill(pid, signal.SIGSTOP)  # what it is given next it does not do
@@ -102,14 +102,16 @@ class NoEngines:
 
 def test_a_runner_that_cannot_begin_says_why(tmp_path: Path) -> None:
     run = short()
-    spec = RunnerSpec(
+    spec = RolloutWorkerSpec(
         name="x", task="nonesuch", options={}, scaffold="tiny", limits=run.limits, sandbox=run.sandbox,
         inference=InferenceSpec(urls=("http://127.0.0.1:9",), probe_s=0.1), checkpoint=str(run.policy.path),
         dtype="float32", grace_s=1.0,
     )  # fmt: skip
 
     async def begin() -> None:
-        await Runners(HereHosts(), 1, spec, tmp_path, NoEngines(), seen=lambda paths: None, say=print).start()
+        await RolloutWorkers(
+            LocalLauncher(), 1, spec, tmp_path, NoEngines(), seen=lambda paths: None, say=print
+        ).start()
 
     with pytest.raises(ConfigError, match="runner 0 cannot begin: unknown task 'nonesuch'"):
         asyncio.run(begin())

@@ -9,22 +9,22 @@ import pytest
 
 from ramify.cluster.plan import lines, plan
 from ramify.errors import ConfigError
-from ramify.inference.http.spec import InferenceSpec
-from ramify.train.backends.base import Compute, Shard
+from ramify.inference.http.inference_spec import InferenceSpec
+from ramify.train.backends.base import ComputeSpec, ShardSpec
 from ramify.train.config import Run
+from ramify.train.placement.placement_spec import NodePool, PlacementSpec, RoleSpec
 from ramify.train.placement.sharing import shared, sleeping
-from ramify.train.placement.spec import PlacementSpec, Pool, Role
-from ramify.train.stages import Sample
+from ramify.train.stages import StepSampleSpec
 from tests.cluster.test_memory import half
 from tests.train.small import small
 
-POOL = {"main": Pool(gpus=2, cpus=8)}
+POOL = {"main": NodePool(gpus=2, cpus=8)}
 
 
 def ray(trainer: float, inference: float, *colocate: str) -> PlacementSpec:
     group = (colocate,) if colocate else ()
     return PlacementSpec(
-        kind="ray", pools=POOL, trainer=Role(gpus=trainer), inference=Role(gpus=inference), colocate=group
+        kind="ray", pools=POOL, trainer=RoleSpec(gpus=trainer), inference=RoleSpec(gpus=inference), colocate=group
     )
 
 
@@ -36,8 +36,8 @@ def ray(trainer: float, inference: float, *colocate: str) -> PlacementSpec:
         ({"inference": InferenceSpec(num=2, gpus=("1", "0"))}, None, "share the GPU 0"),
         ({"inference": InferenceSpec(gpus=("3",))}, "3,4", "share the GPU 3"),
         ({"inference": InferenceSpec(gpus=("4",))}, "3,4", ""),
-        ({"compute": Compute(backend="fsdp", shard=Shard(ranks=2)), "inference": InferenceSpec(gpus=("1",))}, None, "GPU 1"),
-        ({"compute": Compute(backend="fsdp", shard=Shard(ranks=2)), "inference": InferenceSpec(gpus=("2",))}, None, ""),
+        ({"compute": ComputeSpec(backend="fsdp", shard=ShardSpec(ranks=2)), "inference": InferenceSpec(gpus=("1",))}, None, "GPU 1"),
+        ({"compute": ComputeSpec(backend="fsdp", shard=ShardSpec(ranks=2)), "inference": InferenceSpec(gpus=("2",))}, None, ""),
         ({"inference": InferenceSpec(urls=("http://n1:1",))}, None, ""),
         ({"inference": None}, None, ""),
         ({"placement": ray(1, 1, "trainer", "inference")}, None, "placement.colocate has trainer and engines share GPUs"),
@@ -60,7 +60,7 @@ def test_who_shares_a_gpu(fields: dict[str, Any], visible: str | None, why: str,
 def ahead(**fields: Any) -> Run:
     run = small(inference=InferenceSpec(**fields))
     assert run.rl is not None
-    rl = msgspec.structs.replace(run.rl, sample=Sample(items=2, max_staleness=1))
+    rl = msgspec.structs.replace(run.rl, sample=StepSampleSpec(items=2, max_staleness=1))
     return msgspec.structs.replace(run, rl=rl)
 
 
@@ -78,7 +78,7 @@ def test_engines_cannot_sleep_and_answer() -> None:
 
 def placed(**fields: Any) -> Run:
     return half(
-        compute=Compute(backend="fsdp", shard=Shard(ranks=2), max_tokens=8192), inference=InferenceSpec(num=2, **fields),
+        compute=ComputeSpec(backend="fsdp", shard=ShardSpec(ranks=2), max_tokens=8192), inference=InferenceSpec(num=2, **fields),
         placement=ray(1, 1, "trainer", "inference"),
     )  # fmt: skip
 
@@ -111,6 +111,6 @@ def test_what_vllm_takes_fits_where_it_sleeps() -> None:
 def test_a_plan_is_refused_where_engines_cannot_sleep() -> None:
     run = placed()
     assert run.rl is not None
-    apart = msgspec.structs.replace(run, rl=msgspec.structs.replace(run.rl, sample=Sample(max_staleness=1)))
+    apart = msgspec.structs.replace(run, rl=msgspec.structs.replace(run.rl, sample=StepSampleSpec(max_staleness=1)))
     with pytest.raises(ConfigError, match=r"placement\.colocate has trainer and engines share GPUs, so that"):
         plan(apart)

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from ramify.train.signals.base import Verdict, View
+from ramify.train.signals.base import JudgeVerdict, JudgeView
 
 
 class Steps:
     """Every other turn was right."""
 
-    async def judge(self, view: View) -> Verdict:
-        return Verdict(votes=(1 if len(view.step.said) % 2 else -1,))
+    async def judge(self, view: JudgeView) -> JudgeVerdict:
+        return JudgeVerdict(votes=(1 if len(view.step.said) % 2 else -1,))
 
 
 class Hints:
     """A hint for what scored least: who sampled more odd ids than even ones."""
 
-    async def judge(self, view: View) -> Verdict:
+    async def judge(self, view: JudgeView) -> JudgeVerdict:
         ids = [id for turn in view.trajectory.root.turns for id in turn.reply.token_ids or ()]
         if 2 * sum(id % 2 for id in ids) <= len(ids):
-            return Verdict(reason="no hint is worth it")
-        return Verdict(accept=True, hint="say even things, and few of them")
+            return JudgeVerdict(reason="no hint is worth it")
+        return JudgeVerdict(accept=True, hint="say even things, and few of them")

@@ -11,15 +11,27 @@ from __future__ import annotations
 import pytest
 
 from ramify.train.signals.baseline import leave_one_out, mean, mean_std
-from ramify.train.signals.credit import CREDITS, Node, hierarchical, leave_one_child_out, per_role, returns_of, root
+from ramify.train.signals.credit import (
+    CREDITS,
+    CreditNode,
+    hierarchical,
+    leave_one_child_out,
+    per_role,
+    returns_of,
+    root,
+)
 
 FIRST = {
-    "0": Node(None, 0, 4),
-    "0.0": Node("0", 1, 1, subtask="north"),
-    "0.1": Node("0", 1, 3, subtask="south"),
-    "0.1.0": Node("0.1", 2, 2, subtask="x"),
+    "0": CreditNode(None, 0, 4),
+    "0.0": CreditNode("0", 1, 1, subtask="north"),
+    "0.1": CreditNode("0", 1, 3, subtask="south"),
+    "0.1.0": CreditNode("0.1", 2, 2, subtask="x"),
 }
-SECOND = {"0": Node(None, 0, 0), "0.0": Node("0", 1, 1, subtask="north"), "0.1": Node("0", 1, 5, subtask="south")}
+SECOND = {
+    "0": CreditNode(None, 0, 0),
+    "0.0": CreditNode("0", 1, 1, subtask="north"),
+    "0.1": CreditNode("0", 1, 5, subtask="south"),
+}
 GROUP = [FIRST, SECOND]
 
 
@@ -45,8 +57,8 @@ def test_per_role() -> None:
 
 def test_roles_are_not_compared_with_each_other() -> None:
     trees = [
-        {"0": Node(None, 0, 2), "0.0": Node("0", 1, 8, "lm")},
-        {"0": Node(None, 0, 0), "0.0": Node("0", 1, 1)},
+        {"0": CreditNode(None, 0, 2), "0.0": CreditNode("0", 1, 8, "lm")},
+        {"0": CreditNode(None, 0, 0), "0.0": CreditNode("0", 1, 1)},
     ]
     assert per_role(trees, mean, 0) == [{"0": 1, "0.0": 0}, {"0": -1, "0.0": 0}]
 
@@ -60,7 +72,10 @@ def test_hierarchical() -> None:
 
 
 def test_attempts_under_one_parent_are_compared() -> None:
-    tree = {"0": Node(None, 0, 1), **{f"0.{i}": Node("0", 1, r, subtask="same") for i, r in enumerate((6, 0, 3))}}
+    tree = {
+        "0": CreditNode(None, 0, 1),
+        **{f"0.{i}": CreditNode("0", 1, r, subtask="same") for i, r in enumerate((6, 0, 3))},
+    }
     assert hierarchical([tree], mean, 1) == [{"0": 0, "0.0": 3, "0.1": -3, "0.2": 0}]
 
 
@@ -75,7 +90,7 @@ def test_leave_one_child_out() -> None:
 
 @pytest.mark.parametrize("name", CREDITS)
 def test_a_group_of_one_without_siblings_has_no_advantage(name: str) -> None:
-    alone = {"0": Node(None, 0, 4), "0.0": Node("0", 1, 1)}
+    alone = {"0": CreditNode(None, 0, 4), "0.0": CreditNode("0", 1, 1)}
     assert CREDITS[name]([alone], mean, 1) == [{"0": 0, "0.0": 0}]
 
 

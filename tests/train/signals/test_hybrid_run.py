@@ -14,40 +14,41 @@ import msgspec
 import pytest
 import torch
 
-from ramify.build.checks import check_signals
-from ramify.build.parts import Made
+from ramify.build.execute import train
+from ramify.build.preflight import check_signals
 from ramify.build.recipe import stored
-from ramify.build.run import train
+from ramify.build.run_parts import RunParts
 from ramify.errors import ConfigError
-from ramify.inference.http.spec import InferenceSpec
-from ramify.policy.weights import load_weights
+from ramify.inference.http.inference_spec import InferenceSpec
+from ramify.models import checksums
+from ramify.models.weights import load_weights
 from ramify.train.algorithms.dr_grpo import DrGRPO
-from ramify.train.backends.base import Compute, Optim, Shard
-from ramify.train.backends.single import Single
+from ramify.train.backends.base import ComputeSpec, OptimizerSpec, ShardSpec
+from ramify.train.backends.single import SingleBackend
 from ramify.train.config import SftSpec
-from ramify.train.loop import Cadence
-from ramify.train.loss import Loss
+from ramify.train.loss import LossSpec
 from ramify.train.metrics import read
 from ramify.train.override import override
 from ramify.train.rollout import RolloutOptions
-from ramify.train.sft import read as trajectories
-from ramify.train.signals.base import Row
-from ramify.train.signals.compose import Anneal, Hybrid, Term
+from ramify.train.sft_data import read as trajectories
+from ramify.train.signals.base import ScoringRow
+from ramify.train.signals.compose import AnnealSchedule, Hybrid, HybridTerm
 from ramify.train.signals.hindsight import Hindsight
 from ramify.train.signals.judge import StepJudge
-from ramify.train.signals.process import Process
+from ramify.train.signals.process_reward import ProcessRewardSignal
 from ramify.train.signals.scorer import PolicyScorer
-from ramify.train.signals.teacher import Teacher
-from ramify.train.signals.tools import ToolUse
-from ramify.train.stages import Sample
-from ramify.viewer.library import Library
-from ramify.viewer.tokens import tokens
+from ramify.train.signals.teacher import TeacherSignal
+from ramify.train.signals.tool_use import ToolUseSignal
+from ramify.train.stages import StepSampleSpec
+from ramify.train.training_loop import Schedule
+from ramify.viewer.run_library import RunLibrary
+from ramify.viewer.token_view import tokens
 from ramify.viewer.training import kept, samples
 from ramify.viewer.transcript import transcript
-from ramify.viewer.watch import Watched
+from ramify.viewer.watched_run import WatchedRun
 from tests.train.small import small, weights_of
 
-TEACHER = Term(signal="teacher", weight=Anneal(1.0, 0.0, steps=50), clip=2.0, route="hinted")
+TEACHER = HybridTerm(signal="teacher", weight=AnnealSchedule(1.0, 0.0, steps=50), clip=2.0, route="hinted")
 
 
 def hybrid(tmp_path: Path, **fields: Any) -> Any:
@@ -57,23 +58,23 @@ def hybrid(tmp_path: Path, **fields: Any) -> Any:
     )
     options: dict[str, Any] = {
         "steps": 2,
-        "sample": Sample(items=2),
+        "sample": StepSampleSpec(items=2),
         "rollout": RolloutOptions(group=3, concurrency=8),
         "algorithm": Hybrid(
             outcome=DrGRPO(), observe=0.1,
-            terms=(Term(signal="process", weight=0.3, norm="step_index"), Term(signal="rule", weight=0.1), TEACHER),
+            terms=(HybridTerm(signal="process", weight=0.3, norm="step_index"), HybridTerm(signal="rule", weight=0.1), TEACHER),
         ),
         "signals": {
-            "process": Process(judge=StepJudge(model=f"scripted:{script}", votes=2)),
-            "rule": Process(judge="tests.train.signals.rules:Steps"),
-            "teacher": Teacher(hints=Hindsight(judge="tests.train.signals.rules:Hints", cut_off=True), cut_off=True),
-            "tools": ToolUse(),
+            "process": ProcessRewardSignal(judge=StepJudge(model=f"scripted:{script}", votes=2)),
+            "rule": ProcessRewardSignal(judge="tests.train.signals.rules:Steps"),
+            "teacher": TeacherSignal(hints=Hindsight(judge="tests.train.signals.rules:Hints", cut_off=True), cut_off=True),
+            "tools": ToolUseSignal(),
         },
         "judge_cache": str(tmp_path / "judges"),
-        "loss": Loss(kl_beta=0.01, kl="k3"),
+        "loss": LossSpec(kl_beta=0.01, kl="k3"),
     }  # fmt: skip
     rl = msgspec.structs.replace(small().rl, **(options | fields))
-    return small(rl=rl, warmup=None, cadence=Cadence(evaluate_every=0, save_rollouts_every=1))
+    return small(rl=rl, warmup=None, schedule=Schedule(evaluate_every=0, save_rollouts_every=1))
 
 
 @pytest.mark.parametrize("cut", [{"top_p": 0.9}, {"top_k": 8}])
@@ -129,13 +130,13 @@ def test_two_steps_with_every_signal(tmp_path: Path) -> None:
 
 def shown_beside_the_turns(out: Path) -> None:
     """What the viewer reads of a run's kept rollouts: judges' votes on the turns, hints, and the teacher's number per token."""
-    library = Library([out])
+    library = RunLibrary([out])
     step, path = max(kept(out).items())
     keys = [row["key"] for row in samples(out, step, f"p0/rollouts/{path.name}")["rows"]]
     assert len(keys) == 6
     hints = []
     for key in keys:
-        run = Watched(library.find(key))
+        run = WatchedRun(library.find(key))
         run.refresh()
         turns = transcript(run, "0")["turns"]
         marks = {mark["by"]: mark for mark in turns[0]["marks"]}
@@ -157,7 +158,7 @@ def learn_from_what_was_kept(out: Path, tmp_path: Path) -> None:
         trajectories=str(out / "rollouts"),
         algorithm=msgspec.structs.replace(small().sft.algorithm, min_reward=rewards[-4], llm_calls=True),
     )  # fmt: skip
-    made = Made(small(policy=msgspec.structs.replace(small().policy, path=str(out / "policy"), shape={}), sft=spec, rl=None,
+    made = RunParts(small(policy=msgspec.structs.replace(small().policy, path=str(out / "policy"), shape={}), sft=spec, rl=None,
                       warmup=None), print)  # fmt: skip
     names = {row.name.partition("/call")[0] for row in made.rows if row.name.startswith("step=")}
     assert len(names) == sum(reward >= rewards[-4] for reward in rewards)
@@ -167,18 +168,18 @@ def learn_from_what_was_kept(out: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("top", "support", "loss"),
     [
-        (5, "teacher", Loss(kd="reverse")),
-        (4, "student", Loss(kd="surrogate", kd_clip=2.0)),
-        (-1, "teacher", Loss(kd="forward")),
-        (0, "teacher", Loss()),
+        (5, "teacher", LossSpec(kd="reverse")),
+        (4, "student", LossSpec(kd="surrogate", kd_clip=2.0)),
+        (-1, "teacher", LossSpec(kd="forward")),
+        (0, "teacher", LossSpec()),
     ],
 )
-def test_distillation_into_the_loss(tmp_path: Path, top: int, support: Any, loss: Loss) -> None:
+def test_distillation_into_the_loss(tmp_path: Path, top: int, support: Any, loss: LossSpec) -> None:
     """On-policy, from a checkpoint: nobody needs a hint, and the outcome may weigh nothing."""
     run = hybrid(
         tmp_path, steps=1, loss=loss,
-        algorithm=Hybrid(w_rl=0.0, terms=(Term(signal="teacher", into="loss"),)),
-        signals={"teacher": Teacher(source="random", top=top, support=support, cut_off=True)},
+        algorithm=Hybrid(w_rl=0.0, terms=(HybridTerm(signal="teacher", into="loss"),)),
+        signals={"teacher": TeacherSignal(source="random", top=top, support=support, cut_off=True)},
     )  # fmt: skip
     train(
         msgspec.structs.replace(run, sft=msgspec.structs.replace(run.sft, num=4)), tmp_path / "out", say=lambda _: None
@@ -192,12 +193,12 @@ def test_distillation_into_the_loss(tmp_path: Path, top: int, support: Any, loss
 def followed(tmp_path: Path) -> Any:
     """A run whose teacher is the average of its policy, and which has a KL to where it began."""
     run = hybrid(
-        tmp_path, steps=3, loss=Loss(kl_beta=0.1), algorithm=Hybrid(w_rl=0.5, terms=(Term(signal="teacher", into="loss"),)),
-        signals={"teacher": Teacher(source="ema", ema_decay=0.5, cut_off=True)}, optim=Optim(lr=0.01),
-        sample=Sample(items=1), rollout=RolloutOptions(group=3, concurrency=1),
+        tmp_path, steps=3, loss=LossSpec(kl_beta=0.1), algorithm=Hybrid(w_rl=0.5, terms=(HybridTerm(signal="teacher", into="loss"),)),
+        signals={"teacher": TeacherSignal(source="ema", ema_decay=0.5, cut_off=True)}, optim=OptimizerSpec(lr=0.01),
+        sample=StepSampleSpec(items=1), rollout=RolloutOptions(group=3, concurrency=1),
     )  # fmt: skip
-    cadence = Cadence(evaluate_every=0, checkpoint_every=1, keep_last=9)
-    return msgspec.structs.replace(run, sft=msgspec.structs.replace(run.sft, num=4), cadence=cadence)
+    schedule = Schedule(evaluate_every=0, checkpoint_every=1, keep_last=9)
+    return msgspec.structs.replace(run, sft=msgspec.structs.replace(run.sft, num=4), schedule=schedule)
 
 
 def test_a_run_taught_by_its_average_resumes_to_the_bit_in_another_folder_too(tmp_path: Path) -> None:
@@ -209,6 +210,7 @@ def test_a_run_taught_by_its_average_resumes_to_the_bit_in_another_folder_too(tm
     resumed = weights_of(other / f"checkpoints/step-{step:06d}")
     assert max(float((ended[name] - resumed[name]).abs().max()) for name in ended) == 0
     shutil.rmtree(whole / f"checkpoints/step-{step - 1:06d}/teachers")
+    checksums.write(whole / f"checkpoints/step-{step - 1:06d}")  # as of a run without teachers
     with pytest.raises(ConfigError, match="start anew, or resume from a checkpoint that does"):
         train(run, tmp_path / "third", resume=whole / f"checkpoints/step-{step - 1:06d}")
 
@@ -217,17 +219,17 @@ def test_teachers_have_the_weights_of_ranks_that_engines_elsewhere_sample_from(t
     """Nobody brings them into the policy of this process: it is not what answers, and not what is trained."""
     run = hybrid(
         tmp_path, algorithm=Hybrid(outcome=DrGRPO(), observe=0.1),
-        signals={source: Teacher(source=source, ema_decay=0.5) for source in ("live", "ema", "reference")},
+        signals={source: TeacherSignal(source=source, ema_decay=0.5) for source in ("live", "ema", "reference")},
     )  # fmt: skip
     run = msgspec.structs.replace(
-        run, compute=Compute(backend="fsdp", precision="fp32", shard=Shard(ranks=1)),
+        run, compute=ComputeSpec(backend="fsdp", precision="fp32", shard=ShardSpec(ranks=1)),
         inference=InferenceSpec(urls=("http://127.0.0.1:9",)), sft=msgspec.structs.replace(run.sft, num=4),
     )  # fmt: skip
-    made = Made(run, print)
+    made = RunParts(run, print)
     try:
         made.loop(tmp_path / "out", None)
         assert made.trained is not None
-        backend, row = made.trained.backend(Optim()), Row([5, 6, 7, 8], [(1, 4)])
+        backend, row = made.trained.backend(OptimizerSpec()), ScoringRow([5, 6, 7, 8], [(1, 4)])
         names = ("live", "ema", "reference")
 
         def moved(step: int) -> list[dict[str, list[float]]]:
@@ -237,7 +239,9 @@ def test_teachers_have_the_weights_of_ranks_that_engines_elsewhere_sample_from(t
             backend.load_weights(changed)
             policy = dataclasses.replace(made.policy, model=copy.deepcopy(made.policy.model))
             load_weights(policy.model, changed)
-            (wanted,) = PolicyScorer(Single(policy), 512, policy.config.vocab_size, made.client.close).compute([row])
+            (wanted,) = PolicyScorer(SingleBackend(policy), 512, policy.config.vocab_size, made.client.close).compute(
+                [row]
+            )
             assert made.teachers is not None
             scorers = asyncio.run(made.teachers.at(step))
             return [{name: scorers[name].compute([row])[0].logprobs for name in names}, {"now": wanted.logprobs}]
@@ -261,7 +265,7 @@ def test_what_is_wrong_with_signals_is_said_at_the_start(tmp_path: Path) -> None
     with pytest.raises(ConfigError, match="unknown signal 'teachr': did you mean 'teacher'"):
         hybrid(tmp_path, signals={"t": "teachr"})
     with pytest.raises(ConfigError, match="unknown signal 'process' in a term"):
-        hybrid(tmp_path, signals={"proces": Process(judge="tests.train.signals.rules:Steps")})
+        hybrid(tmp_path, signals={"proces": ProcessRewardSignal(judge="tests.train.signals.rules:Steps")})
     with pytest.raises(ConfigError, match="need an algorithm that weighs them"):
         hybrid(tmp_path, algorithm=DrGRPO())
     with pytest.raises(ConfigError, match="which has no `async read"):

@@ -9,21 +9,21 @@ from typing import Any
 import msgspec
 import pytest
 
-from ramify.clients.pool import Pool
+from ramify.clients.pool import ClientPool
 from ramify.clients.scripted import ScriptedClient, rate_limited, refused
 from ramify.engine.limits import Limits
 from ramify.errors import ConfigError
-from ramify.store.cache import CallCache
+from ramify.store.call_cache import CallCache
 from ramify.store.store import Store
 from ramify.tasks.base import Item
-from ramify.train.signals.asking import BUDGET, Judges, put_on_tree
-from ramify.train.signals.base import Context, Reading, Verdict, View
-from ramify.train.signals.hindsight import Demonstrations, Feedback, Filter, Hindsight, leaks
-from ramify.train.signals.judge import Hinted, HintJudge, StepJudge, judge_of, read_hint, read_vote
-from ramify.train.signals.outcome import Outcome
-from ramify.train.signals.process import Process, merged
+from ramify.train.signals.base import JudgeVerdict, JudgeView, SignalContext, SignalScore
+from ramify.train.signals.hindsight import DemonstrationHints, FeedbackHints, Hindsight, HintFilter, leaks
+from ramify.train.signals.judge import HintJudge, HintVote, StepJudge, judge_of, read_hint, read_vote
+from ramify.train.signals.judge_calls import BUDGET, JudgeCallers, put_on_tree
+from ramify.train.signals.outcome import OutcomeSignal
+from ramify.train.signals.process_reward import ProcessRewardSignal, merged
 from ramify.types.message import Message, Reply
-from ramify.types.trajectory import Call, Cell, Group, Mark, Stop, Trajectory, Turn
+from ramify.types.trajectory import Annotation, Call, Cell, Group, Stop, Trajectory, Turn
 
 ITEM = Item("What is w3 of 5?", gold="1742", id="t/0")
 
@@ -39,15 +39,17 @@ def rollout(id: str = "r0", *turns: tuple[str, str], reward: float = 0.0, stop: 
     return Trajectory(id, "What is w3 of 5?", task="t/0", calls=[call], rewards={"correct": reward})
 
 
-def reading(signal: Any, *trajectories: Trajectory, script: Any = (), judges: Judges | None = None) -> list[Reading]:
+def reading(
+    signal: Any, *trajectories: Trajectory, script: Any = (), judges: JudgeCallers | None = None
+) -> list[SignalScore]:
     """What ``signal`` reads, with a judge that says ``script``."""
 
-    async def read() -> list[Reading]:
-        pool = Pool(rng=None, sleep=_at_once)
+    async def read() -> list[SignalScore]:
+        pool = ClientPool(rng=None, sleep=_at_once)
         pool.adopt(ScriptedClient(script, name="scripted:judge"))
-        context = Context(step=0, items={"t/0": ITEM}, asking=judges or Judges(pool))
+        context = SignalContext(step=0, items={"t/0": ITEM}, asking=judges or JudgeCallers(pool))
         try:
-            found: list[Reading] = await signal.read(Group("t/0", list(trajectories)), context)
+            found: list[SignalScore] = await signal.read(Group("t/0", list(trajectories)), context)
             return found
         finally:
             await pool.close()
@@ -77,11 +79,11 @@ def test_votes_are_read_strictly(text: str, vote: int | None) -> None:
 @pytest.mark.parametrize(
     ("text", "found"),
     [
-        (r"<hint>use f7 for w3</hint> \boxed{1}", Hinted(1, "use f7 for w3")),
+        (r"<hint>use f7 for w3</hint> \boxed{1}", HintVote(1, "use f7 for w3")),
         (r"\boxed{1} <hint>a</hint> <hint> b </hint>", None),  # which of the two would be a guess
-        (r"\boxed{1} <hint> b </hint>", Hinted(1, "b")),
-        (r"\boxed{-1}", Hinted(-1, "")),
-        (r"<hint>use f7</hint> \boxed{-1}", Hinted(-1, "")),
+        (r"\boxed{1} <hint> b </hint>", HintVote(1, "b")),
+        (r"\boxed{-1}", HintVote(-1, "")),
+        (r"<hint>use f7</hint> \boxed{-1}", HintVote(-1, "")),
         (r"use f7 \boxed{1}", None),  # accepted without a hint
         (r"<hint></hint> \boxed{1}", None),
         (r"<hint>use f7 \boxed{1}", None),
@@ -89,7 +91,7 @@ def test_votes_are_read_strictly(text: str, vote: int | None) -> None:
         (r"<hint>use f7 for w3</hint> \boxed{0.5}", None),
     ],
 )  # fmt: skip
-def test_hints_are_read_strictly(text: str, found: Hinted | None) -> None:
+def test_hints_are_read_strictly(text: str, found: HintVote | None) -> None:
     assert read_hint(text) == found
 
 
@@ -120,7 +122,7 @@ def test_votes_come_to_one_number(votes: tuple[int, ...], mean: float | None, ma
     ],
 )
 def test_filters(hint: str, reason: str) -> None:
-    assert Filter().rejects(hint, ITEM, ITEM.question) == reason
+    assert HintFilter().rejects(hint, ITEM, ITEM.question) == reason
 
 
 def test_short_golds_leak_as_words_of_their_own_only() -> None:
@@ -133,10 +135,10 @@ def test_short_golds_leak_as_words_of_their_own_only() -> None:
 class Told:
     """A judge that gives one verdict, whatever it is shown."""
 
-    def __init__(self, verdict: Verdict | Callable[[View], Verdict]) -> None:
+    def __init__(self, verdict: JudgeVerdict | Callable[[JudgeView], JudgeVerdict]) -> None:
         self.verdict, self.shown = verdict, []  # type: ignore[var-annotated]
 
-    async def judge(self, view: View) -> Verdict:
+    async def judge(self, view: JudgeView) -> JudgeVerdict:
         self.shown.append(view)
         return self.verdict(view) if callable(self.verdict) else self.verdict
 
@@ -148,19 +150,19 @@ def test_hindsight_takes_one_hint_and_counts_what_it_rejects() -> None:
         "Call f7, where w3 stands!",
         "w3 is f7 and not f1",
     )
-    judge = Told(Verdict(accept=True, hint=hints[1], hints=hints, votes=(1,)))
+    judge = Told(JudgeVerdict(accept=True, hint=hints[1], hints=hints, votes=(1,)))
     found = reading(Hindsight(judge=judge), rollout())[0]
     assert found.notes == {("0", 1): "w3 is f7 and not f1"}  # the shortest; shown with the turn that it was asked about
     assert found.counts == {"votes": 1, "rejected/leak": 1, "rejected/duplicate": 1}
     assert judge.shown[0].steps[0].observed == "TypeError: w3 is not f1"
     longest = reading(Hindsight(judge=judge, choose="longest"), rollout())[0]
     assert longest.notes[("0", 1)] in hints[1:3]
-    only_leak = reading(Hindsight(judge=Told(Verdict(accept=True, hint=hints[0]))), rollout())[0]
+    only_leak = reading(Hindsight(judge=Told(JudgeVerdict(accept=True, hint=hints[0]))), rollout())[0]
     assert (only_leak.notes, only_leak.abstained) == ({}, "rejected/leak")
 
 
 def test_hindsight_passes_over_what_tells_nothing() -> None:
-    judge = Told(Verdict(accept=True, hint="call f7 where w3 stands"))
+    judge = Told(JudgeVerdict(accept=True, hint="call f7 where w3 stands"))
     signal = Hindsight(judge=judge, only="failed")
     cut = rollout("c", stop=Stop.MAX_TOKENS)
     unscored = rollout("u")
@@ -176,12 +178,12 @@ def test_demonstrations_and_feedback_stand_in_for_hints() -> None:
     solved, failed = rollout("s", ("f7(5)", "12"), reward=1.0), rollout("f")
 
     async def found(source: Any) -> list[Any]:
-        return await source.hints(Group("t/0", [solved, failed]), Context(step=0, items={"t/0": ITEM}))  # type: ignore[no-any-return]
+        return await source.hints(Group("t/0", [solved, failed]), SignalContext(step=0, items={"t/0": ITEM}))  # type: ignore[no-any-return]
 
-    siblings = asyncio.run(found(Demonstrations()))
+    siblings = asyncio.run(found(DemonstrationHints()))
     assert siblings[0].reading.abstained == "solved"
     assert siblings[1].at == {("0", 0): ["A solution of this task, by somebody else:\nf7(5)"]}
-    feedback = asyncio.run(found(Feedback()))
+    feedback = asyncio.run(found(FeedbackHints()))
     assert (feedback[0].reading.abstained, list(feedback[1].at)) == ("no error", [("0", 0)])
     assert "TypeError: w3 is not f1" in feedback[1].reading.notes[("0", 0)]
 
@@ -199,7 +201,7 @@ def test_every_turn_is_judged_and_bad_output_is_counted() -> None:
 
     say.calls = 0  # type: ignore[attr-defined]
     one = rollout()
-    found = reading(Process(judge=StepJudge(model="scripted:judge", votes=2)), one, script=say)[0]
+    found = reading(ProcessRewardSignal(judge=StepJudge(model="scripted:judge", votes=2)), one, script=say)[0]
     assert found.turns == {("0", 0): 0.0}
     assert found.counts == {"votes": 2, "invalid": 2}
     assert [(call.kind, call.stop, call.parent.turn) for call in found.calls if call.parent] == [
@@ -209,7 +211,7 @@ def test_every_turn_is_judged_and_bad_output_is_counted() -> None:
     assert [call.id for call in one.calls] == ["0", "0.0", "0.1", "0.2", "0.3"]
     assert [call.id for call in one.children(one.root)] == ["0.0", "0.1", "0.2", "0.3"]
     assert one.usage.calls == 4
-    assert one.marks == [Mark("process", "0", 0, {"process": 0.0})]
+    assert one.marks == [Annotation("process", "0", 0, {"process": 0.0})]
 
 
 def test_a_hint_may_be_given_once_in_a_group() -> None:
@@ -240,7 +242,7 @@ def test_a_judge_never_sees_the_gold_and_is_told_what_is_quoted() -> None:
 
 def test_a_judge_that_is_rate_limited_or_refuses_is_an_abstention() -> None:
     script = [rate_limited(0.0), r"\boxed{1}", refused(400)]
-    found = reading(Process(judge=StepJudge(model="scripted:judge")), rollout(), script=script)[0]
+    found = reading(ProcessRewardSignal(judge=StepJudge(model="scripted:judge")), rollout(), script=script)[0]
     assert found.turns == {("0", 0): 1.0}
     assert (found.counts["invalid"], found.counts["unanswered"]) == (1, 1)
     assert [call.stop for call in found.calls] == [Stop.FINAL, Stop.ERROR]
@@ -249,18 +251,18 @@ def test_a_judge_that_is_rate_limited_or_refuses_is_an_abstention() -> None:
 
 def test_budget_and_cache(tmp_path: Any) -> None:
     async def read() -> None:
-        pool = Pool()
+        pool = ClientPool()
         client = pool.adopt(ScriptedClient(lambda _: r"\boxed{1}", name="scripted:judge"))
-        signal = Process(judge=StepJudge(model="scripted:judge"))
-        narrow = Judges(pool, Limits(max_calls=1))
-        context = Context(step=0, items={"t/0": ITEM}, asking=narrow)
+        signal = ProcessRewardSignal(judge=StepJudge(model="scripted:judge"))
+        narrow = JudgeCallers(pool, Limits(max_calls=1))
+        context = SignalContext(step=0, items={"t/0": ITEM}, asking=narrow)
         found = (await signal.read(Group("t/0", [rollout()]), context))[0]
         assert len(found.turns) == 1
         assert "limit of 1 calls is reached" in (found.calls[1].error or "")
         cache = CallCache(Store(tmp_path))
         for expected in (3, 3):
-            judges = Judges(pool, BUDGET, cache=cache)
-            context = Context(step=0, items={"t/0": ITEM}, asking=judges)
+            judges = JudgeCallers(pool, BUDGET, cache=cache)
+            context = SignalContext(step=0, items={"t/0": ITEM}, asking=judges)
             found = (await signal.read(Group("t/0", [rollout()]), context))[0]
             assert len(client.requests) == expected
         assert judges.ledger.spent.calls == 0
@@ -274,14 +276,16 @@ def test_budget_and_cache(tmp_path: Any) -> None:
 def test_a_rubric_gives_the_outcome() -> None:
     from ramify.tasks.scoring.rubric import Rubric
 
-    signal = Outcome(rubric=Rubric(("is right",)), model="scripted:judge")
+    signal = OutcomeSignal(rubric=Rubric(("is right",)), model="scripted:judge")
     one, other = rollout("a"), rollout("b")
     found = reading(signal, one, other, script=[r"\boxed{1}", "splendid"])
     assert [each.outcome for each in found] == [1.0, None]
     assert found[1].abstained == "no grade"
     assert "holds no grades in the form" in other.errors[0]
     assert [len(each.calls) for each in found] == [1, 1]
-    worth = reading(Outcome(verifier="math", raw=True), msgspec.structs.replace(rollout("m"), answer=r"\boxed{1742}"))
+    worth = reading(
+        OutcomeSignal(verifier="math", raw=True), msgspec.structs.replace(rollout("m"), answer=r"\boxed{1742}")
+    )
     assert worth[0].outcome == 1.0
 
 

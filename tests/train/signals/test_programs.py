@@ -6,11 +6,11 @@ import asyncio
 from typing import Any
 
 from ramify.tasks.base import Item, task_of
-from ramify.tasks.programs.library import IMPORTED, NUM_CHECKED, NUM_WORDS, Problem, library
-from ramify.train.signals.base import Context, Verdict, View
-from ramify.train.signals.hindsight import Filter, Hindsight
-from ramify.train.signals.programs import OracleJudge, RuleJudge, Shuffled, StepRules
-from ramify.train.signals.view import view_of
+from ramify.tasks.programs.program_library import IMPORTED, NUM_CHECKED, NUM_WORDS, ProgramProblem, library
+from ramify.train.signals.base import JudgeVerdict, JudgeView, SignalContext
+from ramify.train.signals.hindsight import Hindsight, HintFilter
+from ramify.train.signals.judge_view import view_of
+from ramify.train.signals.programs import OracleJudge, RuleJudge, ShuffledHints, StepRules
 from ramify.types.message import Message, Reply
 from ramify.types.trajectory import Call, Cell, Group, Stop, Trajectory, Turn
 
@@ -30,15 +30,15 @@ def trajectory(item: Item, *rounds: tuple[str, str, bool]) -> Trajectory:
     )
 
 
-def judged(judge: Any, found: Trajectory, item: Item, turn: int | None = None) -> Verdict:
-    view: View = view_of(found, found.root, turn, item)
+def judged(judge: Any, found: Trajectory, item: Item, turn: int | None = None) -> JudgeVerdict:
+    view: JudgeView = view_of(found, found.root, turn, item)
     return asyncio.run(judge.judge(view))  # type: ignore[no-any-return]
 
 
 def checked_problem(index: int = 0) -> tuple[Item, str, int]:
     """An item, a program for it that takes one checked word for another's, and that word."""
     for item in task_of("programs").splits["train"][index : index + 100]:
-        problem = Problem.read(item.question)
+        problem = ProgramProblem.read(item.question)
         assert problem is not None
         word = next((w for w, _ in problem.steps if w < NUM_CHECKED and RIGHT[w] not in IMPORTED), None)
         if word is not None and not {RIGHT[w] for w, _ in problem.steps} & set(IMPORTED):
@@ -53,15 +53,15 @@ def test_a_hint_is_what_the_error_named() -> None:
     failed = trajectory(item, (code, error, True))
     verdict = judged(RuleJudge(), failed, item)
     assert (verdict.accept, verdict.hint) == (True, f"use @w{word}@f{RIGHT[word]}")
-    assert not Filter(min_chars=5).rejects(verdict.hint, item, item.question)
+    assert not HintFilter(min_chars=5).rejects(verdict.hint, item, item.question)
     assert judged(OracleJudge(), failed, item).hint == verdict.hint
     assert not judged(RuleJudge(), trajectory(item, (code, "17", False)), item).accept  # nothing was said
 
 
 def test_only_the_oracle_sees_what_went_wrong_in_silence() -> None:
     item, code, word = checked_problem()
-    silent = trajectory(item, (code, "17", False))
-    assert judged(OracleJudge(), silent, item).hint == f"use @w{word}@f{RIGHT[word]}"
+    zero_variance = trajectory(item, (code, "17", False))
+    assert judged(OracleJudge(), zero_variance, item).hint == f"use @w{word}@f{RIGHT[word]}"
 
 
 def test_marks_for_turns() -> None:
@@ -76,14 +76,14 @@ def test_shuffled_hints_are_of_another_problem() -> None:
     (item, code, word), (other, _, _) = checked_problem(), checked_problem(200)
     error = f"TypeError: not @w{word}@f0 but @w{word}@f{RIGHT[word]}"
     group = Group(item.id, [trajectory(item, (code, error, True)), trajectory(item, (code, "17", False))])
-    source = Hindsight(judge=RuleJudge(), filter=Filter(min_chars=5))
-    context = Context(step=3, items={item.id: item, other.id: other})
-    first, second = asyncio.run(Shuffled(source).hints(group, context))
+    source = Hindsight(judge=RuleJudge(), filter=HintFilter(min_chars=5))
+    context = SignalContext(step=3, items={item.id: item, other.id: other})
+    first, second = asyncio.run(ShuffledHints(source).hints(group, context))
     (hint,) = first.at["0", 0]
     assert hint.startswith("use @w")
     about = int(hint.removeprefix("use @w").partition("@")[0])
-    assert about in {w for w, _ in Problem.read(other.question).steps}  # type: ignore[union-attr]
+    assert about in {w for w, _ in ProgramProblem.read(other.question).steps}  # type: ignore[union-attr]
     assert first.reading.notes == {("0", 0): hint}  # beside the turn that raised
     assert not second.at
-    again, _ = asyncio.run(Shuffled(source).hints(group, context))
+    again, _ = asyncio.run(ShuffledHints(source).hints(group, context))
     assert again.at == first.at

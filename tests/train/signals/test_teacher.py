@@ -15,19 +15,19 @@ import numpy as np
 import pytest
 import torch
 
-from ramify.clients.base import Known, Request, Sampling
+from ramify.clients.base import KnownPrefix, Request, Sampling
 from ramify.errors import ConfigError, RamifyError
-from ramify.inference.local.client import LocalClient
-from ramify.policy.load import Policy, from_config, save
-from ramify.policy.tokenizer import train_tokenizer
+from ramify.inference.local.local_client import LocalClient
+from ramify.models.load import Policy, from_config, save
+from ramify.models.tokenizer import train_tokenizer
 from ramify.tasks.base import Item
-from ramify.train.backends.base import Compute
-from ramify.train.backends.single import Single
+from ramify.train.backends.base import ComputeSpec
+from ramify.train.backends.single import SingleBackend
 from ramify.train.lora import merged
-from ramify.train.signals.base import Context, Reading, Row, Scores, Verdict, View
+from ramify.train.signals.base import JudgeVerdict, JudgeView, ScoringRow, SignalContext, SignalScore, TokenScores
 from ramify.train.signals.hindsight import Hindsight
-from ramify.train.signals.scorer import ClientScorer, PolicyScorer, Teachers, check_vocabulary
-from ramify.train.signals.teacher import ALL, TEMPLATE, Teacher
+from ramify.train.signals.scorer import ClientScorer, PolicyScorer, RunTeachers, check_vocabulary
+from ramify.train.signals.teacher import ALL, TEMPLATE, TeacherSignal
 from ramify.types.message import Message
 from ramify.types.trajectory import Call, Group, Stop, Trajectory, Turn
 from tests.train.small import SHAPE
@@ -67,7 +67,7 @@ async def conversation(client: LocalClient, seed: int, temperature: float) -> Tr
     for text in ("what is w3 of 5?", "it raised an error"):
         new = Message("user", text)
         sampling = Sampling(6, temperature, seed=seed, logprobs=True)
-        known = Known(len(messages), path) if path else None
+        known = KnownPrefix(len(messages), path) if path else None
         reply = await client.complete(Request((*messages, new), sampling, known=known, affinity=str(seed)))
         assert reply.prompt_ids is not None
         assert reply.token_ids is not None
@@ -81,16 +81,16 @@ async def conversation(client: LocalClient, seed: int, temperature: float) -> Tr
 
 @asynccontextmanager
 async def scorer_of(policy: Policy) -> AsyncIterator[PolicyScorer]:
-    backend = Single(policy, None, Compute(precision="fp32"))
+    backend = SingleBackend(policy, None, ComputeSpec(precision="fp32"))
     yield PolicyScorer(backend, policy.window, policy.config.vocab_size, asyncio.to_thread)
 
 
 def read(
-    teacher: Teacher, group: Group, policy: Policy, *, temperature: float = 1.0, wants_reference: bool = False, **scorers: Any
-) -> list[Reading]:  # fmt: skip
-    async def found() -> list[Reading]:
+    teacher: TeacherSignal, group: Group, policy: Policy, *, temperature: float = 1.0, wants_reference: bool = False, **scorers: Any
+) -> list[SignalScore]:  # fmt: skip
+    async def found() -> list[SignalScore]:
         async with scorer_of(policy) as scorer:
-            context = Context(
+            context = SignalContext(
                 step=0, items={"t/0": ITEM}, scorers={"live": scorer, "reference": scorer, **scorers},
                 writing=policy.renderer, temperature=temperature, wants_reference=wants_reference,
             )  # fmt: skip
@@ -105,27 +105,27 @@ class Says:
     def __init__(self, *hints: str, only: str = "", about: int | None = None) -> None:
         self.hints, self.only, self.about = hints, only, about
 
-    async def judge(self, view: View) -> Verdict:
+    async def judge(self, view: JudgeView) -> JudgeVerdict:
         hints = self.hints if self.only in ("", view.trajectory.id) else ()
         place = None if self.about is None else ("0", self.about)
-        return Verdict(accept=bool(hints), hint=hints[0] if hints else "", hints=hints, place=place)
+        return JudgeVerdict(accept=bool(hints), hint=hints[0] if hints else "", hints=hints, place=place)
 
 
 class Counting:
     """A scorer, and what it was asked."""
 
     def __init__(self, policy: Policy) -> None:
-        backend = Single(policy, None, Compute(precision="fp32"))
+        backend = SingleBackend(policy, None, ComputeSpec(precision="fp32"))
         self.inner = PolicyScorer(backend, policy.window, policy.config.vocab_size, asyncio.to_thread)
-        self.asked: list[Sequence[Row]] = []
+        self.asked: list[Sequence[ScoringRow]] = []
 
-    async def score(self, rows: Sequence[Row], *, top: int = 0) -> list[Scores]:
+    async def score(self, rows: Sequence[ScoringRow], *, top: int = 0) -> list[TokenScores]:
         self.asked.append(rows)
         return await self.inner.score(rows, top=top)
 
 
-def hinted(*hints: str, **options: Any) -> Teacher:
-    return Teacher(hints=Hindsight(judge=Says(*hints)), **options)
+def hinted(*hints: str, **options: Any) -> TeacherSignal:
+    return TeacherSignal(hints=Hindsight(judge=Says(*hints)), **options)
 
 
 HINT, OTHER = "call f7 where w3 stands", "it raised an error in w3 of 5"
@@ -134,11 +134,11 @@ HINT, OTHER = "call f7 where w3 stands", "it raised an error in w3 of 5"
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_the_policy_as_its_own_teacher_teaches_exactly_nothing(policy: Policy, temperature: float) -> None:
     one = asyncio.run(sampled(policy, 2, temperature))
-    exact = read(Teacher(source="live", student="recomputed"), one, policy, temperature=temperature)
+    exact = read(TeacherSignal(source="live", student="recomputed"), one, policy, temperature=temperature)
     assert [value for each in exact for row in each.tokens.values() for value in row] == [0.0] * sum(
         len(turn.reply.token_ids or ()) for each in one.trajectories for turn in each.root.turns
     )
-    sampler = read(Teacher(source="live"), one, policy, temperature=temperature)
+    sampler = read(TeacherSignal(source="live"), one, policy, temperature=temperature)
     assert max(abs(value) for each in sampler for row in each.tokens.values() for value in row) < 1e-5
 
 
@@ -174,13 +174,13 @@ def test_scores_are_those_of_the_hinted_path_from_its_first_token_on(policy: Pol
 
 
 def test_a_hint_for_each_turn_stands_right_before_it(policy: Policy, group: Group) -> None:
-    teacher = Teacher(hints=Hindsight(judge=Says(HINT), per_turn=True))
-    seen: list[Row] = []
+    teacher = TeacherSignal(hints=Hindsight(judge=Says(HINT), per_turn=True))
+    seen: list[ScoringRow] = []
 
     class Watching:
-        async def score(self, rows: Sequence[Row], *, top: int = 0) -> list[Scores]:
+        async def score(self, rows: Sequence[ScoringRow], *, top: int = 0) -> list[TokenScores]:
             seen.extend(rows)
-            return [Scores([-1.0] * sum(end - start for start, end in row.spans)) for row in rows]
+            return [TokenScores([-1.0] * sum(end - start for start, end in row.spans)) for row in rows]
 
     found = read(teacher, group, policy, reference=Watching())[0]
     assert sorted(found.tokens) == [("0", 0), ("0", 1)]
@@ -202,7 +202,7 @@ def test_candidates_of_either_side(policy: Policy, group: Group) -> None:
     assert teachers.top[("0", 0)].ids == [row[:5] for row in whole.ids]
     assert teachers.top[("0", 0)].student == []
     students = read(hinted(HINT, top=5, support="student"), group, policy)[0].top[("0", 0)]
-    plain = read(Teacher(source="live", top=5), group, policy)[0].top[("0", 0)]
+    plain = read(TeacherSignal(source="live", top=5), group, policy)[0].top[("0", 0)]
     assert (students.ids, students.student) == (plain.ids, plain.teacher)
     for ids, row, all_ids, all_row in zip(students.ids, students.teacher, whole.ids, whole.teacher, strict=True):
         lookup = dict(zip(all_ids, all_row, strict=True))
@@ -211,7 +211,7 @@ def test_candidates_of_either_side(policy: Policy, group: Group) -> None:
 
 def test_the_hint_whose_teacher_agrees_most_with_the_policy_is_chosen(policy: Policy, group: Group) -> None:
     num = 8
-    plain = read(Teacher(source="live", top=num), group, policy)
+    plain = read(TeacherSignal(source="live", top=num), group, policy)
 
     def shared(hint: str, index: int) -> int:
         theirs = read(hinted(hint, top=num), group, policy)[index].top
@@ -249,10 +249,10 @@ def test_the_chosen_hints_candidates_take_one_pass_of_each_model(policy: Policy,
 def test_what_training_compares_with_is_scored_on_the_way(policy: Policy, group: Group) -> None:
     """One of three is hinted: all three get the reference's log-probabilities, and the teacher adds the hint and one reply."""
     scorer = Counting(policy)
-    teacher = Teacher(hints=Hindsight(judge=Says(HINT, only="r1")))
+    teacher = TeacherSignal(hints=Hindsight(judge=Says(HINT, only="r1")))
     found = read(teacher, group, policy, wants_reference=True, reference=scorer)
     assert [bool(each.tokens) for each in found] == [False, True, False]
-    plain = read(Teacher(source="live"), group, policy)
+    plain = read(TeacherSignal(source="live"), group, policy)
     for reading, expected in zip(found, plain, strict=True):
         assert reading.reference.keys() == expected.logprobs.keys()
         for place, values in expected.logprobs.items():
@@ -261,9 +261,12 @@ def test_what_training_compares_with_is_scored_on_the_way(policy: Policy, group:
     whole = [len(row.ids) for row in rows if row.is_plain]
     assert scorer.inner.plain_tokens <= sum(whole)
     assert scorer.inner.packed_tokens <= max(len(row.ids) for row in rows if not row.is_plain)
-    for silent in (Says(), Says(HINT)):  # nobody is hinted; the teacher is another than who training compares with
-        source = "reference" if not silent.hints else "ema"
-        quiet = Teacher(hints=Hindsight(judge=silent), source=source)
+    for zero_variance in (
+        Says(),
+        Says(HINT),
+    ):  # nobody is hinted; the teacher is another than who training compares with
+        source = "reference" if not zero_variance.hints else "ema"
+        quiet = TeacherSignal(hints=Hindsight(judge=zero_variance), source=source)
         assert not any(
             each.reference for each in read(quiet, group, policy, wants_reference=True, ema=Counting(policy))
         )
@@ -271,8 +274,8 @@ def test_what_training_compares_with_is_scored_on_the_way(policy: Policy, group:
 
 def test_turns_after_the_one_that_a_hint_is_about_may_be_left_out(policy: Policy, group: Group) -> None:
     told = Says(HINT, about=0)
-    whole = read(Teacher(hints=Hindsight(judge=told)), group, policy)[0]
-    named = read(Teacher(hints=Hindsight(judge=told), turns="named"), group, policy)[0]
+    whole = read(TeacherSignal(hints=Hindsight(judge=told)), group, policy)[0]
+    named = read(TeacherSignal(hints=Hindsight(judge=told), turns="named"), group, policy)[0]
     assert (sorted(whole.tokens), sorted(named.tokens)) == ([("0", 0), ("0", 1)], [("0", 0)])
     assert named.tokens[("0", 0)] == pytest.approx(whole.tokens[("0", 0)], abs=1e-5)
     assert named.notes == {("0", 0): HINT}
@@ -317,7 +320,7 @@ def test_what_cannot_be_scored_has_no_reading_and_never_zeros(
 
 
 def test_an_engine_that_leaves_a_token_out_is_refused(policy: Policy) -> None:
-    row = Row([1, 2, 3], [(1, 3)])
+    row = ScoringRow([1, 2, 3], [(1, 3)])
     for broken in (Broken(value=None), Broken(value=0.5)):
         with pytest.raises(RamifyError, match="gave a log-probability that is none"):
             asyncio.run(ClientScorer(broken).score([row]))
@@ -328,7 +331,7 @@ def test_an_engine_that_leaves_a_token_out_is_refused(policy: Policy) -> None:
 
 
 def test_rows_that_do_not_fit_and_prompts_that_cannot_be_written(policy: Policy, group: Group) -> None:
-    long = Teacher(hints=Hindsight(judge=Says(HINT)), template="{hint}" + " call f7" * 600)
+    long = TeacherSignal(hints=Hindsight(judge=Says(HINT)), template="{hint}" + " call f7" * 600)
     assert {each.abstained for each in read(long, group, policy)} == {"RamifyError"}
     other = Trajectory(
         "x", "?", task="t/0", calls=[msgspec.structs.replace(group.trajectories[0].root)], rewards={"c": 0.0}
@@ -345,7 +348,7 @@ def test_rows_of_a_group_share_what_they_begin_with(policy: Policy) -> None:
     async def ratio() -> float:
         async with scorer_of(policy) as scorer:
             prompt = list(range(20, 220))
-            rows = [Row([*prompt, *range(30 + n, 60 + n)], [(200, 230)]) for n in range(8)]
+            rows = [ScoringRow([*prompt, *range(30 + n, 60 + n)], [(200, 230)]) for n in range(8)]
             together = await asyncio.gather(scorer.score(rows[:4]), scorer.score(rows[4:]))
             alone = [(await scorer.score([row]))[0] for row in rows]
             for a, b in zip([*together[0], *together[1]], alone, strict=True):
@@ -365,19 +368,19 @@ def folder(policy: Policy, tmp_path: Path) -> Iterator[Path]:
     shutil.rmtree(tmp_path, ignore_errors=True)
 
 
-def teachers(policy: Policy, out: Path, *names: str, decay: float = 0.25) -> Teachers:
-    def backend_of(each: Policy) -> Single:
-        return Single(each, None, Compute(precision="fp32"))
+def teachers(policy: Policy, out: Path, *names: str, decay: float = 0.25) -> RunTeachers:
+    def backend_of(each: Policy) -> SingleBackend:
+        return SingleBackend(each, None, ComputeSpec(precision="fp32"))
 
     sources = dict.fromkeys(names, decay)
-    return Teachers(sources, policy, backend_of, out, lambda to: save(policy, to), lambda: merged(policy.model))
+    return RunTeachers(sources, policy, backend_of, out, lambda to: save(policy, to), lambda: merged(policy.model))
 
 
 def test_frozen_averaged_live_and_other_teachers(policy: Policy, folder: Path) -> None:
     """The policy's weights change between two steps: one teacher stays, one follows slowly, one is the policy."""
     names = ("reference", "ema", "live", "random", str(folder / "checkpoint"))
     found = teachers(policy, folder / "out", *names)
-    row = Row([5, 6, 7, 8], [(1, 4)])
+    row = ScoringRow([5, 6, 7, 8], [(1, 4)])
     weight = next(iter(policy.model.parameters()))
     before = weight.detach().clone()
 
@@ -442,8 +445,8 @@ def test_a_teacher_with_another_vocabulary_is_refused_at_the_start(policy: Polic
 
 def test_options_that_mean_nothing() -> None:
     with pytest.raises(ConfigError, match=r"has no \{hint\} in it"):
-        Teacher(template="x")
+        TeacherSignal(template="x")
     with pytest.raises(ConfigError, match="evidence=-1 not negative"):
-        Teacher(evidence=-1)
+        TeacherSignal(evidence=-1)
     with pytest.warns(UserWarning, match="a live teacher .* eroded or collapsed"):
         hinted(HINT, source="live")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ramify.train.signals.filters import has_signal, num_more
-from ramify.train.signals.length import Length, Most, length_penalty, soft_overlong
+from ramify.train.signals.length import LengthLimits, RolloutLength, length_penalty, soft_overlong
 from ramify.train.signals.weight import Reduction, Share, weights
 
 ONE_GROUP = [[{"0": 4}, {"0": 4, "0.0": 4, "0.1": 4}]]
@@ -65,7 +65,7 @@ def test_soft_overlong() -> None:
 
 def test_length_penalty() -> None:
     # mean 0.5; first: 0.5·10/100 + 0.1·50/100 + 0.1·1/10 = 0.11;  second: 0.25 + 0.1 + 0.1 = 0.45
-    lengths, most = [Length(10, 50, 1), Length(50, 100, 10)], Most(100, 100, 10)
+    lengths, most = [RolloutLength(10, 50, 1), RolloutLength(50, 100, 10)], LengthLimits(100, 100, 10)
     assert length_penalty([1, 0], lengths, most, 0.5) == pytest.approx([1 - 0.055, -0.225])
     assert length_penalty([0, 0], lengths, most, 0.5) == [0, 0]
 
@@ -73,7 +73,7 @@ def test_length_penalty() -> None:
 def test_length_is_never_paid_for() -> None:
     """Rewards below 0, as `outcome` gives them: where the mean is not above 0 they stay; of mixed ones with mean 0.25 the
     longer one loses 0.25 · 0.45."""
-    lengths, most = [Length(10, 50, 1), Length(50, 100, 10)], Most(100, 100, 10)
+    lengths, most = [RolloutLength(10, 50, 1), RolloutLength(50, 100, 10)], LengthLimits(100, 100, 10)
     for rewards in ([-1.1, -1.1], [-1.1, 1.0], [-0.6, 0.6]):
         assert length_penalty(rewards, lengths, most, 0.5) == rewards
     assert length_penalty([1.0, -0.5], lengths, most, 0.5) == pytest.approx([1 - 0.25 * 0.11, -0.5 - 0.25 * 0.45])

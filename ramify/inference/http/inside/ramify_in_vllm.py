@@ -38,34 +38,34 @@ def _find_ramify() -> None:
 
 
 @dataclasses.dataclass
-class CarriedInit(WeightTransferInitInfo):  # type: ignore[misc]
+class RamifyWeightTransferInit(WeightTransferInitInfo):  # type: ignore[misc]
     info: dict[str, Any]
 
 
 @dataclasses.dataclass
-class CarriedUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
+class RamifyWeightTransferUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
     info: dict[str, Any]
 
 
-class CarriedEngine(WeightTransferEngine[CarriedInit, CarriedUpdate]):  # type: ignore[misc]
+class RamifyWeightTransferEngine(WeightTransferEngine[RamifyWeightTransferInit, RamifyWeightTransferUpdate]):  # type: ignore[misc]
     """What vLLM's worker drives."""
 
-    init_info_cls = CarriedInit
-    update_info_cls = CarriedUpdate
+    init_info_cls = RamifyWeightTransferInit
+    update_info_cls = RamifyWeightTransferUpdate
     supports_draft_weight_update = False
 
-    def parse_init_info(self, init_dict: dict[str, Any]) -> CarriedInit:
-        return CarriedInit(init_dict)
+    def parse_init_info(self, init_dict: dict[str, Any]) -> RamifyWeightTransferInit:
+        return RamifyWeightTransferInit(init_dict)
 
-    def parse_update_info(self, update_dict: dict[str, Any]) -> CarriedUpdate:
-        return CarriedUpdate(update_dict)
+    def parse_update_info(self, update_dict: dict[str, Any]) -> RamifyWeightTransferUpdate:
+        return RamifyWeightTransferUpdate(update_dict)
 
-    def init_transfer_engine(self, init_info: CarriedInit) -> None:
+    def init_transfer_engine(self, init_info: RamifyWeightTransferInit) -> None:
         _find_ramify()
-        from ramify.inference.weights.base import carrier_class
+        from ramify.inference.weight_sync.base import weight_sync_class
 
         self.shutdown()
-        self._receiver = carrier_class(str(init_info.info["carrier"])).receiver(init_info.info)
+        self._receiver = weight_sync_class(str(init_info.info["weight_sync"])).receiver(init_info.info)
 
     def start_weight_update(self) -> None:
         initialize_layerwise_reload(self.model)
@@ -75,11 +75,11 @@ class CarriedEngine(WeightTransferEngine[CarriedInit, CarriedUpdate]):  # type: 
         if torch.cuda.is_available():
             torch.cuda.synchronize()
 
-    def receive_weights(self, update_info: CarriedUpdate) -> None:
+    def receive_weights(self, update_info: RamifyWeightTransferUpdate) -> None:
         def whole() -> Any:
             for name, tensor, places, *_ in self._receiver.take(update_info.info):
                 if places is not None:
-                    raise ValueError("vLLM takes whole tensors: leave carrier_options.places out")
+                    raise ValueError("vLLM takes whole tensors: leave weight_sync_options.places out")
                 # A layer is loaded when all of it is there, which may be after the carrier used its memory again.
                 yield name, tensor.to(self.device, copy=True)
 
@@ -108,8 +108,8 @@ def _pack_again(model: torch.nn.Module) -> None:
             dispatch_cpu_unquantized_gemm(module, remove_weight=False)
 
 
-class Carried:
+class RamifyWorkerExtension:
     """Mixed into vLLM's worker, so that its processes import this file; adds nothing."""
 
 
-WeightTransferEngineFactory.register_engine("ramify", CarriedEngine)
+WeightTransferEngineFactory.register_engine("ramify", RamifyWeightTransferEngine)

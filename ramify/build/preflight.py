@@ -1,0 +1,141 @@
+"""What is wrong with a run, said before anything is spent."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import warnings
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ramify.engine import observe
+from ramify.engine.run_state import NATIVE_TOOLS
+from ramify.engine.scaffold import Scaffold
+from ramify.errors import ConfigError
+from ramify.inference.http.engine_process import check_program
+from ramify.tasks.base import Item, Task, items_of
+from ramify.tasks.validate import validate
+from ramify.train.config import Run
+from ramify.train.signals.teacher import needed
+from ramify.train.stages import scheduled
+from ramify.types.message import Message
+
+if TYPE_CHECKING:
+    from ramify.models.load import Policy
+
+
+def check_task(run: Run, task: Task, say: Callable[[str], None] = print) -> None:
+    """The task has the splits that the run asks, its gold answers score 1 where it has any, and its options can be learnt
+    by. ``say`` is told where scores were not checked."""
+    splits = dict.fromkeys(("train", "validation", *run.evaluate.first, *run.evaluate.final))
+    for split in splits:
+        items_of(task, split)
+    skipped = validate(task, splits, gold=run.task.validate)
+    if skipped:
+        say(skipped if run.task.validate else f"{skipped} (task.validate=false)")
+    if run.rl is not None and run.rl.rollout.group == 1 and run.rl.algorithm.has_group_baseline:
+        warnings.warn(
+            "a group of one has nothing to be compared with: every advantage is 0, and nothing will be learnt; set "
+            "rl.rollout.group to 2 or more",
+            stacklevel=2,
+        )
+    if run.rl is not None and run.rl.loss.kl_beta and run.rl.loss.kl == "k1":
+        warnings.warn(
+            "rl.loss.kl=k1: the gradient of k1 does not know the reference, so that it holds the policy nowhere; use k2 or "
+            "k3+, or rl.algorithm.kl_reward, which is by k1",
+            stacklevel=2,
+        )
+
+
+def check_device(run: Run) -> None:
+    """A GPU that the recipe names is there."""
+    import torch
+
+    kind, _, index = run.policy.device.partition(":")
+    num = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if kind == "cuda" and int(index or 0) >= num:
+        told = f"{num} GPUs" if num else "no GPU, or torch was built without CUDA"
+        raise ConfigError(
+            f"policy.device={run.policy.device}: this machine has {told}: set policy.device=cpu, or leave it out"
+        )
+
+
+def check_inference(run: Run) -> None:
+    """Another engine does not say what top-p and top-k left, so nobody could compute the same probabilities. What starts
+    engines is there, as far as they are to be on this machine."""
+    spec, rl = run.inference, run.rl
+    if spec is None:
+        return
+    if rl is not None and spec.engine != "ramify" and ((rl.rollout.top_p or 1) < 1 or rl.rollout.top_k):
+        raise ConfigError(
+            f"rl.rollout.top_p={rl.rollout.top_p} and top_k={rl.rollout.top_k} cannot be trained on with "
+            f"inference.engine={spec.engine}, which does not say what they left to draw from: leave them out"
+        )
+    if run.placement is None or run.placement.kind == "local":
+        check_program(spec)
+
+
+def check_signals(run: Run) -> None:
+    """What was drawn from a kept set has the log-probability within it, and a teacher says that over the whole vocabulary:
+    each gap would be off by the logarithm of what was cut off."""
+    rl = run.rl
+    if rl is None or not ((rl.rollout.top_p or 1) < 1 or rl.rollout.top_k):
+        return
+    for name, signal in rl.signals.items():
+        if needed({name: signal}):
+            raise ConfigError(
+                f"rl.rollout.top_p={rl.rollout.top_p} and top_k={rl.rollout.top_k} cannot be had with the teacher "
+                f"rl.signals.{name}: it scores over the whole vocabulary what was drawn from a part of it; leave them out"
+            )
+
+
+def check_schedules(run: Run) -> None:
+    """The stages whose steps the run says are long enough for their schedules."""
+    if run.warmup is not None:
+        scheduled("warmup", run.warmup.optim, run.warmup.steps)
+    if run.rl is None:
+        return
+    steps = run.rl.steps * run.rl.sample.minibatches
+    scheduled("rl", run.rl.optim, steps)
+    if run.rl.critic.optim is not None and run.rl.critic.model == "own":
+        scheduled("rl.critic", run.rl.critic.optim, steps)
+
+
+def check_folder(out: Path) -> None:
+    """Files can be written in the run's folder, or where it is to be made. Nothing is left there."""
+    missing: list[Path] = []
+    try:
+        missing += [each for each in (out, *out.parents) if not each.exists()]
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out) as file:
+            file.write(b"\0")
+    except OSError as error:
+        raise ConfigError(
+            f"nothing can be written in the run's folder {out} ({error.strerror}): give another with --out DIR"
+        ) from error
+    finally:
+        with contextlib.suppress(OSError):
+            for each in missing:
+                each.rmdir()
+
+
+def check_prompts(run: Run, task: Task, scaffold: Scaffold, policy: Policy) -> None:
+    """A first message that leaves no room for a reply would fail in every rollout."""
+    room, tools = policy.window - 1, scaffold.tools(NATIVE_TOOLS)
+    for item in islice(items_of(task, "train"), 32):
+        tokens = len(policy.renderer.prompt(first_prompt(scaffold, run, item), tools))
+        if tokens > room:
+            raise ConfigError(
+                f"item {item.id} does not fit the policy: its prompt has {tokens} tokens and the window {room + 1}; "
+                "use a scaffold that shows less of the context, or a policy with a larger window"
+            )
+
+
+def first_prompt(scaffold: Scaffold, run: Run, item: Item) -> list[Message]:
+    """What a root is told first."""
+    description = "" if scaffold.first else observe.describe(item.context)
+    system = scaffold.system_prompt(depth=0, children=run.limits.max_depth > 0, tools="", limits="")
+    first = Message("user", scaffold.first_message(item.question, item.context, description))
+    return [Message("system", system), first] if system else [first]

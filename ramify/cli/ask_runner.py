@@ -1,0 +1,228 @@
+"""A question from the command line, from its start to its exit code: Ctrl-C, what is shown meanwhile, what is printed.
+
+run ──> start an RLM's run ──> watch its events (``progress_screen.py``) ──> print the answer ──> exit code
+           ^
+           └── Ctrl-C: once ``wrap_up``, twice ``cancel``, a third time Python's own
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from ramify.cli import terminal_text
+from ramify.cli.event_watcher import EventWatcher, StepLines
+from ramify.cli.exit_codes import ExitCode, exit_of
+from ramify.cli.progress_screen import ProgressScreen
+from ramify.cli.stderr_notes import StderrNotes, error_line
+from ramify.cli.stopping import on_signal
+from ramify.engine.call import jsonable
+from ramify.engine.rlm import RLM
+from ramify.engine.run_handle import Result, RunHandle
+from ramify.errors import ModelError, ReplyCut, ReplyFiltered
+from ramify.types.event import AnyEvent
+from ramify.types.message import Usage
+from ramify.types.trajectory import Trajectory
+
+if TYPE_CHECKING:
+    from ramify.sources.base import LoadedContext
+
+Start = Callable[[Callable[[AnyEvent], None]], RunHandle]
+"""Begins a run whose events go to the function that is given."""
+
+
+class AskRequest(msgspec.Struct, frozen=True):
+    """A question and how it is to be answered."""
+
+    question: str
+    loaded: Any
+    """What ``load`` returned, or None."""
+    paths: list[str]
+    schema: dict[str, Any] | None
+    cite: bool
+    cache: bool
+
+    def start(self, rlm: RLM, on_event: Callable[[AnyEvent], None]) -> RunHandle:
+        given = (self.question, None) if self.loaded is None else (self.loaded, self.question)
+        return rlm.start(
+            *given, answer_type=self.schema, cite=self.cite, cache=self.cache, on_event=on_event,
+            metadata=source_record(self.loaded, self.paths),
+        )  # fmt: skip
+
+
+def run(rlm: RLM, asked: AskRequest, screen: ProgressScreen, *, as_json: bool) -> ExitCode:
+    return _finish(lambda on_event: asked.start(rlm, on_event), rlm, screen, as_json, bool(asked.schema))
+
+
+def run_again(run: str, screen: ProgressScreen, *, as_json: bool, allow_weaker: bool) -> ExitCode:
+    """Go on with a stored run; one that has ended is answered from the record."""
+    from ramify.cli import resume
+
+    notes = screen.notes
+    store, recorded = resume.find(run)
+    if recorded.ended is None:
+        store.check_free(run)
+    has_schema = bool(recorded.started.config.get("answer_schema"))
+    rlm = resume.rebuild(recorded.started, store, with_tools=recorded.ended is None, allow_weaker=allow_weaker)
+    if recorded.ended is not None:
+        notes.say(f"run {recorded.started.id} had ended; this is its answer")
+        result = asyncio.run(rlm.aresume(run))
+        screen.clear()
+        return _print(result, notes, as_json, has_schema, is_stored=True)
+    notes.say(f"going on with run {recorded.started.id}: {terminal_text.one_line(recorded.started.question)}")
+    return _finish(lambda on_event: rlm.restart(run, on_event=on_event), rlm, screen, as_json, has_schema)
+
+
+def source_record(loaded: LoadedContext | None, paths: list[str]) -> dict[str, Any]:
+    """What a resume needs to load again what does not live in the context: tools over files."""
+    if loaded is None:
+        return {}
+    return {"sources": {"paths": [p if p == "-" else str(Path(p).absolute()) for p in paths], "tools": [*loaded.tools]}}
+
+
+# --- running ---------------------------------------------------------------------------------------------------
+
+
+def _finish(start: Start, rlm: RLM, screen: ProgressScreen, as_json: bool, has_schema: bool) -> ExitCode:
+    notes = screen.notes
+    interrupts = RunInterrupts(notes)
+    gc.freeze()  # what start-up made stays; ``main`` had turned collection off for it
+    gc.enable()
+    try:
+        result = asyncio.run(_watched(start, rlm, screen, interrupts))
+    except asyncio.CancelledError:
+        notes.say("ramify: stopped")
+        return interrupts.code
+    screen.clear()
+    return _print(result, notes, as_json, has_schema, is_stored=rlm.store is not None)
+
+
+async def _watched(start: Start, rlm: RLM, screen: ProgressScreen, interrupts: RunInterrupts) -> Result:
+    async with rlm:
+        watcher = _watcher(rlm, screen)
+        running = start(watcher.apply)
+        with interrupts.caught(running), watcher.watching(running):
+            return await running.result()
+
+
+def _watcher(rlm: RLM, screen: ProgressScreen) -> EventWatcher:
+    lines = StepLines(screen.notes, screen)
+    if screen.form != "live":
+        return lines
+    from ramify.cli.live import LiveView
+
+    return LiveView(screen, lines, rlm.limits.max_seconds)
+
+
+class RunInterrupts:
+    """Ctrl-C and SIGTERM while a run goes on."""
+
+    def __init__(self, notes: StderrNotes) -> None:
+        self.code = ExitCode.STOPPED
+        self._notes = notes
+        self._count = 0
+
+    @contextlib.contextmanager
+    def caught(self, running: RunHandle) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        on_signal(signal.SIGINT, lambda: self._interrupted(running))
+        on_signal(signal.SIGTERM, lambda: self._terminated(running))
+        try:
+            yield
+        finally:
+            loop.remove_signal_handler(signal.SIGINT)
+            loop.remove_signal_handler(signal.SIGTERM)
+
+    def _interrupted(self, running: RunHandle) -> None:
+        self._count += 1
+        if self._count == 1:
+            self._notes.say("ramify: answering with what there is; Ctrl-C again to stop")
+            running.wrap_up()
+            return
+        running.cancel()
+        asyncio.get_running_loop().remove_signal_handler(signal.SIGINT)
+
+    def _terminated(self, running: RunHandle) -> None:
+        self.code = ExitCode.TERMINATED
+        running.cancel()
+
+
+# --- printing --------------------------------------------------------------------------------------------------
+
+
+def _print(result: Result, notes: StderrNotes, as_json: bool, has_schema: bool, *, is_stored: bool) -> ExitCode:
+    code = exit_of(result.stop, result.answer)
+    run_id = result.run_id if is_stored else None
+    if as_json:
+        _print_json(result, run_id)
+    elif result.answer is not None:
+        _print_answer(result, notes, has_schema)
+    if result.answer is None or code is ExitCode.ERROR:
+        error_line(_why(result))
+    elif isinstance(result.failure, ReplyCut):
+        notes.say(f"ramify: {result.error}")
+    failure = result.failure
+    is_recorded = isinstance(failure, ReplyFiltered)  # a resume would meet it again
+    if run_id and code is ExitCode.ERROR and isinstance(failure, ModelError) and not is_recorded:
+        notes.say(f"continue this run with: ramify ask --resume {run_id}")
+    notes.say(summary(result.trajectory, run_id))
+    return code
+
+
+def _why(result: Result) -> str:
+    """Why there is no answer, with what went wrong last where a limit ended the trying."""
+    why = result.error or f"no answer: the run ended with {result.stop}"
+    errors = [error for error in result.trajectory.errors if why not in error]
+    return f"{why}; before that: {errors[-1]}" if errors and result.stop.is_truncated() else why
+
+
+def _print_json(result: Result, run_id: str | None) -> None:
+    """The fields of ``docs/cli.md``: always all of them, in this order."""
+    fields = {
+        "answer": jsonable(result.answer), "stop": result.stop, "error": result.error,
+        "citations": result.citations, "usage": {name: getattr(result.usage, name) for name in Usage.__struct_fields__},
+        "cost": result.cost, "seconds": result.trajectory.seconds, "run": run_id,
+    }  # fmt: skip
+    try:
+        print(msgspec.json.encode(fields).decode())
+    except UnicodeEncodeError:  # halves of characters, for which only escapes will do
+        import json
+
+        print(json.dumps(msgspec.to_builtins(fields)))
+
+
+def _print_answer(result: Result, notes: StderrNotes, has_schema: bool) -> None:
+    """To a terminal without escape sequences; to a pipe as it is."""
+    is_terminal = sys.stdout.isatty()
+    print(terminal_text.clean(result.response) if is_terminal else result.response)
+    lines = [
+        f"[{number}] {each.source}:{each.first_line}-{each.last_line} {terminal_text.one_line(each.quote, 160)!r}"
+        for number, each in enumerate(result.citations, 1)
+    ]
+    if has_schema:  # stdout must stay JSON
+        for line in lines:
+            notes.say(line)
+    elif lines:
+        print("\n" + "\n".join(lines))
+
+
+def summary(trajectory: Trajectory, run_id: str | None, unfinished: str = "running") -> str:
+    """``final · 3 turns, 12 calls · 45.2k tokens · $0.012 · 4.2 s · run 20260301-…``; ``unfinished`` is for one without end."""
+    usage = trajectory.usage
+    turns = len(trajectory.root.turns) if trajectory.calls else 0
+    bound = "at most " if usage.unknown_calls else ""
+    parts = [
+        str(trajectory.stop or unfinished), f"{terminal_text.many(turns, 'turn')}, {terminal_text.many(usage.calls, 'call')}",
+        f"{bound}{terminal_text.count(usage.total_tokens)} tokens",
+        *([bound + terminal_text.dollars(trajectory.cost)] if trajectory.cost is not None else []),
+        terminal_text.seconds(trajectory.seconds), *([f"run {run_id}"] if run_id else []),
+    ]  # fmt: skip
+    return " · ".join(parts)

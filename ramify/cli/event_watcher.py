@@ -1,0 +1,69 @@
+"""What is said of a run while it goes on, where no live view is drawn: a line for each step with ``--verbose``, a JSON object
+for each where that is the form, else nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Protocol
+
+from ramify.cli.progress_screen import ProgressScreen
+from ramify.cli.stderr_notes import StderrNotes
+from ramify.cli.terminal_text import count, dollars, one_line, seconds
+from ramify.engine.run_handle import RunHandle
+from ramify.types.event import AnyEvent, AttemptFailed, CallEnded, CallStarted, CellRan, NoteAdded, ReplyReceived
+
+
+class EventWatcher(Protocol):
+    """Sees a run's events as they happen."""
+
+    def apply(self, event: AnyEvent) -> None: ...
+
+    def watching(self, running: RunHandle) -> contextlib.AbstractContextManager[None]:
+        """While the run goes on."""
+        ...
+
+
+class StepLines:
+    """A line for each step, for those who asked for more; or an object for programs."""
+
+    def __init__(self, notes: StderrNotes, screen: ProgressScreen) -> None:
+        self._notes, self._screen = notes, screen
+
+    def apply(self, event: AnyEvent) -> None:
+        if self._screen.form == "json":
+            if line := line_of(event):
+                call = event.id if isinstance(event, CallStarted | CallEnded) else getattr(event, "call", "")
+                self._screen.event("step", kind=event.__struct_config__.tag, call=call, text=line)
+        elif self._notes.verbose and (line := line_of(event)):
+            self._notes.say(f"{event.at_s:7.2f} s  {line}")
+
+    @contextlib.contextmanager
+    def watching(self, running: RunHandle) -> Iterator[None]:
+        yield
+
+
+def line_of(event: AnyEvent) -> str:
+    """``event`` for a person; empty for what says nothing new."""
+    match event:
+        case CallStarted():
+            return f"call {event.id} ({event.kind}, {event.model}): {one_line(event.question)}"
+        case ReplyReceived(reply=reply):
+            cost = f", {dollars(reply.cost)}" if reply.cost else ""
+            paid = ", from the record" if event.cached else ""
+            return (
+                f"call {event.call}, turn {event.turn + 1}: reply, {count(reply.usage.total_tokens)} tokens{cost}{paid}"
+            )
+        case CellRan(result=cell):
+            error = cell.error.strip().splitlines()[0 if cell.died else -1] if cell.error else None
+            end = one_line(error or cell.value or cell.stdout)
+            return f"call {event.call}, turn {event.turn + 1}: ran {seconds(cell.seconds)}: {end or '(no output)'}"
+        case AttemptFailed():
+            return f"call {event.call}, turn {event.turn + 1}: {event.error}"
+        case NoteAdded():
+            return f"call {event.call}: {event.text}"
+        case CallEnded():
+            return f"call {event.id} ended: {event.stop}" + (f": {event.error}" if event.error else "")
+        case _:
+            return ""

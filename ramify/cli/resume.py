@@ -1,0 +1,89 @@
+"""A stored run made ready to go on or to be repeated: the ``RLM`` that its journal describes.
+
+Models, limits, prompts, sandbox and sampling are taken as they were recorded. Tools over files (``sql``) are loaded again
+from the recorded paths, and MCP servers are started again. A replay asks nobody, so its models are stand-ins that need no key.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from ramify.clients.base import Price, Request, Sampling
+from ramify.clients.prices import PriceTable
+from ramify.engine.limits import Limits
+from ramify.engine.rlm import RLM
+from ramify.engine.scaffold import Scaffold
+from ramify.errors import ConfigError, ReplayDiverged, SourceError
+from ramify.sandbox.base import SandboxSpec
+from ramify.store.recorded_replies import RecordedReplies
+from ramify.store.store import Store
+from ramify.types.event import RunStarted
+from ramify.types.message import Reply
+
+
+def find(run: str) -> tuple[Store, RecordedReplies]:
+    store = Store()
+    return store, RecordedReplies(store.events(run))
+
+
+def rebuild(
+    started: RunStarted, store: Store, *, stand_ins: bool = False, with_tools: bool = True, allow_weaker: bool = False
+) -> RLM:
+    """The RLM that ``started`` recorded; ``allow_weaker`` is for a machine whose sandbox is weaker than the recorded
+    one's. Raises ConfigError where this version cannot read what was recorded, SourceError
+    where files that its tools read are gone."""
+    config = started.config
+    models = [*config.get("model", [])]
+    subs = [*config.get("sub_model", [])]
+    if not models:
+        raise ConfigError(f"run {started.id} does not say which model it asked: ask anew")
+    try:
+        sandbox = msgspec.convert(config.get("sandbox", {}), SandboxSpec)
+        return RLM(
+            [PlaceholderClient(name) for name in models] if stand_ins else models,
+            sub_model=([PlaceholderClient(name) for name in subs] if stand_ins else subs) or None,
+            limits=msgspec.convert(config.get("limits", {}), Limits),
+            scaffold=msgspec.convert(config.get("scaffold", {}), Scaffold),
+            sandbox=msgspec.structs.replace(sandbox, allow_weaker=sandbox.allow_weaker or allow_weaker),
+            sampling=msgspec.convert(config.get("sampling", {}), Sampling),
+            tools=(_tools(started) if with_tools else None) or None,
+            store=store,
+        )
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"run {started.id} was recorded with settings that do not fit: {error}; ask anew") from None
+
+
+def _tools(started: RunStarted) -> dict[str, Any]:
+    sources, servers = started.config.get("sources") or {}, started.config.get("mcp") or ()
+    tools: dict[str, Any] = {}
+    if servers:
+        from ramify.engine.mcp_tools import McpTools
+
+        tools |= McpTools(*servers)  # connected until the process ends
+    if not sources.get("tools"):
+        return tools
+    from ramify.sources.load_sources import load
+
+    if "-" in sources["paths"]:
+        raise SourceError(
+            f"run {started.id} used {', '.join(sources['tools'])} over standard input, which is gone: ask anew"
+        )
+    return {**tools, **load(sources["paths"]).tools}
+
+
+class PlaceholderClient:
+    """A ``Client`` of which only name, window and price are used."""
+
+    def __init__(self, name: str) -> None:
+        prices = PriceTable.load()
+        self.name = name
+        self.window = prices.window(name) or 128_000
+        self.price: Price | None = prices.price(name)
+
+    async def complete(self, request: Request) -> Reply:
+        raise ReplayDiverged(f"{self.name} was asked something that the run did not record")
+
+    async def close(self) -> None:
+        """Nothing to close."""

@@ -1,0 +1,259 @@
+"""The JSON of OpenAI's chat completions: a ``Request`` into a body, a body into a ``Reply``. No sockets.
+
+    Request(messages, Sampling(max_tokens=64))  ->  {"model": …, "messages": […], "max_completion_tokens": 64}
+    {"choices": [{"message": {"content": "hi"}, …}], "usage": {…}}  ->  Reply(Message("assistant", "hi"), …)
+
+Where servers differ in what they take, the provider's line in ``providers.py`` says so; where they differ in what they
+send, every known form is read: thinking as ``reasoning``, ``reasoning_content`` or parts of the content, token ids of
+vLLM, thinking that is counted in the total alone.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+
+from ramify.clients.base import Request
+from ramify.clients.finish import finish_of
+from ramify.clients.providers import Endpoint
+from ramify.clients.usage import counted, dollars
+from ramify.types.message import Finish, Message, Reply, ToolCall, Usage
+
+
+class _Function(msgspec.Struct):
+    name: str = ""
+    arguments: Any = ""
+
+
+class _ToolCall(msgspec.Struct):
+    id: str = ""
+    function: _Function = msgspec.field(default_factory=_Function)
+
+
+class _Message(msgspec.Struct):
+    content: str | list[Any] | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    refusal: str | None = None
+    tool_calls: list[_ToolCall] | None = None
+
+
+class _Logprob(msgspec.Struct):
+    logprob: float
+
+
+class _Logprobs(msgspec.Struct):
+    content: list[_Logprob] | None = None
+
+
+class _Choice(msgspec.Struct):
+    message: _Message = msgspec.field(default_factory=_Message)
+    finish_reason: str | None = None
+    content_filter_results: Any = None
+    logprobs: _Logprobs | None = None
+    token_ids: tuple[int, ...] | None = None
+
+
+class ChatCompletion(msgspec.Struct):
+    """A server's answer, as far as it is read."""
+
+    choices: list[_Choice] | None = None
+    usage: Any = None
+    """As the server reports it: often wrong in form, so ``_usage`` reads it."""
+    model: str | None = None
+    error: Any = None
+    prompt_token_ids: tuple[int, ...] | None = None
+
+
+_decode = msgspec.json.Decoder(ChatCompletion).decode
+
+
+def decode(body: bytes) -> ChatCompletion:
+    """Raises msgspec.DecodeError. Half characters, which a model may sample and a server pass on, are replaced: the
+    reply is paid for."""
+    try:
+        return _decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        try:
+            parsed = json.loads(body.decode("utf-8-sig", "replace"), parse_constant=_no_number)
+            loose = json.dumps(parsed, ensure_ascii=False)
+        except (ValueError, RecursionError):
+            raise error from None
+        return _decode(loose.encode("utf-8", "replace"))
+
+
+def _no_number(constant: str) -> None:
+    """NaN and the infinities, which some servers write and JSON does not have."""
+
+
+_encode = msgspec.json.Encoder().encode
+
+
+def body_fields(request: Request, endpoint: Endpoint, limit_field: str) -> dict[str, Any]:
+    """The request's body as the server wants it."""
+    sampling = request.sampling
+    fields: dict[str, Any] = {
+        "model": endpoint.model,
+        "messages": [_wire_message(message, endpoint.provider.reasoning_field) for message in request.messages],
+        limit_field: sampling.max_tokens,
+    }
+    for name in ("temperature", "top_p", "seed"):
+        if (value := getattr(sampling, name)) is not None:
+            fields[name] = value
+    if sampling.top_k is not None and endpoint.provider.local:  # no field of OpenAI's own API
+        fields["top_k"] = sampling.top_k
+    if sampling.stop:
+        fields["stop"] = sampling.stop
+    if sampling.logprobs:
+        fields["logprobs"] = True
+        if endpoint.provider.returns_ids:
+            fields["return_token_ids"] = True
+    if request.schema is not None:
+        schema = {"name": "answer", "schema": request.schema, "strict": is_strict(request.schema)}
+        fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+    if request.tools:
+        fields["tools"] = [{"type": "function", "function": tool} for tool in request.tools]
+    if request.affinity and endpoint.cache_key:
+        fields["prompt_cache_key"] = request.affinity
+    fields.update(sampling.extra)
+    return fields
+
+
+def is_strict(schema: Any) -> bool:
+    """Whether OpenAI would enforce ``schema``: every object closed, with all of its properties required."""
+    if isinstance(schema, list):
+        return all(map(is_strict, schema))
+    if not isinstance(schema, dict):
+        return True
+    properties = schema.get("properties")
+    if schema.get("type") == "object" or isinstance(properties, dict):
+        named = properties if isinstance(properties, dict) else {}
+        if schema.get("additionalProperties") is not False or set(schema.get("required", ())) != set(named):
+            return False
+        if not all(map(is_strict, named.values())):
+            return False
+    rest = (value for key, value in schema.items() if key not in ("properties", "enum", "const", "default", "examples"))
+    return all(map(is_strict, rest))
+
+
+def encode(fields: dict[str, Any]) -> bytes:
+    """The body's bytes; text that is not valid Unicode is repaired."""
+    try:
+        return _encode(fields)
+    except UnicodeEncodeError:
+        return _encode(without_surrogates(fields))
+
+
+def read(completion: ChatCompletion, choice: _Choice, model: str, seconds: float) -> Reply:
+    """``completion`` as a ``Reply``; raises ValueError where it contradicts itself, ServerFailed where the server says
+    that it broke off."""
+    finish = _finish(choice, model)
+    return Reply(
+        message=_message(choice.message),
+        usage=_usage(completion.usage),
+        finish=finish,
+        filter=_filter(choice) if finish == "content_filter" else "",
+        model=completion.model or model,
+        cost=dollars(_fields(completion.usage).get("cost")),
+        seconds=seconds,
+        prompt_ids=completion.prompt_token_ids,
+        token_ids=choice.token_ids,
+        logprobs=_logprobs(choice),
+    )
+
+
+def _wire_message(message: Message, reasoning_field: str) -> dict[str, Any]:
+    wire: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.tool_calls:
+        wire["content"] = message.content or None
+        wire["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in message.tool_calls
+        ]
+    if message.tool_call_id is not None:
+        wire["tool_call_id"] = message.tool_call_id
+    if message.reasoning and reasoning_field:
+        wire[reasoning_field] = message.reasoning
+    return wire
+
+
+def without_surrogates(value: Any) -> Any:
+    """Lone surrogates, which bytes read as text may leave, cannot be sent: each becomes U+FFFD."""
+    if isinstance(value, str):
+        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    if isinstance(value, dict):
+        return {key: without_surrogates(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_surrogates(each) for each in value]
+    return without_surrogates(msgspec.to_builtins(value)) if isinstance(value, msgspec.Struct) else value
+
+
+def _message(wire: _Message) -> Message:
+    content, thought = (wire.content, None) if not isinstance(wire.content, list) else _parts(wire.content)
+    return Message(
+        role="assistant",
+        content=content or wire.refusal or "",
+        reasoning=wire.reasoning or wire.reasoning_content or thought or None,
+        tool_calls=tuple(_tool_call(i, call) for i, call in enumerate(wire.tool_calls or ())),
+    )
+
+
+def _tool_call(index: int, wire: _ToolCall) -> ToolCall:
+    arguments = wire.function.arguments
+    text = arguments if isinstance(arguments, str) else msgspec.json.encode(arguments).decode()
+    return ToolCall(wire.id or f"call_{index}", wire.function.name, text)
+
+
+def _parts(parts: list[Any]) -> tuple[str, str | None]:
+    """Content given as a list of parts: its text, and its thinking."""
+    text, thinking = [], []
+    for part in parts:
+        if isinstance(part, str):
+            text.append(part)
+        elif isinstance(part, dict) and part.get("type") == "thinking":
+            inner = part.get("thinking")
+            thinking.append(_parts(inner)[0] if isinstance(inner, list) else str(inner or ""))
+        elif isinstance(part, dict):
+            text.append(str(part.get("text") or ""))
+    return "".join(text), "".join(thinking) or None
+
+
+def _finish(choice: _Choice, model: str) -> Finish:
+    if choice.message.refusal and not choice.message.content:
+        return "content_filter"
+    return finish_of(choice.finish_reason, model)
+
+
+def _filter(choice: _Choice) -> str:
+    """What stopped the reply: ``refusal``, or the server's word, with the categories that Azure adds."""
+    if choice.message.refusal:
+        return "refusal"
+    about = _fields(choice.content_filter_results)
+    kinds = [str(kind) for kind, found in about.items() if _fields(found).get("filtered") is True]
+    return f"{choice.finish_reason} ({', '.join(kinds)})" if kinds else str(choice.finish_reason)
+
+
+def _logprobs(choice: _Choice) -> tuple[float, ...] | None:
+    if choice.logprobs is None or choice.logprobs.content is None:
+        return None
+    return tuple(token.logprob for token in choice.logprobs.content)
+
+
+def _usage(reported: Any) -> Usage:
+    """``calls`` is 0 if the server did not count both sides, or counted what cannot be."""
+    fields = _fields(reported)
+    inputs, outputs = (_fields(fields.get(f"{kind}_tokens_details")) for kind in ("prompt", "completion"))
+    return counted(
+        fields.get("prompt_tokens"),
+        fields.get("completion_tokens"),
+        total=fields.get("total_tokens"),
+        cached=inputs.get("cached_tokens") or fields.get("prompt_cache_hit_tokens"),
+        stored=inputs.get("cache_write_tokens"),
+        reasoning=outputs.get("reasoning_tokens") or fields.get("reasoning_tokens"),
+    )
+
+
+def _fields(reported: Any) -> dict[str, Any]:
+    return reported if isinstance(reported, dict) else {}

@@ -1,0 +1,155 @@
+"""The session of one call: opened while the first request is on the wire, and rebuilt when it dies in the middle of a cell.
+
+    execute(code) ── session.run ──> Ran                                          it goes into the past
+                          └─ SessionDied ──> a new session, the past run again ──> Ran with what was printed, and why
+
+Decides what a session begins with (prelude, tools, what a task prepares) and what is told of one that died. Leaves out
+what counts as the same past (``cell_history.py``) and what the cell's calls do (``host.py``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from importlib import resources
+
+import msgspec
+
+from ramify.engine import observe
+from ramify.engine.call import LiveCall
+from ramify.engine.cell_history import CellHistory
+from ramify.engine.host import CellHost
+from ramify.engine.run_state import RunState
+from ramify.errors import SessionDied
+from ramify.sandbox.base import CellResult, Session
+from ramify.types.trajectory import Cell
+
+MAX_DEATHS = 3
+"""Sessions that one call may lose before it ends in an error."""
+
+
+class Notebook:
+    """One call's live namespace, whatever session holds it."""
+
+    def __init__(self, run: RunState, call: LiveCall) -> None:
+        self.run, self.call = run, call
+        self.num_deaths = 0
+        self._session: Session | None = None
+        self._opening: asyncio.Task[Session] | None = None
+        self._cell_history = CellHistory()
+
+    def take_over(self, before: Notebook) -> None:
+        """Go on with the session of ``before``, which is of the question before."""
+        self._session, before._session = before._session, None
+        opening, before._opening = before._opening, None
+        failed = opening is not None and opening.done() and (opening.cancelled() or opening.exception() is not None)
+        self._opening = None if failed else opening
+        self._cell_history = before._cell_history
+        if self._session is not None:
+            self.run.keep(self._session)
+
+    async def fork(self, call: LiveCall) -> Notebook:
+        """A second one for ``call`` that goes on from here. Raises SandboxError where sessions cannot be forked."""
+        fork = Notebook(self.run, call)
+        fork._session = await (await self.session()).fork()
+        fork._cell_history = self._cell_history.copy()
+        self.run.keep(fork._session)
+        return fork
+
+    def begin_to_open(self) -> None:
+        """Get a session ready; while the first request is on the wire this costs no time."""
+        if self._session is None and self._opening is None:
+            self._opening = asyncio.get_running_loop().create_task(self._new_session())
+
+    async def session(self) -> Session:
+        """The session, opened now if there is none."""
+        if self._session is None:
+            self.begin_to_open()
+            assert self._opening is not None
+            self._session, self._opening = await asyncio.shield(self._opening), None
+            self.run.keep(self._session)
+        return self._session
+
+    async def execute(self, code: str, host: CellHost, *, died: bool = False) -> CellResult:
+        """Run ``code``; its calls go to ``host``. Where the session dies in it the next cell finds another one, and
+        ``CellResult.cell.died`` is set. ``died``: it did so when it was recorded, so it has to now."""
+        session = await self.session()
+        reason = None
+        try:
+            ran = await session.run(code, answer=host.answer, timeout_s=self.run.cell_s)
+        except SessionDied as death:
+            reason = str(death)
+            ran = CellResult(Cell(code, death.stdout, stdout_chars=len(death.stdout)))
+        if host.fatal is not None:
+            raise host.fatal
+        was_rolled_back = ran.interrupted == "killed"
+        if reason is None and not was_rolled_back and not died:
+            self._cell_history.add(ran, host.answered)
+            return ran
+        self.num_deaths += 1
+        error = ran.cell.error if was_rolled_back else await self._replace(reason or "as when this was recorded")
+        return CellResult(msgspec.structs.replace(ran.cell, value=None, error=error, died=True))
+
+    async def _replace(self, reason: str) -> str:
+        """Another session in place of the one that died; what the model is told."""
+        await self.close()
+        told = f"SessionDied: {reason}"
+        if self.num_deaths >= MAX_DEATHS or self.run.closing is not None:  # nothing will run in it
+            self._cell_history = CellHistory()
+            return told
+        problem = await self._rebuild()
+        if len(self._cell_history):
+            return f"{told}\n{observe.REBUILT}"
+        return f"{told}\n{observe.STARTED_ANEW}{f' ({problem})' if problem else ''}"
+
+    async def _rebuild(self) -> str | None:
+        """Run the past again in a new session; why that failed, and is forgotten, if so."""
+        if not len(self._cell_history):
+            return None
+        problem: str | None = "it was cut off"
+        try:
+            problem = await self._cell_history.again(await self.session(), self.run.cell_s)
+        finally:
+            if problem is not None:
+                self._cell_history = CellHistory()
+                await self.close()
+        again = "1 cell was" if len(self._cell_history) == 1 else f"{len(self._cell_history)} cells were"
+        what = f"could not be rebuilt: {problem}" if problem else f"was rebuilt: {again} run again"
+        self.run.note(self.call, f"the session died and {what}")
+        return problem
+
+    async def _new_session(self) -> Session:
+        run, call = self.run, self.call
+        session = await run.open_session(call)
+        try:
+            await session.install("prelude", _prelude(run.scaffold.max_output_chars))
+            tools = run.tools_at(call.depth)
+            if tools.functions:
+                await session.install("tools", tools.source())
+            for name, value in tools.values.items():
+                await session.set(name, value, reserved=True)
+            if run.on_session is not None:
+                await run.on_session(session)
+        except BaseException:
+            await session.close()
+            raise
+        return session
+
+    async def close(self) -> None:
+        """End the session, also one that is being opened. The notebook can be used on, with another one."""
+        opening, self._opening = self._opening, None
+        if opening is not None:
+            opening.cancel()
+            await asyncio.wait([opening])
+            if not opening.cancelled() and opening.exception() is None:
+                await opening.result().close()
+        session, self._session = self._session, None
+        if session is not None:
+            self.run.drop(session)
+            await session.close()
+
+
+@functools.cache
+def _prelude(max_output_chars: int) -> str:
+    source = resources.files("ramify.engine").joinpath("prelude.py").read_text("utf-8")
+    return f"{source}\n_CONTROL['max_output_chars'] = {max_output_chars}\n"

@@ -1,0 +1,468 @@
+"""The RLM loop: ask, run the code, show what came of it, until there is an answer. Written once, for every depth.
+
+    ask ──> read the action ──> run its cells ──> final answer? ── yes ──> checked, put off if output is unseen, given
+     ^                                                 │ no
+     └───────────── observation  <─────────────────────┘
+
+What it leaves out: who pays and who may ask (``run_state.py``), the session and its death (``call_notebook.py``), what the session's
+calls do (``host.py``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import msgspec
+
+from ramify.clients.base import Tool
+from ramify.engine import observe, retool
+from ramify.engine.action import FinalAnswer, ParsedAction, read_action, said
+from ramify.engine.branch import BranchSearch
+from ramify.engine.call import CallOutcome, LiveCall
+from ramify.engine.call_notebook import MAX_DEATHS, Notebook
+from ramify.engine.host import CellHost
+from ramify.engine.run_state import NATIVE_TOOLS, RunState, cut_reply
+from ramify.engine.typed import AnswerType, TypeMismatch
+from ramify.errors import (
+    ConfigError,
+    HostCallError,
+    LimitReached,
+    ModelError,
+    RamifyError,
+    Refused,
+    ReplayDiverged,
+    ReplyCut,
+    SandboxError,
+    SessionDied,
+)
+from ramify.sandbox.base import CellResult
+from ramify.types.event import CellRan
+from ramify.types.message import Message, Reply
+from ramify.types.trajectory import Cell, Fork, Stop
+
+ChildLoop = Callable[[RunState, LiveCall], Coroutine[Any, Any, CallOutcome]]
+
+_NOTHING: Any = object()
+_SHARES = (1, 2, 4, 8, 16, 32, 64)
+"""An observation that does not fit the window is shown as one part in so many, the largest part that fits."""
+
+
+async def run_child(run: RunState, call: LiveCall) -> CallOutcome:
+    """A child from beginning to end, in a session of its own."""
+    run.begin(call)
+    outcome = CallOutcome(Stop.CANCELLED, error="cancelled")
+    try:
+        loop = RlmLoop(run, call)
+        try:
+            outcome = await loop.answer(run.first_message(call))
+        finally:
+            await loop.close()
+    except (ModelError, SandboxError, LimitReached) as error:
+        stop = Stop(error.stop) if isinstance(error, LimitReached) else Stop.ERROR
+        outcome = CallOutcome(stop, error=str(error), failure=error)
+    finally:
+        run.end(call, outcome)
+    if outcome.answer is None and outcome.error is None:
+        return CallOutcome(outcome.stop, error=f"the child ended without an answer ({outcome.stop})")
+    whole = outcome.answer is not None and not isinstance(outcome.failure, ReplyCut)
+    return CallOutcome(outcome.stop, outcome.answer) if whole else outcome
+
+
+class RlmLoop:
+    """One call with its session. ``answer`` may be asked again: the session and its history go on."""
+
+    def __init__(
+        self, run: RunState, call: LiveCall, before: RlmLoop | None = None, search: BranchSearch | None = None
+    ) -> None:
+        """``before`` is the loop of the question before, whose session goes on here."""
+        self.run, self.call, self._search = run, call, search
+        self._branched_at = -1
+        self.chosen: RlmLoop = self
+        """The branch whose answer is this loop's, and whose session a next question goes on with."""
+        self.own: CallOutcome | None = None
+        """What this continuation itself came to, where it was one of several."""
+        self.notebook = Notebook(run, call)
+        if before is not None:
+            self.notebook.take_over(before.notebook)
+        self._kind: AnswerType | None = None
+        self._pending: list[Message] = []
+        self._reused: int | None = None
+        self._deferred: Any = _NOTHING
+        self._partial: Any = None
+        self._last_text = ""
+        self._is_cut = False
+        """True if the last reply ended at its limit of tokens."""
+        self._num_idle = 0
+        self._is_root = call.parent is None
+
+    async def answer(self, question: str, kind: AnswerType | None = None) -> CallOutcome:
+        """Answer one question; ``question`` is the whole first message, ``kind`` the check of the final value."""
+        self._kind = kind
+        text = f"{question}\n\n{kind.instruction()}" if kind else question
+        self._pending = [*self._before_question(), Message("user", text)]
+        self.notebook.begin_to_open()
+        return await self._go_on()
+
+    async def _go_on(self) -> CallOutcome:
+        """Turn after turn until there is an answer, in several continuations where the search wants them."""
+        while True:
+            width = self._search.width(self.call) if self._search and self._branched_at != self.call.turn else 1
+            outcome = await (self._branch(width) if width > 1 else self._step())
+            if outcome is not None:
+                return outcome
+
+    async def close(self) -> None:
+        await self.notebook.close()
+
+    # --- one turn ----------------------------------------------------------------------------------------------
+
+    async def _step(self) -> CallOutcome | None:
+        run, call = self.run, self.call
+        stop = run.must_stop(call)
+        if stop is None and self._is_root and run.scaffold.last_word:
+            stop = run.hold_last_word(call, self._pending)
+        if stop is not None:
+            return await self._last_word(stop)
+        tools = run.scaffold.tools(NATIVE_TOOLS)
+        try:
+            reply = await self._ask_within_window(tools=tools)
+        except LimitReached as reached:
+            return await self._last_word(Stop(reached.stop))
+        except ModelError as error:
+            outgrown = isinstance(error, Refused) and error.too_long and call.turn and not run.scaffold.compact_at
+            stop = Stop.MAX_TOKENS if outgrown else Stop.ERROR  # a history that is never summarised ends at the window
+            return CallOutcome(stop, self._best(in_words=False), str(error), error)
+        self._reused, self._last_text, self._is_cut = None, reply.message.content, reply.finish == "length"
+        try:
+            outcome, messages = await self._act(run.scaffold.read(reply.message, self._is_cut))
+        except SessionDied as died:
+            return CallOutcome(Stop.ERROR, self._best(in_words=False), str(died), died)
+        if outcome is None:
+            self._pending = messages
+            await self._compact_if_long()
+        return outcome
+
+    async def _ask_within_window(self, *after: Message, tools: tuple[Tool, ...] = ()) -> Reply:
+        """Ask with the pending messages and ``after``. If an observation does not fit the model's window, show less of
+        it. Raises what ``RunState.ask`` raises; Refused if even a few characters do not fit."""
+        run, whole = self.run, self._pending
+        error: Refused | None = None
+        for share in _SHARES if self.call.turn else _SHARES[:1]:  # a question is never shortened
+            pending = [observe.shortened(each, share, run.scaffold.terse_chars) for each in whole]
+            if error is not None and pending == self._pending:
+                continue
+            self._pending = pending
+            try:
+                reply = await run.ask(self.call, [*pending, *after], reused=self._reused, tools=tools)
+            except Refused as refused:
+                error = refused
+                if not refused.too_long:
+                    break
+                continue
+            if share > 1:
+                run.note(self.call, f"the window had room for one part in {share} of what the last cells gave")
+            return reply
+        self._pending = whole
+        assert error is not None
+        raise error
+
+    async def _act(self, action: ParsedAction) -> tuple[CallOutcome | None, list[Message]]:
+        """Do what the model asked for: an outcome, or the messages that it is shown next."""
+        notes = list(action.ignored)
+        turn = self.call.turn - 1
+        deferred, self._deferred = self._deferred, _NOTHING
+        reports, final = await self._run_cells(action, turn, notes)
+        if final is _NOTHING and action.final is not None:
+            final = await self._text_final(action.final, notes)
+        if final is _NOTHING and not action.codes:
+            return self._idle(action, deferred, notes)
+        self._num_idle = 0
+        if final is not _NOTHING:
+            outcome = self._conclude(final, reports, notes, confirmed=deferred is not _NOTHING)
+            if outcome is not None:
+                return outcome, []
+        elif deferred is not _NOTHING:
+            self._partial = deferred
+        return None, self._observation(action, reports, notes)
+
+    def _idle(self, action: ParsedAction, deferred: Any, notes: list[str]) -> tuple[CallOutcome | None, list[Message]]:
+        """A message without code or answer: a deferred answer stands; otherwise a nudge, and then it is the answer."""
+        if deferred is not _NOTHING:
+            outcome = self._conclude(deferred, [], notes, confirmed=True)
+            return outcome, [] if outcome else self._observation(action, [], notes)
+        self._num_idle += 1
+        if self._num_idle >= self.run.scaffold.max_idle:
+            return self._in_words(), []
+        return None, self._observation(action, [observe.NUDGE], notes)
+
+    def _in_words(self) -> CallOutcome:
+        """What was said last as the answer; a partial one if it was cut."""
+        best = self._best()
+        if not self._is_cut or best is None or self._best(in_words=False) is not None:
+            return CallOutcome(Stop.NO_CODE, best)
+        error = cut_reply(self.call, self.run.sampling.max_tokens, self._last_text)
+        return CallOutcome(Stop.MAX_TOKENS, best, str(error), error)
+
+    def _conclude(self, final: Any, reports: list[str], notes: list[str], *, confirmed: bool) -> CallOutcome | None:
+        """The answer, if it fits its type and nothing is unseen; otherwise None, with a note for the model."""
+        try:
+            value = self._kind.convert(final) if self._kind else final
+        except TypeMismatch as mismatch:
+            notes.append(f"The answer does not fit its type: {mismatch}. Correct it and give it again with FINAL(…).")
+            return None
+        unseen = any(report not in ("", "(no output)") for report in reports)
+        if unseen and self.run.scaffold.defer_final and not confirmed:
+            self._deferred = final
+            notes.append(
+                "Your answer is noted, and put off by one turn: you had not seen the output above when you gave it. If it "
+                "still stands, give it again with FINAL(…); otherwise go on."
+            )
+            return None
+        return CallOutcome(Stop.FINAL, value)
+
+    # --- branches ----------------------------------------------------------------------------------------------
+
+    async def _branch(self, width: int) -> CallOutcome:
+        """The next turn in ``width`` continuations at once; the outcome of the one that is chosen."""
+        assert self._search is not None
+        self._branched_at = self.call.turn
+        tried: list[RlmLoop] = [self]
+        chosen: RlmLoop | None = None
+        try:
+            while len(tried) < width:
+                tried.append(await self._fork())
+            outcomes = await asyncio.gather(self._go_on_safely(), *(fork._go_on_and_end() for fork in tried[1:]))
+            diverged = next((o.failure for o in outcomes if isinstance(o.failure, ReplayDiverged)), None)
+            if diverged is not None:
+                raise diverged
+            index = self._search.choose([outcome.answer for outcome in outcomes])
+            if not 0 <= index < width:
+                raise ConfigError(f"the search chose {index} of {width} answers: its choose() returns an index of one")
+            chosen = tried[index]
+            self.run.note(self.call, f"of {width} continuations of turn {self._branched_at}, {chosen.call.id} answers")
+        finally:
+            for each in tried:
+                if each is not (chosen or self):
+                    await each.chosen.close()
+        self.own, self.chosen = self.own or outcomes[0], chosen.chosen
+        return outcomes[index]
+
+    async def _fork(self) -> RlmLoop:
+        """A continuation with a session of its own: forked, or where nothing has happened in it yet, a fresh one."""
+        run, origin = self.run, self.call
+        call = LiveCall(origin.next_fork(), "rlm", origin.client, origin.depth, origin.question, context=origin.context)
+        call.go_on_from(origin)
+        call.num_turns_before = origin.num_turns_before + origin.turn
+        fork = RlmLoop(run, call, search=self._search)
+        if origin.messages:
+            fork.notebook = await self.notebook.fork(call)
+        fork._kind, fork._pending, fork._reused = self._kind, list(self._pending), self._reused
+        fork._deferred, fork._partial, fork._last_text = self._deferred, self._partial, self._last_text
+        fork._is_cut = self._is_cut
+        fork._num_idle, fork._branched_at = self._num_idle, 0  # where this very branching is
+        run.begin(call, Fork(origin.id, origin.turn - 1))
+        return fork
+
+    async def _go_on_and_end(self) -> CallOutcome:
+        outcome = CallOutcome(Stop.CANCELLED, error="cancelled")
+        try:
+            outcome = await self._go_on_safely()
+        finally:
+            self.run.end(self.call, self.own or outcome)
+        return outcome
+
+    async def _go_on_safely(self) -> CallOutcome:
+        """What fails in one branch leaves the others their answers."""
+        try:
+            return await self._go_on()
+        except RamifyError as error:
+            return CallOutcome(Stop.ERROR, error=str(error), failure=error)
+
+    # --- cells -------------------------------------------------------------------------------------------------
+
+    async def _run_cells(self, action: ParsedAction, turn: int, notes: list[str]) -> tuple[list[str], Any]:
+        """Run the codes in order, up to the first that fails: (what the model is shown of each, a final answer)."""
+        reports: list[str] = []
+        final = _NOTHING
+        for index, code in enumerate(action.codes):
+            await self.notebook.session()
+            if self.run.was_skipped(self.call, turn, index):
+                break
+            if self.run.closing is not None:  # it began to close meanwhile, and interrupted only what was open
+                break
+            cell, note = await self._run_cell(code, turn, index, notes)
+            reports.append(self.run.scaffold.report(cell))
+            final = note.get("final", final)
+            self._partial = note.get("partial", self._partial)
+            if cell.error is not None and index + 1 < len(action.codes):
+                notes.append(f"cells {index + 2} to {len(action.codes)} were not run, since cell {index + 1} failed")
+                break
+        return reports, final
+
+    async def _run_cell(self, code: str, turn: int, index: int, notes: list[str]) -> tuple[Cell, dict[str, Any]]:
+        run, place = self.run, (self.call.id, turn, index)
+        host = CellHost(run, self.call, turn, index, run_child)
+        recorded = run.recording.cell(*place) if run.recording is not None else None
+        ran = await self.notebook.execute(code, host, died=recorded is not None and recorded.died)
+        if ran.interrupted == "time":
+            state = "there" if (await self.notebook.session()).caps.interrupt else "undone"
+            notes.append(f"the cell was stopped after {run.cell_s:g} s of work; what it had bound is {state}")
+        note = ran.note.get("prelude") if isinstance(ran.note, dict) else None
+        note = note if isinstance(note, dict) else {}
+        cell = self._kept(ran, note)
+        if recorded is not None:
+            cell = self._as_recorded(cell, recorded)
+        run.recorder.emit(CellRan(at_s=run.recorder.now(), call=self.call.id, turn=turn, cell=index, result=cell))
+        if self.notebook.num_deaths >= MAX_DEATHS:
+            raise SessionDied(f"call {self.call.id} lost {MAX_DEATHS} sessions; the last cell says: {cell.error}")
+        return cell, note
+
+    def _kept(self, ran: CellResult, note: dict[str, Any]) -> Cell:
+        """The cell as it is recorded and shown: long output cut, the whole of it in a blob."""
+        cell, most = ran.cell, self.run.scaffold.max_output_chars
+        digest = None
+        if cell.stdout_chars > most and self.run.blobs is not None:
+            digest = self.run.blobs.put(cell.stdout.encode("utf-8", "backslashreplace"))
+        most_kept = 16 * self.run.max_output_bytes  # of the guest; see sandbox.base.SandboxSpec
+        where = f"in outputs[{note['cell']}]" if type(note.get("cell")) is int else "lost"
+        if cell.stdout_chars > most_kept:
+            where = f"not kept; {most_kept >> 20} MB of it, head and tail, are {where}"
+        error = observe.cut(cell.error, most, len(cell.error), "not kept") if cell.error is not None else None
+        value = observe.cut(cell.value, most, len(cell.value), "in _") if cell.value is not None else None
+        stdout = observe.cut(cell.stdout, most, cell.stdout_chars, where)
+        return msgspec.structs.replace(
+            cell, stdout=stdout, value=value, error=error, seconds=round(cell.seconds, 6), stdout_digest=digest
+        )
+
+    def _as_recorded(self, cell: Cell, recorded: Cell) -> Cell:
+        """The replies that follow were given to what was shown then, so that is shown again; a difference is told."""
+        if (cell.stdout, cell.value, cell.error) != (recorded.stdout, recorded.value, recorded.error):
+            self.run.note(self.call, "a cell that was run again gave another output than it did when it was recorded")
+        return recorded
+
+    # --- answers -----------------------------------------------------------------------------------------------
+
+    async def _text_final(self, final: FinalAnswer, notes: list[str]) -> Any:
+        """The value of ``FINAL(…)`` or ``FINAL_VAR(…)`` given as text; no value, with a note, if there is none."""
+        name = final.text
+        if final.as_is:
+            return name
+        if final.variable or (name.isidentifier() and name not in ("True", "False", "None")):
+            try:
+                session = await self.notebook.session()
+                return await session.get(name)
+            except (HostCallError, SandboxError) as error:
+                is_too_much = isinstance(error, HostCallError) and error.kind == "ValueError"
+                if final.variable or is_too_much:
+                    notes.append(f"{'FINAL_VAR' if final.variable else 'FINAL'}({name}): {error}")
+                    return _NOTHING
+        if self._kind is None and not name.startswith(("'", '"')):
+            return name
+        return self._kind.literal(name) if self._kind else final.literal()
+
+    def _best(self, *, in_words: bool = True) -> Any:
+        """The best answer so far, checked where it can be: one that was put off or kept, or else what was said last."""
+        words = said(self._last_text) if in_words and self.run.scaffold.takes_words else ""
+        for candidate in (self._deferred, self._partial, words or None):
+            if candidate is _NOTHING or candidate is None:
+                continue
+            try:
+                return self._kind.convert(candidate) if self._kind else candidate
+            except TypeMismatch:
+                continue
+        return None
+
+    async def _last_word(self, stop: Stop) -> CallOutcome:
+        """At a limit: one request more to answer with what there is. For the root it was held back; a child has one
+        only where its own turns are what ran out."""
+        if not self.run.scaffold.last_word:
+            return self._cut_short(stop)
+        reason = "You are asked to finish." if stop is Stop.CANCELLED else f"The limit is reached ({stop})."
+        if not self._is_root and stop is not Stop.MAX_TURNS:
+            return self._cut_short(stop)
+        word = Message("user", observe.LAST_WORD.format(reason=reason))
+        prompts = [[*self._pending, word]]
+        if self.call.messages:
+            prompts.append([word])  # a long observation may be what does not fit any more
+        for prompt in prompts:
+            try:
+                reply = await self.run.ask(self.call, prompt, reused=self._reused, last_word=stop)
+            except LimitReached:
+                continue
+            except ModelError as error:
+                if isinstance(error, Refused) and error.too_long and prompt is not prompts[-1]:
+                    continue
+                return CallOutcome(stop, self._best(), str(error), error)
+            self._last_text = reply.message.content
+            return CallOutcome(stop, await self._last_answer(reply.message))
+        return self._cut_short(stop)
+
+    def _cut_short(self, stop: Stop) -> CallOutcome:
+        best = self._best()
+        return CallOutcome(stop, best, f"the run's limit is reached ({stop})" if best is None else None)
+
+    async def _last_answer(self, message: Message) -> Any:
+        action = read_action(message) if self.run.scaffold.raw_code else self.run.scaffold.read(message)
+        if action.final is None:
+            return self._best()
+        value = await self._text_final(action.final, [])
+        if value is _NOTHING:
+            return self._best()
+        try:
+            return self._kind.convert(value) if self._kind else value
+        except TypeMismatch:
+            return self._best()
+
+    # --- messages ----------------------------------------------------------------------------------------------
+
+    def _before_question(self) -> list[Message]:
+        """What stands before the question: the system prompt, or the answers that native calls are still owed."""
+        if not self.call.messages:
+            system = self._system_prompt()
+            return [Message("system", system)] if system else []
+        return [Message("tool", "(answered)", tool_call_id=call.id) for call in self.call.messages[-1].tool_calls]
+
+    def _system_prompt(self) -> str:
+        run, depth = self.run, self.call.depth
+        limits = f"You have {run.limits.max_turns} turns; each of your messages is one."
+        return run.scaffold.system_prompt(
+            depth=depth, children=depth < run.limits.max_depth, tools=run.tools_at(depth).describe(), limits=limits
+        )
+
+    def _observation(self, action: ParsedAction, reports: list[str], notes: list[str]) -> list[Message]:
+        if self.run.scaffold.protocol == "retool":
+            return retool.observation(action, reports, notes)
+        if self.run.scaffold.terse_chars:
+            shown = "\n".join(filter(None, reports)) or "\n".join(notes)[: self.run.scaffold.terse_chars]
+            return [Message("user", shown)]
+        turn, most = self.call.num_turns_before + self.call.turn, self.run.limits.max_turns
+        warnings = observe.running_low(self.run.ledger.state(), turn, most)
+        text = observe.observation(reports, notes, turn, most, warnings)
+        if not action.tool_call_ids:
+            return [Message("user", text)]
+        first, *rest = action.tool_call_ids  # a native call needs an answer each; one of them carries the report
+        return [
+            Message("tool", text, tool_call_id=first),
+            *(Message("tool", "(reported with the first call)", tool_call_id=id) for id in rest),
+        ]
+
+    async def _compact_if_long(self) -> None:
+        """Summarise a history that nears the window; the next turn begins a new branch from the first messages."""
+        run, call = self.run, self.call
+        if not run.scaffold.compact_at:
+            return
+        known = call.known_tokens()
+        unknown = self._pending if known else [*call.messages, *self._pending]
+        tokens = known + sum(len(message.content) for message in unknown) // 3
+        if tokens + run.sampling.max_tokens <= run.scaffold.compact_at * call.client.window or len(call.messages) <= 3:
+            return
+        run.note(call, f"the history has about {tokens:,} tokens of a window of {call.client.window:,}: summarising it")
+        try:
+            reply = await self._ask_within_window(Message("user", observe.SUMMARISE))
+        except (LimitReached, ModelError) as error:
+            run.note(call, f"the summary failed ({error}); going on with the whole history")
+            return
+        self._reused = 2
+        self._pending = [Message("user", observe.CONTINUE.format(summary=reply.message.content))]

@@ -1,0 +1,155 @@
+"""Our tasks in the ``verifiers`` library (0.4, ``verifiers.v1``): a taskset, and a harness that runs our engine.
+
+    # my_ledger.py, a package that their loaders find by its name
+    LedgerTaskset = taskset("ledger", split="train", multi=0.5)
+    RamifyHarness = harness(scaffold="tiny")
+    __all__ = ["LedgerTaskset", "RamifyHarness"]
+
+With the harness, a rollout of theirs is a run of ours: sessions, children and all, every request to a model going through
+their interception server, so that their trainers see each call as a branch of the trace. The reward is the task's. With
+another harness the question, and a context that fits, is the prompt, and the last reply the answer.
+
+Rows carry the task's name, options, split and index, and nothing else, so that any of their workers can make the item.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import msgspec
+
+from ramify.clients.http_pool import HttpConnectionPool
+from ramify.clients.openai import OpenAIClient
+from ramify.clients.providers import resolve
+from ramify.engine import observe
+from ramify.engine.limits import Limits
+from ramify.engine.rlm import RLM
+from ramify.errors import ConfigError
+from ramify.evaluate.attempt import attempt
+from ramify.sandbox.base import SandboxSpec
+from ramify.tasks.base import Item, Task, items_of, scored, task_of
+from ramify.tasks.scoring.answer_text import as_text
+from ramify.tasks.validate import answered
+from ramify.tasks.verifiers import verifiers_v1
+
+MAX_PROMPT_CHARS = 100_000
+"""A context that is longer is not put into the prompt for other harnesses."""
+_KEY = "ramify"
+
+
+def taskset(name: str, /, *, split: str = "train", num: int | None = None, **options: Any) -> type:
+    """The ``Taskset`` class over a split of the task called ``name`` (see ``tasks.base.task_of``); ``num`` items of it,
+    without end where it has none."""
+    vf = verifiers_v1()
+    items = items_of(_task(name, msgspec.json.encode(options).decode()), split)
+    size = len(items) if num is None else min(num, len(items))
+
+    class Data(vf.TaskData):  # type: ignore[misc,name-defined]
+        """Which item it is."""
+
+        ramify_task: str
+        ramify_options: str
+        ramify_split: str
+        ramify_index: int
+
+    class Row(vf.Task[Data]):  # type: ignore[misc,name-defined]
+        """One item."""
+
+        @vf.reward  # type: ignore[untyped-decorator]
+        async def task_rewards(self, trace: Any) -> dict[str, float]:
+            return dict(_rewards(self.data, trace)["rewards"])
+
+        @vf.metric  # type: ignore[untyped-decorator]
+        async def task_metrics(self, trace: Any) -> dict[str, float]:
+            return dict(_rewards(self.data, trace)["metrics"])
+
+    class Items(vf.Taskset[Row, vf.TasksetConfig]):  # type: ignore[misc,name-defined]
+        """The items in order."""
+
+        INFINITE = num is None and size > 1 << 32
+
+        def load(self) -> Any:
+            for index in range(size):
+                item = items[index]
+                yield Row(
+                    Data(
+                        id=item.id, name=item.kind or None, prompt=_prompt(item), ramify_task=name,
+                        ramify_options=msgspec.json.encode(options).decode(), ramify_split=split, ramify_index=index,
+                    ),
+                    self.config.task,
+                )  # fmt: skip
+
+    Items.__name__ = Items.__qualname__ = f"{name.rpartition(':')[2].title().replace('_', '')}Taskset"
+    return Items
+
+
+def harness(
+    *, scaffold: str | None = None, limits: Limits | None = None, sandbox: SandboxSpec | None = None, window: int = 128_000
+) -> type:  # fmt: skip
+    """The ``Harness`` class that runs a row of ``taskset`` in our engine. ``window`` is the model's, in tokens."""
+    vf = verifiers_v1()
+
+    class RamifyHarness(vf.Harness[vf.HarnessConfig]):  # type: ignore[misc,name-defined]
+        """A recursive language model: code runs in sessions of its own sandbox, not in the seat's runtime."""
+
+        NEEDS_CONTAINER = False
+        APPENDS_SYSTEM_PROMPT = True
+
+        async def launch(
+            self, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, mcp_urls: dict[str, str], data: Any
+        ) -> Any:
+            task, item = _item(data)
+            model = f"openai:{ctx.model}"
+            wire = HttpConnectionPool()
+            client = OpenAIClient(model, resolve(model, key=secret, base_url=endpoint), wire, window=window)
+            try:
+                async with RLM(client, scaffold=scaffold, limits=limits, sandbox=sandbox) as rlm:
+                    found = await attempt(rlm, task, item)
+            finally:
+                await wire.close()
+            if not found.rewards:
+                return vf.ProgramResult(exit_code=1, stdout="", stderr=(found.errors or ["no reward"])[-1])
+            trace.root_reply = as_text(found.answer) or ""
+            trace.info[_KEY] = {
+                "rewards": _weighted(task, found.rewards), "metrics": found.metrics, "stop": str(found.stop),
+                "call_rewards": found.call_rewards,
+            }  # fmt: skip
+            return vf.ProgramResult(exit_code=0, stdout=trace.root_reply, stderr="")
+
+    return RamifyHarness
+
+
+@functools.cache
+def _task(name: str, options: str) -> Task:
+    return task_of(name, **msgspec.json.decode(options))
+
+
+def _item(data: Any) -> tuple[Task, Item]:
+    try:
+        task = _task(data.ramify_task, data.ramify_options)
+        return task, items_of(task, data.ramify_split)[data.ramify_index]
+    except AttributeError:
+        raise ConfigError(
+            "the ramify harness runs tasks of ramify only: give it a taskset that `taskset` made"
+        ) from None
+
+
+def _prompt(item: Item) -> str:
+    if item.context is not None and observe.chars_of(item.context) > MAX_PROMPT_CHARS:
+        return item.question
+    return observe.plain_prompt(item.question, item.context)
+
+
+def _rewards(data: Any, trace: Any) -> dict[str, dict[str, float]]:
+    """What our engine found, or, of another harness, what the last reply is worth."""
+    found: dict[str, dict[str, float]] | None = trace.info.get(_KEY)
+    if found is not None:
+        return found
+    task, item = _item(data)
+    one = scored(task, item, answered(item, trace.last_reply))
+    return {"rewards": _weighted(task, one.rewards), "metrics": dict(one.metrics)}
+
+
+def _weighted(task: Task, rewards: dict[str, float]) -> dict[str, float]:
+    return {name: task.weights.get(name, 1.0) * reward for name, reward in rewards.items()}

@@ -1,0 +1,280 @@
+"""Engines behind HTTP as one ``InferenceClient``: the same ids, the same numbers, whether they are one or many.
+
+    complete ── gate ── which server ── ids in, ids out ── server gone? the next one ── ended by an update? go on ──▶ Reply
+
+A reply that an update interrupts is continued from its ids under the new weights, and says which version sampled what. When
+no server is left, whoever asks is told why. Who answers and who went is ``fleet.py``, how weights get there ``update_engines.py``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from ramify.clients.base import Price, Request, Sampling
+from ramify.errors import ConfigError, ModelError, ReplyLost, ServerFailed, TrainError, Unreachable
+from ramify.inference.base import CachePressure, EngineLost
+from ramify.inference.http.engine_list import EngineList
+from ramify.inference.http.engine_server import EngineServer, SampledIds
+from ramify.inference.http.fleet import EngineFleet, Launch
+from ramify.inference.http.inference_spec import InferenceSpec
+from ramify.inference.http.membership import EngineMembership
+from ramify.inference.http.partial_reply import PartialReply, tree_of
+from ramify.inference.http.pressure import together
+from ramify.inference.http.update_engines import EngineWeightSync
+from ramify.inference.prompts import prompt_ids, spoken, too_long
+from ramify.inference.weight_sync.base import WeightSync, weight_sync_class
+from ramify.models.load import Policy
+from ramify.types.message import Finish, Reply, Usage
+
+_FINISHES: dict[str, Finish] = {"stop": "stop", "length": "length"}
+_MAX_ABORTS = 64
+"""Updates that one reply may live through."""
+T = TypeVar("T")
+
+
+class HttpEngines:
+    """Belongs to one event loop. ``start`` comes first."""
+
+    def __init__(self, policy: Policy, spec: InferenceSpec, *, name: str, say: Callable[[str], None] = print) -> None:
+        """``policy`` says what engines must be: its renderer writes the ids. Ports, carrier and spec are checked here,
+        before anything is started; raises ConfigError."""
+        self.name, self.window = name, policy.window
+        self.price: Price | None = Price(0.0, 0.0)
+        self.scaffold = "tiny" if policy.renderer.name == "tiny" else None
+        self._policy = policy
+        self._fleet = EngineFleet(policy, spec, name, say)
+        self._sync = EngineWeightSync(self._fleet, _weight_sync(spec, policy), policy.version, say)
+
+    @property
+    def version(self) -> int:
+        """Of the weights that all engines answer with."""
+        return self._sync.version
+
+    @property
+    def engines(self) -> list[CheckedEngine]:
+        """Each by itself, for checks that every one has to pass."""
+        return [CheckedEngine(self, self._fleet, server) for server in self._fleet.alive]
+
+    @property
+    def membership(self) -> EngineMembership:
+        """Those that went away."""
+        return self._fleet.membership
+
+    # --- from start to end ---------------------------------------------------------------------------------------
+
+    async def start(
+        self,
+        out: Path,
+        save: Callable[[Path], None],
+        launch: Launch | None = None,
+        *,
+        gone: Callable[[str], None] | None = None,
+    ) -> None:
+        """Start the servers, or attach to them; check each; open the way for weights. ``save`` writes a checkpoint for
+        those that are started, below ``out``, by ``launch`` where it is not on this machine. Raises ConfigError for a server
+        that is not what the policy needs. ``gone``: for who only asks, while another gives the weights, which is told the
+        address of an engine that does not answer and then says by ``listed`` which ones do."""
+        try:
+            await self._fleet.start(out, save, launch, leads=gone is None)
+            if gone is None:
+                await self._sync.open()
+            else:
+                spec = self._fleet.spec
+                self._fleet.listed = EngineList(gone, spec.start_s + 2 * spec.update_s + spec.return_s)
+                self.membership.came = self._ask_again
+        except BaseException:
+            await self.close()
+            raise
+
+    def follow(self, version: int) -> None:
+        """Another has given the servers this version."""
+        self._sync.follow(version)
+
+    def listed(self, urls: Sequence[str]) -> None:
+        """Another, which gives the weights, asks the engines at ``urls`` now."""
+        self._fleet.told(urls)
+
+    @property
+    def answering(self) -> tuple[str, ...]:
+        """Addresses of the engines that may be asked: they have the newest weights."""
+        return self._fleet.answering
+
+    async def look_after(self, url: str, who: str) -> None:
+        """``who`` got no answer from the engine at ``url``: bring it back, where it is gone."""
+        for server in [each for each in self._fleet.alive if each.url == url]:
+            await self._fleet.is_gone(server, Unreachable(f"by {who}"))
+
+    async def _ask_again(self) -> None:
+        """Ask those that are back, which another gives the weights to; a reply by older ones is not taken."""
+        self._fleet.take_back()
+        self._fleet.all_given()
+        self.membership.tell()
+
+    async def close(self) -> None:
+        """Free the carrier and end what was started here. Idempotent."""
+        await self.membership.close()
+        self._sync.close()
+        await self._fleet.close()
+
+    # --- replies -------------------------------------------------------------------------------------------------
+
+    async def complete(self, request: Request) -> Reply:
+        """One reply. Raises Refused where the prompt does not fit, ServerFailed where no engine is left."""
+        return await self.complete_at(request, None)
+
+    async def complete_at(self, request: Request, only: EngineServer | None) -> Reply:
+        """As ``complete``, by one server."""
+        started = time.perf_counter()
+        sampling = self._with_defaults(request.sampling)
+        ids = prompt_ids(self._policy.renderer, request)
+        if len(ids) >= self.window:
+            raise too_long(self.name, self.window, request, len(ids))
+        so_far = PartialReply(ids, min(sampling.max_tokens, self.window - len(ids)))
+        for _ in range(_MAX_ABORTS):
+            version, part = await self._sampled(so_far, sampling, request, only)
+            so_far.add(part, version)
+            if part.end != "abort" or so_far.left < 1:
+                break
+        return self._reply(so_far, request, time.perf_counter() - started)
+
+    async def _sampled(
+        self, so_far: PartialReply, sampling: Sampling, request: Request, only: EngineServer | None
+    ) -> tuple[int, SampledIds]:
+        """(the version that was asked, what it sampled), by the first server that answers."""
+        fleet, tree = self._fleet, tree_of(request)
+        asked = msgspec.structs.replace(sampling, max_tokens=so_far.left)
+        while True:
+            await self._sync.is_open.wait()
+            if only is None and not fleet.alive and self.membership.is_any_expected:
+                await fleet.one_is_back()
+                continue
+            server, version = only or fleet.pick(tree), self.version
+            fleet.in_flight[server.url] += 1
+            try:
+                stop_ids = self._policy.renderer.stop_ids
+                sampled = await server.sample(so_far.ids, asked, stop_ids, request.affinity)
+                if not await fleet.is_older(server, sampled, version):
+                    return version, sampled
+                if only is not None:
+                    raise EngineLost(self.membership.why[-1])
+            except (Unreachable, ReplyLost, ServerFailed) as error:
+                if not await fleet.is_gone(server, error) or only is not None:
+                    raise
+            finally:
+                fleet.in_flight[server.url] -= 1
+
+    def _with_defaults(self, sampling: Sampling) -> Sampling:
+        if sampling.extra:
+            raise ConfigError(
+                f"{self.name}: no field {', '.join(sorted(sampling.extra))} here: leave sampling.extra out"
+            )
+        default = self._policy.defaults
+        if sampling.temperature is None:
+            drawn = {"temperature": default.temperature, "top_p": default.top_p, "top_k": default.top_k}
+            return msgspec.structs.replace(sampling, **drawn)
+        return sampling
+
+    def _reply(self, so_far: PartialReply, request: Request, seconds: float) -> Reply:
+        message = spoken(self._policy.renderer, so_far.sampled, request.sampling.stop)
+        return Reply(
+            message=message,
+            usage=Usage(
+                len(so_far.ids) - len(so_far.sampled), len(so_far.sampled), cached_tokens=so_far.cached, calls=1
+            ),
+            finish="tool_calls" if message.tool_calls else _FINISHES.get(so_far.end, "other"),
+            model=self._policy.name,
+            seconds=seconds,
+            prompt_ids=tuple(so_far.ids[: len(so_far.ids) - len(so_far.sampled)]),
+            token_ids=tuple(so_far.sampled),
+            logprobs=tuple(so_far.logprobs),
+            versions=tuple(so_far.versions),
+            kept=tuple(so_far.kept) if len(so_far.kept) == len(so_far.sampled) and so_far.kept else None,
+        )
+
+    async def logprobs(self, ids: Sequence[int]) -> list[float]:
+        return await self._fleet.pick("logprobs").score(ids)
+
+    async def fingerprint(self) -> str | None:
+        """Of all servers; raises TrainError where they are not the same."""
+        servers = list(self._fleet.alive)
+        found = dict(zip(servers, await asyncio.gather(*(each.fingerprint() for each in servers)), strict=True))
+        if len(set(found.values())) > 1:
+            told = ", ".join(f"{server.url}: {value}" for server, value in found.items())
+            raise TrainError(f"the engines have different weights ({told}): the weight sync failed")
+        return next(iter(found.values()), None)
+
+    async def pressure(self) -> CachePressure | None:
+        """How their caches bear what is asked: of the fullest, and what waits at all of them."""
+
+        async def of(server: EngineServer) -> CachePressure | None:
+            try:
+                return await server.pressure()
+            except ModelError:
+                return None
+
+        return together(await asyncio.gather(*map(of, self._fleet.alive)))
+
+    async def sleep(self) -> bool:
+        """Let the engines give their memory back until the next ``update``, for a trainer on the same devices, where the spec
+        has it so; whether it does. Who asks meanwhile waits. Raises ServerFailed where no engine is left."""
+        return await self._sync.sleep()
+
+    def metrics(self) -> dict[str, float]:
+        """How many engines answer, how often one went away and came back; nothing where none ever went."""
+        return self._fleet.metrics()
+
+    # --- weights -------------------------------------------------------------------------------------------------
+
+    async def update(self, weights: object, version: int) -> None:
+        """From now on ``weights``, the sources of all tensors, answer as ``version`` at every server. Raises TrainError
+        with the last good version where a server does not take them."""
+        assert isinstance(weights, list)
+        await self._sync.update(weights, version)
+
+    async def rejoin(self, weights: object, version: int) -> bool:
+        """Give ``weights``, which answer as ``version`` already, to servers that came back; whether there were any."""
+        assert isinstance(weights, list)
+        return await self._sync.rejoin(weights, version)
+
+
+def _weight_sync(spec: InferenceSpec, policy: Policy) -> WeightSync:
+    """Raises ConfigError for options that it does not have."""
+    options = dict(spec.weight_sync_options)
+    if spec.carried_by == "shared" and spec.engine == "ramify" and policy.device.type == "cpu":
+        options = {"in_place": True, **options}
+    if spec.carried_by == "delta" and spec.engine == "vllm":
+        options |= {"places": False, "layers": True}
+    weight_sync: WeightSync = weight_sync_class(spec.carried_by)(**options)
+    return weight_sync
+
+
+class CheckedEngine:
+    """One server of several, as far as a check needs it."""
+
+    def __init__(self, engines: HttpEngines, fleet: EngineFleet, server: EngineServer) -> None:
+        self._engines, self._fleet, self._server = engines, fleet, server
+        self.name = server.url
+
+    async def complete(self, request: Request) -> Reply:
+        return await self._asked(self._engines.complete_at(request, self._server))
+
+    async def fingerprint(self) -> str | None:
+        return await self._asked(self._server.fingerprint())
+
+    async def logprobs(self, ids: Sequence[int]) -> list[float]:
+        return await self._asked(self._server.score(ids))
+
+    async def _asked(self, answer: Awaitable[T]) -> T:
+        """Raises EngineLost where the server is gone."""
+        try:
+            return await answer
+        except (Unreachable, ReplyLost, ServerFailed) as error:
+            if await self._fleet.is_gone(self._server, error):
+                raise EngineLost(str(error)) from error
+            raise

@@ -1,0 +1,167 @@
+"""The keys and values of all slots, in one tensor, and attention over them.
+
+    kv[0 or 1, layer, slot, head, position, :]        keys or values
+
+One tensor, so that copying the beginning of a slot to another is one operation. Rows of positions are contiguous, so that
+what a step computed is written by one ``index_copy_`` for each of keys and values. What was never written is zero: a masked
+position may then hold anything finite, never NaN.
+
+Legend: L layers, S slots, K heads of keys and values, C positions that a slot has, d head size; T tokens of a step,
+n slots up to the last that decodes, g query heads per head of keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ramify.inference.local.slots import SlotMove
+from ramify.inference.local.step import EngineStep, SlotSpan
+
+
+class CacheLayout(NamedTuple):
+    """What the keys and values of a model look like."""
+
+    num_layers: int
+    heads: int
+    """K"""
+    size: int
+    """d"""
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def bytes_per_token(self) -> int:
+        """For one position of one slot."""
+        return 2 * self.num_layers * self.heads * self.size * self.dtype.itemsize
+
+
+class KeyValueCache:
+    """Memory of ``num_slots`` x ``capacity`` tokens."""
+
+    def __init__(self, layout: CacheLayout, num_slots: int, capacity: int) -> None:
+        self.layout, self.num_slots, self.capacity = layout, num_slots, capacity
+        self.heads, self.size = layout.heads, layout.size
+        self.kv = torch.zeros(
+            2, layout.num_layers, num_slots, self.heads, capacity, self.size, dtype=layout.dtype, device=layout.device
+        )
+        self.rows = [(k.view(-1, self.size), v.view(-1, self.size)) for k, v in zip(*self.kv, strict=True)]
+        """For each layer keys and values as rows [S K C, d]."""
+        self.blocks = [(k.flatten(0, 1), v.flatten(0, 1)) for k, v in zip(*self.kv, strict=True)]
+        """For each layer keys and values by slot and head, [S K, C, d]."""
+
+    def change(self, change: SlotMove) -> None:
+        source, target = (self.kv[:, :, slot, :, : change.length] for slot in (change.source, change.target))
+        if change.kind == "copy":
+            target.copy_(source)
+        else:
+            kept = source.clone()
+            source.copy_(target)
+            target.copy_(kept)
+
+    def resized(self, stay: Sequence[int], num_slots: int, capacity: int) -> KeyValueCache:
+        """A new cache whose first slots hold what the slots ``stay`` of this one do."""
+        new = KeyValueCache(self.layout, num_slots, capacity)
+        width = min(self.capacity, capacity)
+        for index, slot in enumerate(stay):
+            new.kv[:, :, index, :, :width].copy_(self.kv[:, :, slot, :, :width])
+        return new
+
+
+class StepAttention:
+    """``CausalAttention`` for one step: first the tokens that decode, then the longer spans."""
+
+    def __init__(self, cache: KeyValueCache, step: EngineStep) -> None:
+        self._cache = cache
+        self._num_decoding = len(step.slots)
+        self._write_at = self._rows_of(step).to(cache.kv.device)
+        self._decoding = _DecodeAttention(cache, step) if step.slots else None
+        self._chunks = [_Chunk(cache, span) for span in step.spans]
+
+    def __call__(self, layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, scale: float) -> Tensor:
+        for rows, new in zip(self._cache.rows[layer], (k_TKd, v_TKd), strict=True):
+            rows.index_copy_(0, self._write_at, new.reshape(-1, self._cache.size))
+        done = [] if self._decoding is None else [self._decoding(layer, q_THd[: self._num_decoding], scale)]
+        start = self._num_decoding
+        for chunk in self._chunks:
+            done.append(chunk(layer, q_THd[start : start + chunk.length], scale))
+            start += chunk.length
+        return done[0] if len(done) == 1 else torch.cat(done)
+
+    def _rows_of(self, step: EngineStep) -> Tensor:
+        """[T K] rows of the cache where the step's keys and values go."""
+        cache = self._cache
+        stride = cache.heads * cache.capacity
+        rows = [slot * stride + position for slot, position in zip(step.slots, step.positions, strict=True)]
+        for span in step.spans:
+            rows += range(span.slot * stride + span.start, span.slot * stride + span.end)
+        return (torch.tensor(rows)[:, None] + torch.arange(cache.heads) * cache.capacity).flatten()
+
+
+class _DecodeAttention:
+    """One token of each of some slots, over the block of slots up to the last of them."""
+
+    def __init__(self, cache: KeyValueCache, step: EngineStep) -> None:
+        device = cache.kv.device
+        self._n = step.slots[-1] + 1
+        self._length = max(step.positions) + 1
+        if device.type != "cpu":  # attention kernels like their memory aligned
+            self._length = min(-(-self._length // 16) * 16, cache.capacity)
+        self._cache = cache
+        is_dense = len(step.slots) == self._n
+        last_n = torch.tensor(step.positions)
+        if not is_dense:
+            last_n = torch.zeros(self._n, dtype=torch.long).index_copy_(0, torch.tensor(step.slots), last_n)
+        # A slot that does not decode looks at its first position, so that its row, which nobody reads, is a number.
+        hidden_nT = torch.arange(self._length) > last_n[:, None]
+        bias_nT = torch.zeros(hidden_nT.shape, dtype=cache.kv.dtype).masked_fill_(hidden_nT, float("-inf"))
+        self._bias_n1T = bias_nT[:, None].to(device)
+        self._two_products = cache.kv.dtype == torch.float32
+        self._bias_m1T = self._bias_n1T.repeat_interleave(cache.heads, 0) if self._two_products else self._bias_n1T
+        self._slots = None if is_dense else torch.tensor(step.slots, device=device)
+
+    def __call__(self, layer: int, q_THd: Tensor, scale: float) -> Tensor:
+        shape = q_THd.shape
+        if self._slots is not None:
+            q_THd = q_THd.new_zeros(self._n, *shape[1:]).index_copy_(0, self._slots, q_THd)
+        o_nHd = self._attended(layer, q_THd, scale).reshape(self._n, *shape[1:])
+        return o_nHd if self._slots is None else o_nHd[self._slots]
+
+    def _attended(self, layer: int, q_nHd: Tensor, scale: float) -> Tensor:
+        heads, size = self._cache.heads, self._cache.size
+        k, v = (block[: self._n * heads, : self._length] for block in self._cache.blocks[layer])
+        q_mgd = q_nHd.reshape(self._n * heads, -1, size)
+        if self._two_products:  # 1.1 to 1.7 times as fast on a CPU as the one call, and exact elsewhere
+            weights = torch.baddbmm(self._bias_m1T, q_mgd, k.transpose(1, 2), alpha=scale).softmax(-1)
+            return torch.bmm(weights, v)
+        q, k, v = (each.view(self._n, heads, *each.shape[1:]) for each in (q_mgd, k, v))
+        bias = self._bias_n1T[:, None].expand(-1, heads, q.shape[2], -1)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale)
+
+
+class _Chunk:
+    """Several tokens of one slot, over all of it up to each."""
+
+    def __init__(self, cache: KeyValueCache, span: SlotSpan) -> None:
+        self.length = len(span.ids)
+        self._cache, self._slot, self._end = cache, span.slot, span.end
+        self._bias = None
+        if span.start:
+            hidden = torch.arange(span.end) > torch.arange(span.start, span.end)[:, None]
+            bias = torch.zeros(hidden.shape, dtype=cache.kv.dtype).masked_fill_(hidden, float("-inf"))
+            self._bias = bias.to(cache.kv.device)
+
+    def __call__(self, layer: int, q_THd: Tensor, scale: float) -> Tensor:
+        k, v = (self._cache.kv[which, layer, self._slot, :, : self._end] for which in (0, 1))
+        is_cpu = k.device.type == "cpu"
+        if not is_cpu:  # where masks and heads in groups together leave only the slow kernel
+            k, v = (each.repeat_interleave(q_THd.shape[1] // each.shape[0], 0) for each in (k, v))
+        o = F.scaled_dot_product_attention(
+            q_THd.transpose(0, 1)[None], k[None], v[None], attn_mask=self._bias, is_causal=self._bias is None, scale=scale,
+            enable_gqa=is_cpu,
+        )  # fmt: skip
+        return o[0].transpose(0, 1)

@@ -1,0 +1,356 @@
+"""The engine in this process as a ``Client``: messages in, a reply with its exact token ids and log-probabilities out.
+
+    client = LocalClient(load("folder"))
+    reply = await client.complete(Request(messages, Sampling(max_tokens=64, temperature=1.0, seed=7)))
+    await client.update(policy, version)          the trainer's weights, shared or copied, between two steps
+
+Ids are extended, never made again: where a request brings the ids of its beginning (``known``), only the messages after
+them are rendered. The same request with the same seed gives the same reply, whatever else is in the batch. The seed is
+taken together with the call's id and the prompt's length, so that the turns and calls of one run draw different numbers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import os
+import time
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import TypeVar, cast
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from ramify.clients.base import Price, Request, Sampling
+from ramify.errors import ConfigError, Refused, ServerFailed
+from ramify.inference.base import TAGS, CachePressure
+from ramify.inference.local.engine import EngineLimits, LocalEngine
+from ramify.inference.local.engine_thread import EngineThread
+from ramify.inference.local.generation import Generation
+from ramify.inference.local.runner_choice import runner_of
+from ramify.inference.local.sampling import SamplingSettings
+from ramify.inference.local.sleeping_weights import SleepingWeights
+from ramify.inference.prompts import prompt_ids, spoken, too_long
+from ramify.inference.weight_sync.base import StaleWeights, WeightPiece
+from ramify.models.fingerprint import fingerprint
+from ramify.models.load import Policy
+from ramify.models.weights import load_weights
+from ramify.types.message import Finish, Message, Reply, Usage
+
+Result = TypeVar("Result")
+_FINISHES: dict[str | None, Finish] = {"stop": "stop", "length": "length"}
+_STREAM_EVERY_S = 0.05
+_CPU_CACHE_BYTES = 2 << 30
+
+
+class LocalClient:
+    """Answers with a policy of this process. Made once, it serves any number of runs and event loops."""
+
+    def __init__(
+        self, policy: Policy, *, name: str = "", slots: int | None = None, prefill_tokens: int | None = None,
+        cache_bytes: int | None = None, reuse: bool = True,
+    ) -> None:  # fmt: skip
+        """``slots``: replies at once (128 on a CPU, else 256); ``prefill_tokens``: of prompts per step (1024, else 8192);
+        ``cache_bytes``: for keys and values (2 GiB, else a third of the GPU's memory). Without ``reuse``, nothing computed
+        for one request serves another."""
+        self.policy = policy
+        self._weights: dict[str, Tensor] = {}
+        """Name -> weight, once one was brought. They stay the objects that they are, whatever becomes of their memory."""
+        self._lent: set[str] = set()
+        """Names of weights that lie in memory which other engines compute with, too."""
+        self.name = name or f"local:{policy.name}"
+        self.window = policy.window
+        self.price: Price | None = Price(0.0, 0.0)
+        self.scaffold = "tiny" if policy.renderer.name == "tiny" else None
+        """The scaffold that this policy was made for; None where any will do."""
+        is_cpu = policy.device.type == "cpu"
+        room = EngineLimits(
+            slots=slots or (128 if is_cpu else 256),
+            prefill_tokens=prefill_tokens or (1024 if is_cpu else 8192),
+            cache_bytes=cache_bytes or (_CPU_CACHE_BYTES if is_cpu else _gpu_bytes(policy.device) // 3),
+            window=self.window,
+            reuse=reuse,
+        )
+        self.engine = LocalEngine(runner_of(policy.model), room, policy.version)
+        self._thread = EngineThread(self.engine)
+        self._resting = SleepingWeights(policy.model)
+
+    @property
+    def version(self) -> int:
+        return self.engine.version
+
+    async def pressure(self) -> CachePressure:
+        """How its cache bears what is asked."""
+        return self.engine.pressure
+
+    async def complete(self, request: Request) -> Reply:
+        """One reply. Raises Refused where the prompt does not fit; cancelling it frees its slot before the next step."""
+        started = time.perf_counter()
+        generation = self._generation(request)
+        await self._finished(generation)
+        return self._reply(generation, time.perf_counter() - started)
+
+    async def sample(self, ids: Sequence[int], sampling: Sampling, affinity: str = "") -> Generation:
+        """Ids in, ids out: ``ids`` continued, as it is when it has ended; ``end`` is ``abort`` where ``pause`` ended it.
+        Raises as ``complete``."""
+        if len(ids) >= self.window:
+            raise too_long(self.name, self.window, None, len(ids))
+        generation = self._generation_of(ids, sampling, affinity)
+        await self._finished(generation)
+        return generation
+
+    async def stream(self, request: Request) -> AsyncGenerator[Message | Reply, None]:
+        """The message as it grows, some twenty times a second, and at last what ``complete`` returns.
+
+        Text that may yet turn out to begin a stop text, and half a character, are held back."""
+        started = time.perf_counter()
+        generation = self._generation(request)
+        finished = asyncio.ensure_future(self._finished(generation))
+        try:
+            while not finished.done():
+                await asyncio.wait([finished], timeout=_STREAM_EVERY_S)
+                if not finished.done() and generation.logprobs:
+                    yield _settled(self._message(generation), request.sampling.stop)
+            await finished
+            yield self._reply(generation, time.perf_counter() - started)
+        finally:
+            finished.cancel()
+
+    async def update(self, weights: object, version: int) -> None:
+        """From now on ``weights`` answer: a ``Policy`` or module (nothing is copied where it is the one that answers
+        already), or a state dict. Every cache is forgotten; a reply in the middle is computed again under the new weights
+        as far as it is, and goes on. Raises ConfigError, naming the first difference, where they do not fit."""
+        await self.run(partial(self._take, weights, version))
+
+    async def fingerprint(self) -> str:
+        return await self.run(partial(fingerprint, self.policy.model))
+
+    async def logprobs(self, ids: Sequence[int]) -> list[float]:
+        """Log-probability at temperature 1 of each of ``ids`` but the first, given those before it."""
+        return await self.run(partial(self._logprobs, tuple(ids)))
+
+    async def run(self, function: Callable[[], Result]) -> Result:
+        """Run ``function`` in the engine's thread between two steps: whatever changes the weights in place belongs there."""
+        return await asyncio.wrap_future(cast("Future[Result]", self._thread.call(function)))
+
+    def pause(self, *, abort: bool = False) -> None:
+        """Sample nothing until ``resume``; see ``EngineThread.pause``."""
+        self._thread.pause(abort=abort)
+
+    def resume(self) -> None:
+        self._thread.resume()
+
+    async def sleep(self, tags: Collection[str] = ("kv_cache",), *, keep: bool = True) -> None:
+        """Give memory back until ``wake``: that of keys and values (``kv_cache``), of ``weights``, which with ``keep`` stay in
+        main memory, or of both. Who is asked meanwhile must be paused."""
+        await self.run(partial(self._rest, tags, keep))
+
+    async def wake(self, tags: Collection[str] = TAGS) -> None:
+        """Take it again. Weights that were not kept are ``missing`` until ``take`` has brought all of them."""
+        await self.run(partial(self._wake, tags))
+
+    @property
+    def missing(self) -> list[str]:
+        """Weights that were given back, and that nobody has brought since."""
+        return self._resting.missing
+
+    def held(self) -> dict[str, int]:
+        """Bytes of ``weights`` and ``kv_cache`` that it takes now, where it computes."""
+        return {"weights": self._resting.num_bytes, "kv_cache": self.engine.runner.cache_bytes}
+
+    async def take(self, pieces: Callable[[], Iterator[WeightPiece]], version: int | None = None) -> None:
+        """Copy what a carrier brings into the weights, between two steps; ``forget`` comes when all of it is there, or at once
+        with ``version``, where none is ``missing``. Raises ValueError that names the first tensor that is not this model's,
+        Stale for a part of one that is ``missing``."""
+        await self.run(partial(self._take_pieces, pieces, version))
+
+    async def forget(self, version: int) -> None:
+        """The weights have changed and are now called ``version``."""
+        await self.run(partial(self.engine.forget, version))
+
+    async def close(self) -> None:
+        """End the engine's thread. The policy stays usable."""
+        await asyncio.get_running_loop().run_in_executor(None, self._thread.close)
+
+    def prompt_ids(self, request: Request) -> list[int]:
+        """The whole prompt: the known ids, and what the messages after them add."""
+        return prompt_ids(self.policy.renderer, request)
+
+    def _generation(self, request: Request) -> Generation:
+        sampling = request.sampling
+        if sampling.extra:
+            raise ConfigError(
+                f"{self.name}: no field {', '.join(sorted(sampling.extra))} here: leave sampling.extra out"
+            )
+        ids = self.prompt_ids(request)
+        if len(ids) >= self.window:
+            raise too_long(self.name, self.window, request, len(ids))
+        return self._generation_of(ids, sampling, request.affinity)
+
+    def _generation_of(self, ids: Sequence[int], sampling: Sampling, affinity: str) -> Generation:
+        seed = os.urandom(16).hex() if sampling.seed is None else f"{sampling.seed}|{affinity}|{len(ids)}"
+        return Generation(
+            ids,
+            max_tokens=min(sampling.max_tokens, self.window - len(ids)),
+            draw=self._draw(sampling),
+            stop_ids=self.policy.renderer.stop_ids,
+            stop=sampling.stop,
+            seed=seed,
+            affinity=affinity,
+            decode=lambda ids: self.policy.renderer.parse(ids).content,
+        )
+
+    def _draw(self, sampling: Sampling) -> SamplingSettings:
+        default = self.policy.defaults
+        if sampling.temperature is None:
+            return SamplingSettings(default.temperature, default.top_p, default.top_k)
+        draw = SamplingSettings(
+            sampling.temperature, 1.0 if sampling.top_p is None else sampling.top_p, sampling.top_k or 0
+        )
+        if not (0 <= draw.temperature < math.inf and 0 < draw.top_p <= 1 and draw.top_k >= 0):
+            raise ConfigError(
+                f"{self.name}: temperature={draw.temperature} must be at least 0, top_p={draw.top_p} above 0 and at most 1, "
+                f"top_k={draw.top_k} not negative"
+            )
+        return draw
+
+    async def _finished(self, generation: Generation) -> None:
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[None] = loop.create_future()
+
+        def done(_: Generation, error: BaseException | None) -> None:
+            with contextlib.suppress(RuntimeError):  # the caller's loop was closed without a word: nobody waits
+                loop.call_soon_threadsafe(_settle, ended, error)
+
+        self._thread.add(generation, done)
+        try:
+            await ended
+        except asyncio.CancelledError:
+            self._thread.cancel(generation)
+            raise
+        except (Refused, ConfigError):
+            raise
+        except Exception as error:
+            raise ServerFailed(f"{self.name}: the engine failed: {type(error).__name__}: {error}") from error
+
+    def _reply(self, generation: Generation, seconds: float) -> Reply:
+        message = self._message(generation)
+        return Reply(
+            message=message,
+            usage=Usage(generation.num_prompt, len(generation.logprobs), cached_tokens=generation.num_reused, calls=1),
+            finish="tool_calls" if message.tool_calls else _FINISHES.get(generation.end, "other"),
+            model=self.policy.name,
+            seconds=seconds,
+            prompt_ids=tuple(generation.ids[: generation.num_prompt]),
+            token_ids=tuple(generation.sampled),
+            logprobs=tuple(generation.logprobs),
+            versions=generation.versions,
+            kept=generation.kept,
+        )
+
+    def _message(self, generation: Generation) -> Message:
+        return spoken(
+            self.policy.renderer, generation.sampled, [generation.stopped_at] if generation.stopped_at else ()
+        )
+
+    def _take(self, weights: object, version: int) -> None:
+        given = weights.model if isinstance(weights, Policy) else weights
+        if given is not self.policy.model:
+            state = given.state_dict() if isinstance(given, nn.Module) else given
+            if not isinstance(state, Mapping):
+                raise ConfigError(f"weights are a {type(weights).__name__}: give a policy, a module or a state dict")
+            load_weights(self.policy.model, cast("Mapping[str, Tensor]", state), "the update")
+        self.engine.forget(version)
+
+    def _take_pieces(self, pieces: Callable[[], Iterator[WeightPiece]], version: int | None) -> None:
+        if self._resting.is_away:
+            raise RuntimeError(
+                "the memory of the weights was given back: wake it up first (POST /wake_up?tags=weights)"
+            )
+        self._weights = self._weights or self.policy.model.state_dict(keep_vars=True)
+        into: list[Tensor] = []
+        brought: list[Tensor] = []
+        for name, tensor, places, stays, holds in pieces():
+            ours = self._alike(name, tensor, places is None)
+            if stays and tensor.device == ours.device:
+                ours.data = tensor
+                self._lent.add(name)
+                self._resting.arrived(ours)
+                continue
+            if name in self._lent:  # other engines compute with it, too
+                self._lent.remove(name)
+                ours.data = ours.data.clone()
+            if places is None:
+                self._resting.arrived(ours)
+                if holds:
+                    into.append(ours.data)
+                    brought.append(tensor)
+                else:
+                    ours.data.copy_(tensor)
+            elif self._resting.lacks(ours):
+                raise StaleWeights(
+                    f"tensor '{name}' was given back while this engine slept, and comes in part: send all of it"
+                )
+            else:
+                ours.data.view(-1).index_copy_(0, places.to(ours.device), tensor.to(ours.device))
+        if into:
+            torch._foreach_copy_(into, brought)
+        if version is not None and not self._resting.missing:
+            self.engine.forget(version)
+
+    def _alike(self, name: str, tensor: Tensor, whole: bool) -> Tensor:
+        """The weight of this name. Raises ValueError where it is not as ``tensor``."""
+        ours = self._weights.get(name)
+        if ours is None:
+            raise ValueError(f"this model has no tensor '{name}': the trainer's policy is another one")
+        if tensor.dtype != ours.dtype or (whole and tensor.shape != ours.shape):
+            theirs, mine = (f"{tuple(each.shape)} of {each.dtype}" for each in (tensor, ours))
+            raise ValueError(
+                f"tensor '{name}' is {theirs} and here {mine}: serve it in the trainer's precision and shape"
+            )
+        return ours
+
+    def _rest(self, tags: Collection[str], keep: bool) -> None:
+        if "kv_cache" in tags:
+            self.engine.sleep()
+        if "weights" in tags:
+            self._resting.give_back(keep=keep)
+            if self._resting.is_away:
+                self._lent.clear()
+        if self.policy.device.type == "cuda":  # else PyTorch keeps what was freed, for itself
+            torch.cuda.empty_cache()
+
+    def _wake(self, tags: Collection[str]) -> None:
+        if "weights" in tags:
+            self._resting.wake()
+        if "kv_cache" in tags:
+            self.engine.wake()
+
+    def _logprobs(self, ids: Sequence[int]) -> list[float]:
+        logits_TV = self.engine.runner.all_logits(ids)
+        logprobs_TV = logits_TV[:-1].log_softmax(-1)
+        return [float(each) for each in logprobs_TV.gather(1, torch.tensor(ids[1:], device=logits_TV.device)[:, None])]
+
+
+def _gpu_bytes(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).total_memory)
+
+
+def _settle(ended: asyncio.Future[None], error: BaseException | None) -> None:
+    if ended.done():
+        return
+    if error is None:
+        ended.set_result(None)
+    else:
+        ended.set_exception(error)
+
+
+def _settled(message: Message, stop: Sequence[str]) -> Message:
+    """``message`` without an end that may yet change: half a character, or the beginning of a stop text."""
+    content = message.content.rstrip("\ufffd")
+    held = max((n for text in stop for n in range(1, len(text)) if content.endswith(text[:n])), default=0)
+    return msgspec.structs.replace(message, content=content[: len(content) - held])

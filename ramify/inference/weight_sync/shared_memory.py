@@ -1,0 +1,171 @@
+"""Shared memory, for engines on the trainer's machine: two buffers in turn, one written while the other is read.
+
+    in_place        each holds all weights, and engines compute with them where they lie: a sync is one copy and one
+                    request, whatever the number of engines, and an engine has the old weights or the new, never half
+    otherwise       each holds a chunk, which engines copy: for engines on GPUs, and where memory is short
+
+The buffers are files in memory (``/dev/shm``; elsewhere a temporary folder), mapped by both sides, readable by this user
+alone. Where trainer and engine are one process no carrier is needed: the engine holds the trainer's own weights.
+
+Those of a trainer that was killed are removed by the next that opens this carrier in the same folder (``held_weights.py``).
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ramify.errors import ConfigError
+from ramify.inference.weight_sync.base import (
+    CHUNK_BYTES,
+    Info,
+    WeightChunk,
+    WeightPiece,
+    WeightSource,
+    described,
+    fill,
+    in_chunks,
+    offsets,
+    pieces_of,
+    reserve,
+)
+from ramify.inference.weight_sync.held_weights import MEMORY, PREFIX, hold_file, new_name, sweep
+
+
+class SharedMemorySync:
+    """Implements ``WeightSync``."""
+
+    def __init__(self, *, chunk_bytes: int = CHUNK_BYTES, folder: str = "", in_place: bool = False) -> None:
+        """``folder`` is where the buffers are; by default in memory. ``in_place`` is given up where both buffers would take
+        more than half of what is free there."""
+        self._chunk_bytes, self._in_place = chunk_bytes, in_place
+        self._next = 0
+        """The buffer that no engine computes with."""
+        self._folder = Path(folder) if folder else MEMORY if MEMORY.is_dir() else Path(tempfile.gettempdir())
+        self._name = new_name()
+        self._locks: dict[int, int] = {}
+        """Buffer -> a descriptor that holds its lock."""
+        self._buffers: list[_MappedFile | None] = [None, None]
+
+    def open(self, num_engines: int) -> list[dict[str, Any]]:
+        sweep(self._folder)
+        return [{"weight_sync": "shared", "folder": str(self._folder), "name": self._name}] * num_engines
+
+    def join(self) -> None:
+        """Nobody has to be met."""
+
+    def chunks(self, sources: Iterable[WeightSource], version: int, *, whole: bool) -> Iterator[WeightChunk]:
+        if self._in_place:
+            sources = list(sources)
+            if any(self._buffers) or self._has_room_for(sources):
+                yield self._all_at_once(sources, version)
+                return
+            self._in_place = False
+        for number, (part, is_last) in enumerate(in_chunks(sources, self._chunk_bytes)):
+            _, length = offsets(source.num_bytes for source in part)
+            buffer = self._buffer(number % 2, max(length, self._chunk_bytes))
+            fill(buffer.bytes, part)
+            about = {**described(part, version), "buffer": number % 2, "length": len(buffer.bytes)}
+            yield WeightChunk(about, is_last)
+
+    def _all_at_once(self, sources: list[WeightSource], version: int) -> WeightChunk:
+        _, length = offsets(source.num_bytes for source in sources)
+        which, self._next = self._next, 1 - self._next
+        buffer = self._buffer(which, length)
+        fill(buffer.bytes, sources)
+        about = {"buffer": which, "length": len(buffer.bytes), "stays": True}
+        return WeightChunk({**described(sources, version), **about}, True)
+
+    def _has_room_for(self, sources: Sequence[WeightSource]) -> bool:
+        both = 2 * sum(source.num_bytes for source in sources)
+        return 2 * both <= shutil.disk_usage(self._folder).free
+
+    def close(self) -> None:
+        for buffer in self._buffers:
+            if buffer is not None:
+                buffer.close()
+        self._buffers, self._next = [None, None], 0
+        for which, handle in self._locks.items():
+            self._path(which).unlink(missing_ok=True)
+            os.close(handle)
+        self._locks.clear()
+
+    def _path(self, which: int) -> Path:
+        return self._folder / f"{self._name}-{which}"
+
+    def _buffer(self, which: int, length: int) -> _MappedFile:
+        """Buffer ``which``, made longer where ``length`` does not fit; engines map it again by its new length."""
+        mapped = self._buffers[which]
+        if mapped is not None and len(mapped.bytes) >= length:
+            return mapped
+        try:
+            if which not in self._locks:
+                self._locks[which] = hold_file(self._path(which))
+            reserve(self._locks[which], length)
+        except OSError as error:
+            raise ConfigError(
+                f"{self._folder} has no room for a buffer of {length >> 20} MiB for weights ({error.strerror}): give the "
+                "carrier smaller chunk_bytes or another folder, or the container more shared memory (--shm-size)"
+            ) from None
+        self._buffers[which] = mapped = _MappedFile(self._path(which))
+        return mapped
+
+    @staticmethod
+    def receiver(info: Info) -> SharedMemoryReceiver:
+        return SharedMemoryReceiver(info)
+
+
+class SharedMemoryReceiver:
+    """Implements ``WeightReceiver``: views of the buffers, which the engine copies from."""
+
+    def __init__(self, info: Info) -> None:
+        folder, name = Path(str(info["folder"])), str(info["name"])
+        if not name.startswith(PREFIX) or "/" in name:
+            raise ValueError(f"'{name[:80]}' is no name of a buffer of weights")
+        self._paths = [folder / f"{name}-{which}" for which in (0, 1)]
+        self._buffers: list[_MappedFile | None] = [None, None]
+
+    def take(self, info: Info) -> Iterator[WeightPiece]:
+        which, length = int(info["buffer"]), int(info["length"])
+        mapped = self._buffers[which]
+        if mapped is None or len(mapped.bytes) != length:
+            try:
+                mapped = self._buffers[which] = _MappedFile(self._paths[which])
+            except (OSError, ValueError) as error:
+                raise ValueError(
+                    f"the buffer {self._paths[which]} cannot be read ({error}): shared memory is for engines on the trainer's "
+                    "machine and of the same user; use the carrier 'file' or 'gloo'"
+                ) from None
+        yield from pieces_of(info, mapped.bytes, stays=bool(info.get("stays")))
+
+    def finished(self, version: str) -> None: ...
+
+    def close(self) -> None:
+        for buffer in self._buffers:
+            if buffer is not None:
+                buffer.close()
+        self._buffers = [None, None]
+
+
+class _MappedFile:
+    """A file as a tensor of bytes."""
+
+    def __init__(self, path: Path) -> None:
+        handle = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+        try:
+            self._map = mmap.mmap(handle, 0)  # torch takes writable memory alone
+        finally:
+            os.close(handle)
+        self.bytes: Tensor = torch.frombuffer(self._map, dtype=torch.uint8)
+
+    def close(self) -> None:
+        """Let go of it; the memory goes back when the last view of it does."""
+        self.bytes = torch.empty(0, dtype=torch.uint8)

@@ -1,0 +1,315 @@
+"""The dense decoder of Llama, Mistral, Qwen2 and Qwen3, over one flat axis of tokens.
+
+It decides everything between ids and logits except attention, which is the caller's: the engine's writes and reads a
+cache of keys and values, the trainer's walks a forest of segments. A token knows only its position; which tokens stand
+beside it in the batch changes nothing.
+
+    ids_T, positions_T ── embed ──┐
+        per layer:  norm ─ q k v ─ (q, k norm) ─ rotate ─ attend(layer, q, k, v, scale) ─ o_proj ─ + ─ norm ─ mlp ─ +
+    norm ── h_TD ── logits ── [N, V]
+
+Parameters have the names of Hugging Face's modules (``model.layers.0.self_attn.q_proj.weight``), so that state dicts go
+back and forth. Left out: dropout, sliding windows (``DenseShape.window`` stays inside them, where they change nothing),
+mixtures of experts, and rotary scalings other than Llama 3's; ``DenseShape.of`` refuses these by name.
+
+Legend: T tokens, N rows of them, D width, H query heads, K heads of keys and values, d size of a head,
+V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Protocol, cast
+
+import msgspec
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ramify.errors import ConfigError
+from ramify.models.rms_norm import rms_norm
+
+_ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
+
+
+class CausalAttention(Protocol):
+    """Causal attention of the tokens of a batch, each to itself and to what stands before it on its path."""
+
+    def __call__(self, layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, scale: float) -> Tensor:
+        """The attended values, [T, H, d]. Query head h reads head ``h // (H / K)`` of keys and values."""
+        ...
+
+
+class Llama3Scaling(msgspec.Struct, frozen=True):
+    """Llama 3.1's stretching of the slow rotations (``rope_type: llama3``)."""
+
+    factor: float
+    """By how much the slowest rotations are slowed."""
+    low_freq_factor: float
+    high_freq_factor: float
+    original_window: int
+    """Positions that the model was first trained on."""
+
+
+class DenseShape(msgspec.Struct, frozen=True):
+    """What of a configuration decides the numbers."""
+
+    architecture: str
+    """``llama``, ``mistral``, ``qwen2`` or ``qwen3``."""
+    vocab_size: int
+    width: int
+    """D"""
+    num_layers: int
+    num_heads: int
+    """H"""
+    num_kv_heads: int
+    """K"""
+    head_size: int
+    """d; even."""
+    mlp_width: int
+    norm_eps: float
+    rope_theta: float
+    rope_scaling: Llama3Scaling | None
+    window: int
+    """Positions for which the computation is that of the original: its window, or its sliding window if smaller."""
+    tied: bool
+    """Whether the embedding is also the output matrix."""
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    """Whether each head of queries and keys is normed before it is rotated."""
+
+    @classmethod
+    def of(cls, config: Any) -> DenseShape:
+        """The shape of a Hugging Face ``PretrainedConfig``; ConfigError names what this file does not compute."""
+        kind = config.model_type
+        if reason := unsupported(config):
+            raise ConfigError(f"{kind}: {reason}; such a model runs as a Hugging Face module, not as Dense")
+        bias = bool(getattr(config, "attention_bias", False))
+        window, sliding = int(config.max_position_embeddings), _sliding_window(config)
+        return cls(
+            architecture=kind,
+            vocab_size=config.vocab_size,
+            width=config.hidden_size,
+            num_layers=config.num_hidden_layers,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_size=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+            mlp_width=config.intermediate_size,
+            norm_eps=config.rms_norm_eps,
+            rope_theta=float(_rope(config)["rope_theta"]),
+            rope_scaling=_scaling(_rope(config), window),
+            window=min(window, sliding) if sliding else window,
+            tied=bool(config.tie_word_embeddings),
+            qkv_bias=bias or kind == "qwen2",
+            o_bias=bias and kind != "qwen2",
+            mlp_bias=bool(getattr(config, "mlp_bias", False)),
+            qk_norm=kind == "qwen3",
+        )
+
+
+def unsupported(config: Any) -> str | None:
+    """Why ``DenseModel`` cannot compute a model of this configuration; None where it can."""
+    if config.model_type not in _ARCHITECTURES:
+        return f"the architecture '{config.model_type}' is none of {', '.join(_ARCHITECTURES)}"
+    if config.hidden_act != "silu":
+        return f"hidden_act '{config.hidden_act}' is not silu"
+    kind = _rope(config).get("rope_type", "default")
+    if kind not in ("default", "llama3"):
+        return f"rope_type '{kind}' is neither default nor llama3"
+    if _rope(config).get("partial_rotary_factor", 1.0) != 1.0:
+        return "partial_rotary_factor is not 1"
+    return None
+
+
+class DenseModel(nn.Module):
+    """The decoder. Made without initial values (``policy.load`` sets them); fp32 unless converted."""
+
+    def __init__(self, config: Any) -> None:
+        """``config``: a Hugging Face configuration; raises ConfigError where ``unsupported`` has a reason."""
+        super().__init__()
+        self.shape = shape = DenseShape.of(config)
+        self.model = _Trunk(shape)
+        self.lm_head = _Linear(shape.width, shape.vocab_size, bias=False)
+        self._frequencies = frequencies(shape)
+        """[d / 2] radians per position, in fp32 whatever the parameters are in."""
+        self._tie()
+
+    def hidden(
+        self, ids_T: Tensor, positions_T: Tensor, attend: CausalAttention, rows_N: Tensor | None = None
+    ) -> Tensor:
+        """Hidden states [T, D] after the last norm, from ids and positions (both [T], integers).
+
+        With ``rows_N``, [N] different indices, those alone: [N, D]. Of the others the last layer computes no more than
+        their keys and values."""
+        h_TD = self.model.embed_tokens(ids_T)
+        cos_T1d, sin_T1d = self._rotations(positions_T, h_TD.dtype)
+        last = len(self.model.layers) - 1
+        for index, layer in enumerate(self.model.layers):
+            h_TD = layer(h_TD, cos_T1d, sin_T1d, index, attend, rows_N if index == last else None)
+        return cast(Tensor, self.model.norm(h_TD))
+
+    def logits(self, h_ND: Tensor) -> Tensor:
+        """fp32 logits [N, V] of hidden states."""
+        return cast(Tensor, self.lm_head(h_ND)).float()
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """As of any module; the output matrix of a tied model may be left out, as Hugging Face does in its files."""
+        if self.shape.tied:
+            state_dict = {**state_dict, "lm_head.weight": state_dict["model.embed_tokens.weight"]}
+        outcome = super().load_state_dict(state_dict, strict, assign)
+        self._tie()
+        return outcome
+
+    def _rotations(self, positions_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [T, 1, d]; the first half of the sines is negative, as ``_rotate`` wants it."""
+        if self._frequencies.device != positions_T.device:
+            self._frequencies = self._frequencies.to(positions_T.device)
+        angles = positions_T[:, None, None].float() * self._frequencies
+        cos, sin = angles.cos(), angles.sin()
+        return torch.cat([cos, cos], -1).to(dtype), torch.cat([-sin, sin], -1).to(dtype)
+
+    def _tie(self) -> None:
+        if self.shape.tied:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+
+class _Trunk(nn.Module):
+    def __init__(self, shape: DenseShape) -> None:
+        super().__init__()
+        self.embed_tokens = _Embedding(shape.vocab_size, shape.width)
+        self.layers = nn.ModuleList(_Layer(shape) for _ in range(shape.num_layers))
+        self.norm = _Norm(shape.width, shape.norm_eps)
+
+
+class _Layer(nn.Module):
+    # What is inside a layer is called by ``forward``: on small models a module's ``__call__`` costs as much as its product
+    # (28 % of a step of 48 rows, 3 layers of width 128). Hooks belong on whole layers.
+    def __init__(self, shape: DenseShape) -> None:
+        super().__init__()
+        self.self_attn = _Attention(shape)
+        self.mlp = _Mlp(shape)
+        self.input_layernorm = _Norm(shape.width, shape.norm_eps)
+        self.post_attention_layernorm = _Norm(shape.width, shape.norm_eps)
+
+    def forward(
+        self,
+        h_TD: Tensor,
+        cos_T1d: Tensor,
+        sin_T1d: Tensor,
+        index: int,
+        attend: CausalAttention,
+        rows_N: Tensor | None = None,
+    ) -> Tensor:
+        o_ND = self.self_attn.forward(self.input_layernorm.forward(h_TD), cos_T1d, sin_T1d, index, attend, rows_N)
+        h_ND = (h_TD if rows_N is None else h_TD.index_select(0, rows_N)) + o_ND
+        return h_ND + self.mlp.forward(self.post_attention_layernorm.forward(h_ND))
+
+
+class _Attention(nn.Module):
+    # Queries, keys and values are three products, as are gate and up: one fused product of each was no faster (0.9-1.1x
+    # from 1 to 128 rows on a CPU), and its parameter would not have Hugging Face's name.
+    def __init__(self, shape: DenseShape) -> None:
+        super().__init__()
+        q_width, kv_width = shape.num_heads * shape.head_size, shape.num_kv_heads * shape.head_size
+        self.q_proj = _Linear(shape.width, q_width, bias=shape.qkv_bias)
+        self.k_proj = _Linear(shape.width, kv_width, bias=shape.qkv_bias)
+        self.v_proj = _Linear(shape.width, kv_width, bias=shape.qkv_bias)
+        self.o_proj = _Linear(q_width, shape.width, bias=shape.o_bias)
+        if shape.qk_norm:
+            self.q_norm = _Norm(shape.head_size, shape.norm_eps)
+            self.k_norm = _Norm(shape.head_size, shape.norm_eps)
+        self.shape = shape
+
+    def forward(
+        self, h_TD: Tensor, cos_T1d: Tensor, sin_T1d: Tensor, index: int, attend: CausalAttention, rows_N: Tensor | None
+    ) -> Tensor:
+        shape = self.shape
+        q_THd = self.q_proj.forward(h_TD).view(-1, shape.num_heads, shape.head_size)
+        k_TKd = self.k_proj.forward(h_TD).view(-1, shape.num_kv_heads, shape.head_size)
+        v_TKd = self.v_proj.forward(h_TD).view(-1, shape.num_kv_heads, shape.head_size)
+        if shape.qk_norm:
+            q_THd, k_TKd = self.q_norm.forward(q_THd), self.k_norm.forward(k_TKd)
+        q_THd, k_TKd = _rotate(q_THd, cos_T1d, sin_T1d), _rotate(k_TKd, cos_T1d, sin_T1d)
+        o_THd = attend(index, q_THd, k_TKd, v_TKd, shape.head_size**-0.5)
+        if rows_N is not None:
+            o_THd = o_THd.index_select(0, rows_N)
+        return self.o_proj.forward(o_THd.flatten(-2))
+
+
+class _Mlp(nn.Module):
+    def __init__(self, shape: DenseShape) -> None:
+        super().__init__()
+        self.gate_proj = _Linear(shape.width, shape.mlp_width, bias=shape.mlp_bias)
+        self.up_proj = _Linear(shape.width, shape.mlp_width, bias=shape.mlp_bias)
+        self.down_proj = _Linear(shape.mlp_width, shape.width, bias=shape.mlp_bias)
+
+    def forward(self, h_TD: Tensor) -> Tensor:
+        return self.down_proj.forward(F.silu(self.gate_proj.forward(h_TD)) * self.up_proj.forward(h_TD))
+
+
+class _Linear(nn.Linear):
+    def reset_parameters(self) -> None:
+        """Whoever makes a model fills it; on the meta device this alone would import torch's compiler, 1.5 s."""
+
+
+class _Embedding(nn.Embedding):
+    def reset_parameters(self) -> None:
+        """As ``_Linear``."""
+
+
+class _Norm(nn.Module):
+    """x / sqrt(mean(x²) + eps) · weight"""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight.to(x.dtype), self.eps)  # x is of another type under autocast
+
+
+def frequencies(shape: DenseShape) -> Tensor:
+    """Radians per position of each pair of a head, [d / 2] in fp32: theta^(-2i/d), stretched as Llama 3.1 does.
+
+    There, with wavelength w = 2π/f, window c and factor s: f where w < c / high, f / s where w > c / low, and between
+    them (1 - m) f / s + m f with m = (c / w - low) / (high - low).
+    """
+    powers = torch.arange(0, shape.head_size, 2, dtype=torch.float, device="cpu") / shape.head_size
+    f = 1.0 / (shape.rope_theta**powers)
+    if shape.rope_scaling is None:
+        return f
+    scaling = shape.rope_scaling
+    turns = scaling.original_window / (2 * math.pi / f)
+    mixed = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    m = mixed.clamp(0, 1)
+    return (1 - m) * f / scaling.factor + m * f
+
+
+def _rotate(x_Thd: Tensor, cos_T1d: Tensor, sin_T1d: Tensor) -> Tensor:
+    """Pairs (i, i + d/2) of each head turned by the position's angle; ``sin`` carries the signs."""
+    return torch.addcmul(x_Thd * cos_T1d, x_Thd.roll(x_Thd.shape[-1] // 2, -1), sin_T1d)
+
+
+def _rope(config: Any) -> dict[str, Any]:
+    """Rotary parameters, under the names of transformers 5 also where an older one made the configuration."""
+    found = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    theta = found.get("rope_theta") or getattr(config, "rope_theta", None) or 10_000.0
+    return {**found, "rope_theta": theta, "rope_type": found.get("rope_type") or found.get("type") or "default"}
+
+
+def _scaling(rope: dict[str, Any], window: int) -> Llama3Scaling | None:
+    if rope["rope_type"] == "default":
+        return None
+    original = rope.get("original_max_position_embeddings") or window
+    return Llama3Scaling(rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"], original)
+
+
+def _sliding_window(config: Any) -> int | None:
+    """The tokens that a layer with a sliding window sees; None where no layer has one."""
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None and "sliding_attention" not in kinds:
+        return None
+    return getattr(config, "sliding_window", None)

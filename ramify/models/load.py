@@ -1,0 +1,335 @@
+"""A policy: model, tokenizer and renderer that belong together; loaded from Hugging Face's layout, made anew, saved.
+
+    policy = load("path/or/hub-name")               a folder, or a model that is already in the Hugging Face cache
+    policy = from_config(config, tokenizer, seed)   random weights
+    save(policy, "folder")                          transformers loads it and computes the same
+
+Dense Llama, Mistral, Qwen2 and Qwen3 models run as ``DenseModel``; every other causal language model runs as transformers'
+own module. Nothing is downloaded and no code of a checkpoint is run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import zlib
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from ramify.errors import ConfigError, StoreError
+from ramify.models.checksums import check_model, drop
+from ramify.models.dense import DenseModel, DenseShape, unsupported
+from ramify.models.renderer import Renderer, renderer_of
+from ramify.models.weights import check_weights, config_difference, load_weights, read_weights, write_weights
+from ramify.progress import report_progress
+
+_GENERATION = "generation_config.json"
+_OUTPUTS = ("o_proj.weight", "down_proj.weight")
+"""Matrices that write into the residual stream: begun at half size, so that depth does not blow it up."""
+_EMBEDDING_STD = 0.02
+
+
+class SamplingDefaults(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How replies are drawn where a request does not say: ``generation_config.json``."""
+
+    temperature: float = 1.0
+    """0 takes the likeliest token."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 for all."""
+
+
+@dataclasses.dataclass
+class Policy:
+    """A model with what belongs to it."""
+
+    model: nn.Module
+    """``DenseModel``, or a transformers module whose ``forward`` gives ``logits``."""
+    tokenizer: PreTrainedTokenizerFast
+    renderer: Renderer
+    config: Any
+    """The Hugging Face configuration."""
+    version: int
+    """Counts up with every change of the weights that others are told of."""
+    name: str
+    """As it was loaded; shown to people."""
+    defaults: SamplingDefaults = dataclasses.field(default_factory=SamplingDefaults)
+
+    @property
+    def window(self) -> int:
+        """Tokens that prompt and reply together may have."""
+        return DenseShape.of(self.config).window if isinstance(self.model, DenseModel) else window_of(self.config)
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.model.parameters()).dtype
+
+    @property
+    def num_parameters(self) -> int:
+        """A tied matrix counts once."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+
+def load(
+    path_or_name: str | Path, dtype: torch.dtype | None = None, device: torch.device | str | None = None,
+    *, thinking: bool | None = None,
+) -> Policy:  # fmt: skip
+    """The policy in a folder, or of a hub name whose files are already on disk.
+
+    ``dtype``: by default fp32 on a CPU, elsewhere as stored. ``device``: by default a GPU where there is one; ``meta``: without
+    weights, for who writes its ids and does not compute.
+    ``thinking`` switches a hybrid model's thinking where its template can. Raises ConfigError for a folder that is not
+    there, weights that are not those of its configuration, a tokenizer that does not fit its template."""
+    folder = _folder(path_or_name)
+    check_model(folder)
+    config = _config(folder)
+    tokenizer = load_tokenizer(folder)
+    device = _device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    dtype = dtype or stored_dtype(config, device.type)
+    generation = _generation(folder)
+    if len(tokenizer) > config.vocab_size:
+        raise ConfigError(
+            f"{folder}: the tokenizer has {len(tokenizer)} tokens, the model {config.vocab_size}: they differ"
+        )
+    return Policy(
+        model=_model(folder, config, dtype, device),
+        tokenizer=tokenizer,
+        renderer=renderer_of(tokenizer, stop_ids=_stop_ids(generation, config, tokenizer), thinking=thinking),
+        config=config,
+        version=0,
+        name=str(path_or_name),
+        defaults=_defaults(generation),
+    )
+
+
+def from_config(
+    config: Any, tokenizer: PreTrainedTokenizerFast, seed: int, *, device: torch.device | str = "cpu"
+) -> Policy:
+    """A policy with random weights, the same for the same seed on every device.
+
+    Matrices are normal with standard deviation 1 / sqrt(inputs), half of that where they write into the residual stream;
+    embeddings and an untied output matrix with 0.02; biases 0, norms 1."""
+    if len(tokenizer) > config.vocab_size:
+        raise ConfigError(
+            f"the tokenizer has {len(tokenizer)} tokens, the configuration {config.vocab_size}: give them one size"
+        )
+    if unsupported(config) is None:
+        model: nn.Module = DenseModel(config)
+        for name, parameter in model.named_parameters():
+            _begin(name, parameter, seed)
+    else:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    renderer = renderer_of(tokenizer, stop_ids=_stop_ids({}, config, tokenizer))
+    return Policy(model.to(device).eval(), tokenizer, renderer, config, 0, f"{config.model_type} from seed {seed}")
+
+
+def save(policy: Policy, folder: str | Path, dtype: torch.dtype | None = None) -> None:
+    """Write ``policy`` in Hugging Face's layout, weights cast to ``dtype`` where given: config.json,
+    generation_config.json, model.safetensors, tokenizer with its chat template. The folder may exist."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    drop(folder)  # they are of what was there before
+    if isinstance(policy.model, DenseModel):
+        config = policy.config.__class__.from_dict(policy.config.to_dict())
+        config.architectures = [_architecture(policy)]
+        config.dtype = dtype or policy.dtype
+        config.save_pretrained(folder)
+        write_weights(policy.model, folder, dtype)
+    else:
+        _save_module(policy.model, folder, dtype)
+    policy.tokenizer.save_pretrained(folder)
+    (folder / _GENERATION).write_text(json.dumps(_generation_config(policy), indent=2) + "\n")
+
+
+def load_into(policy: Policy, folder: str | Path) -> None:
+    """Replace the weights of ``policy`` by those of a checkpoint, in place.
+
+    Raises ConfigError, naming the first difference, where the checkpoint is of another configuration."""
+    folder = Path(folder)
+    if difference := config_difference(policy.config, _config(folder)):
+        raise ConfigError(f"{folder} is a checkpoint of another configuration: {difference}")
+    if isinstance(policy.model, DenseModel):
+        load_weights(policy.model, read_weights(folder), str(folder))
+    else:
+        policy.model.load_state_dict(_module(folder, policy.dtype).state_dict())
+
+
+def _folder(path_or_name: str | Path) -> Path:
+    folder = Path(path_or_name).expanduser()
+    if (folder / "config.json").is_file():
+        return folder
+    if folder.exists():
+        raise ConfigError(f"{folder} is no model: it has no config.json")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(str(path_or_name), local_files_only=True))
+    except LocalEntryNotFoundError:
+        raise ConfigError(
+            f"there is no folder '{path_or_name}', and no model of that name in the Hugging Face cache: give a folder, or "
+            f"download it first (hf download {path_or_name})"
+        ) from None
+    except HFValidationError:
+        raise ConfigError(f"there is no folder '{path_or_name}': give one with a config.json and weights") from None
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+    """What tokenizer.json says, and no more: ``AutoTokenizer`` would make it a class of the model's family, which may cut
+    text up in another way. Raises ConfigError where there is none that can be used."""
+    if not (folder / "tokenizer.json").is_file():
+        raise ConfigError(f"{folder} has no tokenizer.json: save its tokenizer as a fast one (use_fast=True) first")
+    try:
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    except Exception as error:  # noqa: BLE001 (the tokenizers library raises this class itself)
+        raise ConfigError(f"{folder}: its tokenizer cannot be loaded: {str(error).splitlines()[0]}") from None
+    assert isinstance(tokenizer, PreTrainedTokenizerFast)
+    return tokenizer
+
+
+def read_config(path_or_name: str | Path) -> Any:
+    """The configuration of a folder, or of a hub name whose files are on disk, and nothing else of it. Raises ConfigError."""
+    return _config(_folder(path_or_name))
+
+
+def _config(folder: Path) -> Any:
+    try:
+        return AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"{folder}/config.json is not understood: {str(error).splitlines()[0]}") from None
+
+
+def _device(name: torch.device | str) -> torch.device:
+    """Raises ConfigError for one that there is not."""
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise ConfigError(f"there is no device '{name}' here: {str(error).splitlines()[0]}") from None
+    return device
+
+
+def _model(folder: Path, config: Any, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    if device.type == "meta":
+        with device:
+            dense = unsupported(config) is None
+            bare = DenseModel(config) if dense else AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+        return cast(nn.Module, bare.to(dtype).eval())
+    if unsupported(config) is not None:
+        with report_progress("loading", note=str(folder)):
+            return _module(folder, dtype).to(device).eval()
+    with torch.device("meta"):
+        model = DenseModel(config)
+    weights = read_weights(folder)
+    if config.tie_word_embeddings:
+        weights.pop("lm_head.weight", None)
+    check_weights(model, weights, str(folder))
+    moved = {}
+    with report_progress("loading", sum(each.nbytes for each in weights.values()), "bytes", str(folder)) as work:
+        for name, each in weights.items():
+            moved[name] = each.to(device, dtype)
+            work.more(each.nbytes)
+    model.load_state_dict(moved, assign=True)
+    return model.eval()
+
+
+def _module(folder: Path, dtype: torch.dtype) -> nn.Module:
+    """transformers' own module, for what is not ``DenseModel``."""
+    from transformers.utils import logging
+
+    shows_progress = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        module: nn.Module = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    except (OSError, ValueError) as error:
+        raise StoreError(f"{folder}: {str(error).splitlines()[0]}") from None
+    finally:
+        if shows_progress:
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+    return module
+
+
+def _save_module(module: Any, folder: Path, dtype: torch.dtype | None) -> None:
+    state = module.state_dict()
+    cast = {name: each.to(dtype) if dtype and each.is_floating_point() else each for name, each in state.items()}
+    module.save_pretrained(folder, state_dict=cast)
+
+
+def _begin(name: str, parameter: nn.Parameter, seed: int) -> None:
+    """Fill one parameter. Keyed by its name, so that it does not depend on which others there are."""
+    with torch.no_grad():
+        if parameter.dim() < 2:
+            parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+            return
+        std = float(parameter.shape[1]) ** -0.5 * (0.5 if name.endswith(_OUTPUTS) else 1.0)
+        if name in ("model.embed_tokens.weight", "lm_head.weight"):
+            std = _EMBEDDING_STD
+        # One hash of both: a CPU generator takes no more than 32 bits of its seed.
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+        parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
+
+
+def _generation(folder: Path) -> dict[str, Any]:
+    path = folder / _GENERATION
+    try:
+        return dict(json.loads(path.read_bytes())) if path.is_file() else {}
+    except ValueError as error:
+        raise ConfigError(f"{path} is no JSON: {error}") from None
+
+
+def _defaults(generation: dict[str, Any]) -> SamplingDefaults:
+    if generation.get("do_sample") is False:
+        return SamplingDefaults(temperature=0.0)
+    found = {name: generation[name] for name in ("temperature", "top_p", "top_k") if generation.get(name) is not None}
+    return msgspec.convert(found, SamplingDefaults, strict=False)
+
+
+def _generation_config(policy: Policy) -> dict[str, Any]:
+    drawn = (
+        {"do_sample": False}
+        if policy.defaults.temperature == 0
+        else {"do_sample": True, **msgspec.to_builtins(policy.defaults)}
+    )
+    return {**drawn, "eos_token_id": list(policy.renderer.stop_ids), "pad_token_id": policy.tokenizer.pad_token_id}
+
+
+def _stop_ids(generation: dict[str, Any], config: Any, tokenizer: PreTrainedTokenizerFast) -> list[int]:
+    found: list[int] = []
+    for given in (generation.get("eos_token_id"), getattr(config, "eos_token_id", None), tokenizer.eos_token_id):
+        found += given if isinstance(given, list) else [] if given is None else [given]
+    return list(dict.fromkeys(found))
+
+
+def _architecture(policy: Policy) -> str:
+    """The name of its class in transformers. The class itself is not asked: it would be imported, which takes seconds."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[policy.config.model_type])
+
+
+def stored_dtype(config: Any, device: str) -> torch.dtype:
+    """The precision of a checkpoint's weights on a kind of device: fp32 on a CPU, else as stored."""
+    if device == "cpu":
+        return torch.float32
+    stored = getattr(config, "dtype", None) or torch.float32
+    return getattr(torch, stored) if isinstance(stored, str) else stored
+
+
+def window_of(config: Any) -> int:
+    """Tokens that prompt and reply together may have. Raises ConfigError where the configuration does not say."""
+    inner = config.get_text_config()
+    for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
+        if (window := getattr(inner, name, None)) is not None:
+            return int(window)
+    raise ConfigError(f"the configuration of {config.model_type} does not say its window (max_position_embeddings)")

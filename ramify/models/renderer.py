@@ -1,0 +1,89 @@
+"""Messages to token ids and back, so that a conversation only ever grows by ids.
+
+    prompt(messages)                        a conversation from its beginning, ready for a reply
+    extend(messages, after=ids)             what to append to a path whose last sampled ids are ``ids``
+    parse(ids)                              the reply that was sampled
+
+    prompt([u])  ──sampled r──▶  prompt([u]) + r  ──extend([o], after=r)──▶  prompt([u]) + r + extend([o], after=r)
+                                                                             = prompt([u, parse(r), o])
+
+The last line holds wherever ``r`` are the ids that the tokenizer itself gives to what they say. Which renderer a
+tokenizer gets is decided by its chat template and its tokens; whatever is chosen has written canned conversations as the
+template itself does, or it is not chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from transformers import PreTrainedTokenizerFast
+
+from ramify.clients.base import Tool
+from ramify.errors import ConfigError
+from ramify.models.formats import FORMATS, ChatFormat
+from ramify.models.marked_renderer import MarkedRenderer
+from ramify.models.template import ChatTemplate, TemplateRenderer
+from ramify.models.text_pieces import TextPieces
+from ramify.types.message import Message
+
+
+class Renderer(Protocol):
+    """How one policy's conversations are written."""
+
+    name: str
+    """``tiny``, ``chatml``, ``llama3`` or ``template``."""
+    stop_ids: tuple[int, ...]
+    """Sampling any of these ends a reply."""
+    unstable: str
+    """Why ``extend`` is not possible; empty where it is."""
+    takes_tools: bool
+    """Whether ``prompt`` can offer native tools."""
+
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
+        """Ids of the whole conversation and of the beginning of the next reply."""
+        ...
+
+    def extend(self, messages: Sequence[Message], *, after: Sequence[int]) -> list[int]:
+        """Ids to append after the sampled ids ``after``; closes the reply where its end was not sampled."""
+        ...
+
+    def parse(self, ids: Sequence[int]) -> Message:
+        """The reply that sampled ids stand for."""
+        ...
+
+
+def renderer_of(
+    tokenizer: PreTrainedTokenizerFast, *, stop_ids: Sequence[int] = (), thinking: bool | None = None
+) -> Renderer:
+    """The renderer for a tokenizer. ``stop_ids`` end a reply besides the format's own end; ``thinking`` switches a
+    hybrid model's thinking on or off, where its template knows ``enable_thinking``.
+
+    Raises ConfigError for a tokenizer without its template's tokens, or with neither template nor known tokens."""
+    pieces, template = TextPieces(tokenizer), ChatTemplate(tokenizer, thinking)
+    for format in FORMATS:
+        if not _uses(format, template, pieces):
+            continue
+        for trims in (False, True):
+            try:
+                return MarkedRenderer(format, pieces, template, stop_ids, trims=trims)
+            except ConfigError:
+                if not template.source or not _has_tokens(format, pieces):
+                    raise
+    if not template.source:
+        known = ", ".join(format.tokens[0] for format in FORMATS)
+        raise ConfigError(
+            f"the tokenizer has no chat template, and none of the markers of a known format ({known}): set its "
+            "chat_template to the one that the model was trained with"
+        )
+    return TemplateRenderer(pieces, template, stop_ids)
+
+
+def _uses(format: ChatFormat, template: ChatTemplate, pieces: TextPieces) -> bool:
+    if template.source:
+        return all(marker in template.source for marker in format.tokens[-2:])
+    return _has_tokens(format, pieces)
+
+
+def _has_tokens(format: ChatFormat, pieces: TextPieces) -> bool:
+    return all(len(pieces.marked(marker)) == 1 for marker in format.tokens)

@@ -1,0 +1,173 @@
+"""A renderer for any chat template: what a conversation's text gains when messages are added to it.
+
+It renders a conversation once without and once with the added messages, and takes the difference. That is only right
+where a template never changes what it has written before; a few canned conversations are tried when a policy is loaded,
+and ``unstable`` says what was found. Then ``prompt`` still works, ``extend`` does not.
+
+Where the end of a reply's header and its beginning would make one token, a path has two, and a fresh ``prompt`` one.
+
+The formats that ``marked_renderer.py`` knows are better rendered there: it never reads a marker in a message as one. Here a
+message's markers are made harmless by a zero-width space.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerFast
+
+from ramify.clients.base import Tool
+from ramify.errors import ConfigError
+from ramify.models.reply import split_reply
+from ramify.models.text_pieces import TextPieces, first_difference
+from ramify.types.message import Message, ToolCall
+
+_STAND_IN = (Message("user", "QUESTION"), Message("assistant", "REPLY"))
+_TALK = (
+    Message("user", "How many lines\nhave 3 words?"), Message("assistant", "print(len(context))"),
+    Message("user", "17\n"), Message("assistant", "Five."), Message("user", "Sure? Ümläut 1,234"),
+)  # fmt: skip
+CANNED: tuple[tuple[Message, ...], ...] = (_TALK, (Message("system", "Answer briefly."), *_TALK))
+"""Conversations that every renderer must write as the template does."""
+
+
+class ChatTemplate:
+    """A tokenizer's chat template, called with our messages."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, thinking: bool | None) -> None:
+        """``thinking`` is passed on as ``enable_thinking`` where it is not None."""
+        self._tokenizer = tokenizer
+        self._fields: dict[str, Any] = {} if thinking is None else {"enable_thinking": thinking}
+        self.source = _source(tokenizer)
+        """The template itself; empty where the tokenizer has none."""
+
+    def text(self, messages: Sequence[Message], *, generate: bool, tools: Sequence[Tool] = ()) -> str:
+        """The conversation as text; ``generate`` adds the beginning of the next reply.
+
+        Raises ConfigError where the template refuses these messages."""
+        from jinja2 import TemplateError
+
+        try:
+            text = self._tokenizer.apply_chat_template(
+                [_wire(message) for message in messages], tools=[_wire_tool(tool) for tool in tools] or None,
+                tokenize=False, add_generation_prompt=generate, **self._fields,
+            )  # fmt: skip
+        except TemplateError as error:
+            raise ConfigError(f"the tokenizer's chat template refuses this conversation: {error}") from None
+        assert isinstance(text, str)
+        return text
+
+    def accepts(self, messages: Sequence[Message]) -> bool:
+        try:
+            self.text(messages, generate=True)
+        except ConfigError:
+            return False
+        return True
+
+
+class TemplateRenderer:
+    """Renders by the tokenizer's own template."""
+
+    name = "template"
+    takes_tools = False
+
+    def __init__(self, pieces: TextPieces, template: ChatTemplate, stop_ids: Sequence[int]) -> None:
+        """Raises ConfigError for a tokenizer without the tokens that its template writes."""
+        self.stop_ids = tuple(stop_ids)
+        self._pieces = pieces
+        self._template = template
+        self._thinks = "</think>" in template.source
+        markers = [re.escape(token) for token in pieces.special_tokens if token]
+        self._markers = re.compile("|".join(markers)) if markers else None
+        self._check_tokens()
+        self.unstable = self._why_unstable()
+
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
+        """Ids of the whole conversation and of the beginning of the next reply."""
+        if tools:
+            raise ConfigError("this tokenizer's replies are not read for calls of tools: leave native tools out")
+        safe = [self._harmless(message) for message in messages]
+        return self._pieces.marked(self._template.text(safe, generate=True))
+
+    def extend(self, messages: Sequence[Message], *, after: Sequence[int]) -> list[int]:
+        """Ids to append after the sampled ids ``after``. Raises ConfigError where the template is ``unstable``."""
+        if self.unstable:
+            raise ConfigError(f"this chat template cannot be extended: {self.unstable}")
+        added = self._pieces.marked(self._gain([self._harmless(message) for message in messages]))
+        return added[1:] if added and after and after[-1] == added[0] else added
+
+    def parse(self, ids: Sequence[int]) -> Message:
+        """The reply that sampled ids stand for."""
+        end = self.stop_ids if ids and ids[-1] in self.stop_ids else ()
+        return split_reply(self._pieces.decode(ids[:-1] if end else ids), thinks=self._thinks, tool_calls=False)
+
+    def _gain(self, messages: Sequence[Message]) -> str:
+        """What the template writes after a reply's text, with ``messages`` following it."""
+        whole = self._template.text([*_STAND_IN, *messages], generate=True)
+        _, reply, gain = whole.rpartition(_STAND_IN[1].content)
+        if not reply:
+            raise ConfigError(f"the chat template does not write what a reply says: {whole[:80]!r}")
+        return gain
+
+    def _why_unstable(self) -> str:
+        """The reason why extending differs from rendering afresh; empty where it does not."""
+        for talk in filter(self._template.accepts, CANNED):
+            for end in range(len(talk)):
+                if talk[end].role == "assistant" and (reason := self._differs(talk, end)):
+                    return reason
+        return ""
+
+    def _differs(self, talk: Sequence[Message], reply: int) -> str:
+        """How the path up to the reply at index ``reply`` and the messages after differs from a fresh rendering."""
+        path = self._template.text(talk[:reply], generate=True) + talk[reply].content
+        fresh = self._template.text(talk[: reply + 2], generate=True)
+        gain = self._gain(talk[reply + 1 : reply + 2])
+        if path + gain != fresh:
+            return f"up to a reply it writes {first_difference(path + gain, fresh)}"
+        if self._pieces.marked(path) + self._pieces.marked(gain) != self._pieces.marked(fresh):
+            return "its tokens change where messages meet"
+        return ""
+
+    def _check_tokens(self) -> None:
+        text = self._template.text(_TALK, generate=True)
+        for marker in sorted(set(re.findall(r"<\|[A-Za-z0-9_]+\|>", text))):
+            self._pieces.token(marker)
+
+    def _harmless(self, message: Message) -> Message:
+        if self._markers is None or not self._markers.search(message.content):
+            return message
+        content = self._markers.sub(lambda found: found[0][0] + "\u200b" + found[0][1:], message.content)
+        return Message(message.role, content, message.reasoning, message.tool_calls, message.tool_call_id)
+
+
+def _source(tokenizer: PreTrainedTokenizerFast) -> str:
+    """The default one, where a tokenizer has several."""
+    template = tokenizer.chat_template
+    return str(template.get("default", "")) if isinstance(template, dict) else template or ""
+
+
+def _wire(message: Message) -> dict[str, Any]:
+    wire: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.reasoning is not None:
+        wire["reasoning_content"] = message.reasoning
+    if message.tool_calls:
+        wire["tool_calls"] = [_wire_call(call) for call in message.tool_calls]
+    if message.tool_call_id is not None:
+        wire["tool_call_id"] = message.tool_call_id
+    return wire
+
+
+def _wire_call(call: ToolCall) -> dict[str, Any]:
+    try:
+        arguments = json.loads(call.arguments)
+    except ValueError:
+        arguments = call.arguments
+    return {"type": "function", "id": call.id, "function": {"name": call.name, "arguments": arguments}}
+
+
+def _wire_tool(tool: Tool) -> dict[str, Any]:
+    function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
+    return {"type": "function", "function": function}

@@ -1,0 +1,109 @@
+"""What a promise is: one small test that any provider can be put to.
+
+    >>> @promise("a function sees updated globals")
+    ... async def updated_globals(probe): ...
+
+A test opens sessions through its ``SandboxProbe``, which closes them afterwards.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from ramify.errors import HostCallError
+from ramify.sandbox.base import Sandbox, SandboxSpec, Session
+from ramify.types.trajectory import Cell
+
+
+class SandboxProbe:
+    """A sandbox under test."""
+
+    def __init__(self, sandbox: Sandbox, spec: SandboxSpec) -> None:
+        self.sandbox = sandbox
+        self.spec = spec
+        self._sessions: list[Session] = []
+
+    async def open(self, **options: Any) -> Session:
+        session = await self.sandbox.open(**options)
+        self._sessions.append(session)
+        return session
+
+    async def cells(self, *codes: str, session: Session | None = None) -> list[Cell]:
+        """Run cells one after the other, by default in a fresh session."""
+        session = session or await self.open()
+        return [(await session.run(code, answer=echo)).cell for code in codes]
+
+    async def close(self) -> None:
+        for session in self._sessions:
+            await session.close()
+
+
+class ConformanceCheck(msgspec.Struct, frozen=True):
+    name: str
+    test: Callable[[SandboxProbe], Awaitable[None]]
+    needs: tuple[str, ...] = ()
+    """Names of ``SandboxCapabilities`` without which it cannot be kept."""
+
+
+made: dict[str, list[ConformanceCheck]] = {}
+"""Name of a module -> its promises."""
+
+
+def check(
+    name: str, *needs: str
+) -> Callable[[Callable[[SandboxProbe], Awaitable[None]]], Callable[[SandboxProbe], Awaitable[None]]]:
+    def add(test: Callable[[SandboxProbe], Awaitable[None]]) -> Callable[[SandboxProbe], Awaitable[None]]:
+        made.setdefault(test.__module__, []).append(ConformanceCheck(name, test, needs))
+        return test
+
+    return add
+
+
+class ConformanceError(AssertionError):
+    """A promise was not kept."""
+
+
+def same(got: Any, expected: Any, what: str = "") -> None:
+    if got != expected or type(got) is not type(expected):
+        raise ConformanceError(f"{what + ': ' if what else ''}expected {str(expected)[:500]!r}, got {str(got)[:500]!r}")
+
+
+def true(fact: object, what: str) -> None:
+    if not fact:
+        raise ConformanceError(what)
+
+
+async def echo(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The host of these tests: ``echo`` returns its argument, ``sleep`` waits, ``fail`` fails."""
+    if name == "sleep":
+        await asyncio.sleep(args[0])
+    if name == "fail":
+        raise HostCallError("SubcallError", "two failed", {"results": ["a", None], "failures": {1: "no"}})
+    return args[0] if args else dict(kwargs)
+
+
+HOST = """
+__all__ = ["host", "HostError", "last_output"]
+def host(name, *args, **kwargs):
+    return call_host(name, *args, **kwargs)
+"""
+
+
+async def with_host(probe: SandboxProbe) -> Session:
+    session = await probe.open()
+    await session.install("host_names", HOST)
+    return session
+
+
+def clean(cells: list[Cell]) -> list[Cell]:
+    for cell in cells:
+        true(cell.error is None, f"{cell.code!r} failed: {cell.error}")
+    return cells
+
+
+def values(cells: list[Cell]) -> list[str | None]:
+    return [cell.value for cell in clean(cells)]

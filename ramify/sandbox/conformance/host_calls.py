@@ -1,0 +1,153 @@
+"""Promises: modules that the host installs, and calls from a cell to the host."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ramify.errors import SandboxError
+from ramify.sandbox.conformance.base import (
+    ConformanceError,
+    SandboxProbe,
+    check,
+    clean,
+    echo,
+    same,
+    true,
+    values,
+    with_host,
+)
+
+
+@check("reserved names are put back and reported", "full_python")
+async def reserved(probe: SandboxProbe) -> None:
+    session = await probe.open()
+    await session.set("given", [1], reserved=True)
+    await session.set("other", 1, reserved=True)
+    await session.set("free", 1)
+    ran = await probe.cells(
+        "given = 5\ndel other\nfree = 2", "given, other, free", "given.append(2)", "given", session=session
+    )
+    same([ran[0].restored, ran[1].value], [("given", "other"), "([1], 1, 2)"])
+    same([ran[1].restored, ran[2].restored, ran[3].value], [(), (), "[1, 2]"])
+    await session.set("given", 7)
+    same(values(await probe.cells("given = 8", "given", session=session))[-1], "8")
+
+
+@check("modules bind names and send notes", "full_python")
+async def modules(probe: SandboxProbe) -> None:
+    session = await probe.open()
+    source = """
+__all__ = ["double", "Failure"]
+class Failure(Exception): pass
+def double(x):
+    "Twice x."
+    if x is None: raise Failure("none given")
+    return call_host("echo", x) * 2
+hidden = 1
+def after_cell():
+    return {"has": sorted(n for n in ("double", "a") if n in namespace), "out": last_output()}
+"""
+    await session.install("tools", source)
+    ran = await session.run("a = double(4)\nprint(a)\ndouble = 3", answer=echo)
+    same(
+        (ran.cell.stdout, ran.cell.restored, ran.note),
+        ("8\n", ("double",), {"tools": {"has": ["a", "double"], "out": "8\n"}}),
+    )
+    cells = await probe.cells("'hidden' in globals(), double('x'), double.__doc__", "double(None)", session=session)
+    same(cells[0].value, "(False, 'xx', 'Twice x.')")
+    true(
+        cells[1].error and cells[1].error.count("File ") == 1 and "Failure: none given" in cells[1].error,
+        f"{cells[1].error}",
+    )
+    try:
+        await session.install("broken", "x = 1\n1/0")
+    except SandboxError as error:
+        true("ZeroDivisionError" in str(error) and "line 2" in str(error), str(error))
+    else:
+        raise ConformanceError("a module that fails was installed")
+
+
+@check("errors of the host rise in the cell", "full_python")
+async def host_errors(probe: SandboxProbe) -> None:
+    session = await with_host(probe)
+    code = "try:\n    host('fail')\nexcept HostError as e:\n    r = (e.kind, str(e), e.data)\nr"
+    caught, raised = await probe.cells(code, "\nhost('fail')", session=session)
+    same(caught.value, "('SubcallError', 'two failed', {'results': ['a', None], 'failures': {1: 'no'}})")
+    true(
+        raised.error and 'File "<cell 2>", line 2' in raised.error and raised.error.count("File ") == 1,
+        f"{raised.error}",
+    )
+
+
+@check("a fault of the host is raised by run")
+async def host_faults(probe: SandboxProbe) -> None:
+    session = await with_host(probe)
+
+    async def broken(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        raise ZeroDivisionError("a bug")
+
+    try:
+        await session.run("host('x')", answer=broken)
+    except ZeroDivisionError:
+        pass
+    else:
+        raise ConformanceError("the host's bug was not raised")
+    same(values(await probe.cells("1", session=session)), ["1"])
+
+
+@check("calls from threads run at once", "full_python")
+async def concurrent_calls(probe: SandboxProbe) -> None:
+    session = await with_host(probe)
+    code = """
+from concurrent.futures import ThreadPoolExecutor
+with ThreadPoolExecutor(16) as pool:
+    got = list(pool.map(lambda i: host('sleep', 1 + i * 0), range(16)))
+    big = list(pool.map(lambda i: len(host('echo', str(i) * 100_000)), range(10)))
+got == [1] * 16, big
+"""
+    started = time.perf_counter()
+    [cell] = clean(await probe.cells(code, session=session))
+    same(cell.value, f"(True, {[100_000] * 10})")
+    true(time.perf_counter() - started < 12, "16 calls of 1 s took as long as one after the other")
+
+
+@check("a call outside its cell fails clearly", "full_python")
+async def late_calls(probe: SandboxProbe) -> None:
+    session = await with_host(probe)
+    code = """
+import threading, time
+caught = []
+def late(wait, *call):
+    time.sleep(wait)
+    try: host(*call)
+    except BaseException as e: caught.append(str(e))
+for args in ((1.2, 'echo', 1), (0, 'sleep', 30)):
+    threading.Thread(target=late, args=args, daemon=True).start()
+time.sleep(.2)
+"""
+    clean(await probe.cells(code, session=session))
+    await asyncio.sleep(2.5)  # the first call is made meanwhile, also on a busy machine
+    wait = "for _ in range(300):\n    if len(caught) < 2: time.sleep(.05)"
+    ran = await probe.cells(wait, "len(caught), caught", session=session)
+    value = values(ran)[-1] or ""
+    true(value.startswith("(2, ") and "after its cell had ended" in value and "still waiting" in value, value)
+
+
+@check("a forked process is not the session", "full_python", "kill", "starts_processes")
+async def forked(probe: SandboxProbe) -> None:
+    session = await with_host(probe)
+    code = """
+import os
+pid = os.fork()
+if not pid:
+    try: host('echo', 1)
+    except Exception as e: print(e)
+else:
+    status = os.waitpid(pid, 0)[1]
+"""
+    first, second = clean(await probe.cells(code, "status, host('echo', 2)", session=session))
+    true("forked process" in first.stdout, first.stdout)
+    same(second.value, "(0, 2)")

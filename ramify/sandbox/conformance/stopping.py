@@ -1,0 +1,170 @@
+"""Promises: cells that are stopped, sessions that are killed, and what is left then."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from ramify.errors import SandboxError, SessionDied
+from ramify.sandbox.base import CellResult
+from ramify.sandbox.conformance.base import (
+    ConformanceError,
+    SandboxProbe,
+    check,
+    clean,
+    echo,
+    same,
+    true,
+    values,
+    with_host,
+)
+
+SOON_S = 20.0
+"""How soon is soon, where the other way is 30 s or for ever. A busy machine takes its time."""
+
+
+@check("an endless loop stops, variables stay", "interrupt")
+async def endless_loop(probe: SandboxProbe) -> None:
+    session = await probe.open()
+    started = time.perf_counter()
+    ran = await session.run("x = 41\nprint('so far')\nwhile True:\n    pass", answer=echo, timeout_s=0.3)
+    true(time.perf_counter() - started < SOON_S, "it took too long")
+    same((ran.interrupted, ran.cell.stdout), ("time", "so far\n"))
+    true(ran.cell.error and "KeyboardInterrupt" in ran.cell.error and "line 3" in ran.cell.error, f"{ran.cell.error}")
+    same(values(await probe.cells("x + 1", session=session)), ["42"])
+
+
+@check("time waiting for the host does not count")
+async def clock(probe: SandboxProbe) -> None:
+    session = await with_host(probe)
+    ran = await session.run("for _ in range(3): host('sleep', 1)\n'done'", answer=echo, timeout_s=2.0)
+    same((ran.cell.value, ran.interrupted), ("'done'", None))
+    true(ran.cell.seconds < 2.0, f"{ran.cell.seconds} s of work")
+
+
+@check("interrupt cuts a waiting cell", "interrupt")
+async def interrupts(probe: SandboxProbe) -> None:
+    session = await with_host(probe)
+    asyncio.get_running_loop().call_later(0.1, session.interrupt, "deadline")
+    started = time.perf_counter()
+    ran = await session.run("x = 1\nhost('sleep', 30)", answer=echo)
+    true(time.perf_counter() - started < SOON_S, "it took too long")
+    same(ran.interrupted, "deadline")
+    true(ran.cell.error, "no error")
+    session.interrupt("idle")  # harmless
+    same(values(await probe.cells("x", session=session)), ["1"])
+
+
+@check("interrupt cuts a pool of waiting threads", "interrupt")
+async def interrupts_threads(probe: SandboxProbe) -> None:
+    session = await with_host(probe)
+    asyncio.get_running_loop().call_later(0.1, session.interrupt, "deadline")
+    code = """
+from concurrent.futures import ThreadPoolExecutor
+with ThreadPoolExecutor(4) as t:
+    list(t.map(lambda i: host('sleep', 30), range(50)))
+"""
+    started = time.perf_counter()
+    ran = await session.run(code, answer=echo)
+    true(time.perf_counter() - started < SOON_S, "it took too long")
+    same(ran.interrupted, "deadline")
+    same(values(await probe.cells("1", session=session)), ["1"])
+
+
+@check("a cancelled run leaves a usable session", "interrupt")
+async def cancelled(probe: SandboxProbe) -> None:
+    session = await with_host(probe)
+    before = asyncio.all_tasks()
+    for code in ("x = 1\nwhile True: pass", "host('sleep', 30)"):
+        task = asyncio.ensure_future(session.run(code, answer=echo))
+        await asyncio.sleep(0.1)
+        task.cancel()
+        await asyncio.wait((task,))
+        true(task.cancelled(), "run did not pass the cancellation on")
+    same(values(await probe.cells("x", session=session)), ["1"])
+    true(asyncio.all_tasks() <= before, f"tasks are left: {asyncio.all_tasks() - before}")
+
+
+@check("one request at a time")
+async def busy(probe: SandboxProbe) -> None:
+    session = await with_host(probe)
+    task = asyncio.ensure_future(session.run("host('sleep', .2)", answer=echo))
+    await asyncio.sleep(0.05)
+    try:
+        await session.run("1", answer=echo)
+    except SandboxError as error:
+        true("busy" in str(error), str(error))
+    else:
+        raise ConformanceError("two cells at once")
+    ran: CellResult = await task
+    same(ran.cell.value, "0.2")
+
+
+@check("a cell that cannot be stopped is killed", "full_python", "kill")
+async def killed(probe: SandboxProbe) -> None:
+    session, other = await probe.open(), await probe.open()
+    await session.run("import time; said = False", answer=echo)
+    code = (  # all of it within the try: on a slow machine the first interrupt comes early
+        "while True:\n    try:\n        if not said: said = True; print('written')\n        time.sleep(10)\n"
+        "    except BaseException: pass"
+    )
+    try:
+        await session.run(code, answer=echo, timeout_s=0.5)
+    except SessionDied as error:
+        same(error.stdout, "written\n")
+    else:
+        raise ConformanceError("it was not killed")
+    try:
+        await session.run("1", answer=echo)
+    except SessionDied:
+        pass
+    else:
+        raise ConformanceError("a dead session answered")
+    same(values(await probe.cells("1", session=other)), ["1"])
+
+
+@check("a crash is told, with the output so far", "full_python", "kill")
+async def crashes(probe: SandboxProbe) -> None:
+    for code, sign in (
+        ("import os\nos._exit(7)", "status 7"),
+        ("import ctypes\nctypes.string_at(0)", "SIGSEGV"),
+    ):
+        session = await probe.open()
+        try:
+            await session.run(f"print('written')\n{code}", answer=echo)
+        except SessionDied as error:
+            same(error.stdout, "written\n")
+            true(sign in str(error), str(error))
+        else:
+            raise ConformanceError("the session lived on")
+
+
+@check("memory runs out as MemoryError", "limits_memory")
+async def memory(probe: SandboxProbe) -> None:
+    limit = probe.spec.memory_bytes
+    codes = (f"x = 1\nb = 'a' * {2 * limit}", "many = []\nwhile True: many.append('a' * 100_000)")
+    big, many, after = await probe.cells(*codes, "many = None\nx")
+    for cell in (big, many):
+        true(cell.error and "MemoryError" in cell.error, f"{cell.error}")
+    same(after.value, "1")
+
+
+@check("a rude cell does not break the next", "full_python", "kill")
+async def rude_cells(probe: SandboxProbe) -> None:
+    session = await with_host(probe)
+    for code in (
+        "import sys, io\nsys.stdout = sys.stderr = io.StringIO()", "import os\nos.close(1); os.close(2); os.close(0)",
+        "import sys\nsys.settrace(lambda *a: 1/0)", "import sys\nsys.setrecursionlimit(60)", "sys.modules.pop('__main__')",
+        "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)", "import builtins\ndel builtins.len, builtins.print",
+        "__builtins__ = {}", "globals().clear()", "def f(): return f()\nf()", "raise BaseException('base')",
+        "import os\nfor n in range(3, 200):\n    try: os.close(n)\n    except OSError: pass",
+        "import json, time, os\njson.dumps = time.monotonic = os.write = os.read = None",
+        "class E(Exception):\n    def __str__(self): raise SystemExit\nraise E", "import sys\nsys.stdout.close()",
+    ):  # fmt: skip
+        await session.run(code, answer=echo)
+        [cell] = clean(
+            await probe.cells("import os\nprint(len('abc'), host('echo', 1))\nos.getpid() > 0", session=session)
+        )
+        same((cell.stdout, cell.value), ("3 1\n", "True"), f"after {code!r}")
+    ran = await session.run("while True: pass", answer=echo, timeout_s=0.2)
+    same(ran.interrupted, "time")

@@ -1,0 +1,275 @@
+"""The way to one session of the jail: a door of a process, and its requests for processes.
+
+Decides when descriptors are taken from a session: once, before it has run any code. Leaves out the answers
+(``notify.py``).
+"""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import contextlib
+import fcntl
+import os
+import signal
+import socket
+from collections.abc import Callable
+from typing import Any
+
+from ramify.errors import SandboxError
+from ramify.sandbox.base import SandboxCapabilities
+from ramify.sandbox.forkserver_channel import ForkServerChannel
+from ramify.sandbox.jail.notify import ForkRequestListener, children_of, parent_of, pid_of
+from ramify.sandbox.process_transport import BranchTransport, ProcessTransport, SessionMemoryFiles
+from ramify.sandbox.transport import ReadBuffers
+
+_F_ADD_SEALS, _SEAL_WRITE = 1033, 0x8
+
+
+class JailTransport(ProcessTransport):
+    """A ``Transport``."""
+
+    __slots__ = ("_sock", "forking", "is_frozen", "listener")
+
+    def __init__(
+        self,
+        caps: SandboxCapabilities,
+        sock: socket.socket,
+        buffers: ReadBuffers,
+        link: ForkServerChannel,
+        pid: int,
+        pidfd: int,
+        files: SessionMemoryFiles,
+    ) -> None:
+        super().__init__(caps, sock, buffers, link, pid, pidfd, files)
+        self._sock = sock
+        self.listener: ForkRequestListener | None = None
+        self.forking: JailFork | None = None
+        watch_exit(self)
+        self.is_frozen = False
+
+    def attach(self, received: Callable[[memoryview], None], lost: Callable[[], None]) -> None:
+        asyncio.get_running_loop().add_reader(self._sock, self._first, received, lost)
+
+    def _first(self, received: Callable[[memoryview], None], lost: Callable[[], None]) -> None:
+        """The listener comes with the first byte, which the confined process sends before it is a guest."""
+        try:
+            data, ancillary, _, _ = self._sock.recvmsg(1, socket.CMSG_SPACE(4))
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            data, ancillary = b"", []
+        fds = [fd for _, _, packed in ancillary for fd in array.array("i", packed[: len(packed) // 4 * 4])]
+        asyncio.get_running_loop().remove_reader(self._sock)
+        if data and len(fds) == 1:
+            self.listener = ForkRequestListener(fds[0])
+            self.stream.attach(received, lost)
+            return
+        for fd in fds:
+            os.close(fd)
+        lost()
+
+    async def prepare_branch(self) -> None:
+        await self._freeze()
+
+    async def _freeze(self) -> None:
+        """Files would be shared with the branch: from now on they cannot be written."""
+        if not self.is_frozen:
+            try:
+                await self.link.ask({"op": "freeze", "pid": self._pid})
+            except SandboxError as error:
+                raise SandboxError(f"the session cannot be forked: {error}; close the files that it writes") from None
+            self.is_frozen = True
+
+    def begin_branch(self, frame: list[Any], moved: Callable[[], None]) -> JailBranchTransport:
+        return begin_branch(self, frame, moved)
+
+    def check_apart(self) -> None:
+        check_apart(self)
+
+    def end_branch(self, transport: BranchTransport) -> None:
+        end_branch(self, transport)
+
+    async def close(self) -> None:
+        listener, self.listener = self.listener, None
+        await super().close()
+        if listener is not None:
+            listener.drop()
+
+
+class JailBranchTransport(BranchTransport):
+    """A ``Transport`` to a branch. Its requests for processes arrive where its origin's do."""
+
+    __slots__ = ("forking", "listener", "origin")
+
+    def __init__(
+        self,
+        caps: SandboxCapabilities,
+        sock: socket.socket,
+        buffers: ReadBuffers,
+        link: ForkServerChannel,
+        files: SessionMemoryFiles,
+    ) -> None:
+        super().__init__(caps, sock, buffers, link, files)
+        self.listener: ForkRequestListener | None = None
+        self.forking: JailFork | None = None
+        watch_exit(self)
+        self.origin = -1
+        """The process that was asked to fork."""
+
+    def comes_from(self, listener: ForkRequestListener, pid: int) -> None:
+        self.listener, self.origin = listener, pid
+        listener.hold()
+
+    def is_proven(self, pid: int) -> bool:
+        """Only a child of the session that was asked to fork is its branch."""
+        return pid != self.origin and parent_of(pid) == self.origin and super().is_proven(pid)
+
+    async def prepare_branch(self) -> None:
+        """Its files are read-only since it was made."""
+
+    def begin_branch(self, frame: list[Any], moved: Callable[[], None]) -> JailBranchTransport:
+        return begin_branch(self, frame, moved)
+
+    def check_apart(self) -> None:
+        check_apart(self)
+
+    def end_branch(self, transport: BranchTransport) -> None:
+        end_branch(self, transport)
+
+    async def close(self) -> None:
+        listener, self.listener = self.listener, None
+        await super().close()
+        if listener is not None:
+            listener.drop()
+
+
+class JailFork:
+    """One fork under way: the ends that the host hands to its two processes. A ``notify.GrantedFork``.
+
+    asked to fork ──> begin: old wire closed ──fork──┬─> origin asks: its new wire, moved
+                                                     └─> branch asks: its wire, hello
+    """
+
+    __slots__ = ("_branch", "_moved", "_new", "_origin", "_taker", "old", "pid")
+
+    def __init__(self, origin: JailTransport | JailBranchTransport, pid: int, moved: Callable[[], None]) -> None:
+        self.pid = pid
+        self._origin, self._moved = origin, moved
+        self._taker = -1
+        self.old: list[SessionMemoryFiles] = []
+        """The files that both processes inherited."""
+        self._branch = origin.branch_ends()
+        try:
+            self._new = origin.branch_ends()
+        except BaseException:
+            self._close(self._branch)
+            raise
+        self._new[0].setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 0)
+
+    def transport(self) -> JailBranchTransport:
+        """The host's end of the branch."""
+        ours, _, files = self._branch
+        return JailBranchTransport(self._origin.caps, ours, self._origin.buffers, self._origin.link, files)
+
+    def begin(self) -> None:
+        """Nothing that comes by the wire which both will have is heard."""
+        stream = self._origin.stream
+        stream.drain()
+        stream.close()
+        for ours, _, files in (self._branch, self._new):
+            ours.sendmsg([b"\0"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files.given()))])
+
+    def wire_for(self, pid: int) -> int:
+        if pid == self.pid:
+            return self._new[1].fileno()
+        return self._branch[1].fileno() if self._taker < 0 else -1
+
+    def took(self, pid: int) -> None:
+        if pid != self.pid:
+            self._taker = pid
+            self._branch[1].close()  # so that its end shows
+        elif not self.old:
+            self.old.append(self._origin.move(self._new[0], self._new[2]))
+            self._moved()
+
+    def end(self) -> None:
+        """Let go of what nobody took."""
+        self._branch[1].close()
+        self._new[1].close()
+        for files in self.old:
+            files.close()
+        if not self.old:
+            self._new[0].close()
+            self._new[2].close()
+
+    @staticmethod
+    def _close(ends: tuple[socket.socket, socket.socket, SessionMemoryFiles]) -> None:
+        for each in ends:
+            each.close()
+
+
+def begin_branch(
+    origin: JailTransport | JailBranchTransport, frame: list[Any], moved: Callable[[], None]
+) -> JailBranchTransport:
+    pid = pid_of(origin.pidfd)
+    if origin.listener is None or pid <= 0:
+        raise SandboxError("the session cannot be forked: it has ended")
+    fork = JailFork(origin, pid, moved)
+    transport = fork.transport()
+    try:
+        origin.listener.grant_one(pid, fork)
+        origin.stream.write_with(frame, ())
+    except BaseException:
+        origin.listener.withdraw(pid)
+        transport.abandon()
+        fork.end()
+        raise
+    origin.forking = fork
+    transport.comes_from(origin.listener, pid)
+    return transport
+
+
+def watch_exit(transport: JailTransport | JailBranchTransport) -> None:
+    """A session that ends while it forks has no stream on which its end would show."""
+
+    def ended() -> None:
+        if transport.forking is not None and not transport.forking.old:
+            transport.stream.lose()
+
+    transport.on_exit(ended)
+
+
+def check_apart(origin: JailTransport | JailBranchTransport) -> None:
+    """Files of memory that both processes inherited are of no more use: nobody can write to them from here on."""
+    fork = origin.forking
+    for fd in (fd for files in (fork.old if fork is not None else ()) for fd in files.given()):
+        try:
+            fcntl.fcntl(fd, _F_ADD_SEALS, _SEAL_WRITE)
+        except OSError as error:
+            raise SandboxError(
+                f"the session cannot be forked: it has mapped a file of its runtime ({error.strerror}), which a branch "
+                "would share: unmap it first"
+            ) from None
+
+
+def end_branch(origin: JailTransport | JailBranchTransport, transport: BranchTransport) -> None:
+    """Where the grant was used and no branch has come of it, whatever was made is ended."""
+    fork, origin.forking = origin.forking, None
+    if fork is not None:
+        fork.end()
+    if origin.listener is None:
+        return
+    assert isinstance(transport, JailBranchTransport)
+    was_used = not origin.listener.withdraw(transport.origin)
+    if was_used and transport.pidfd < 0:
+        for pid in children_of(transport.origin):
+            if pid not in origin.listener.branches:
+                _kill(pid)
+    elif transport.pidfd >= 0:
+        origin.listener.branches.add(transport.pid)
+
+
+def _kill(pid: int) -> None:
+    with contextlib.suppress(OSError):
+        os.kill(pid, signal.SIGKILL)

@@ -1,0 +1,251 @@
+"""What a provider gives a session: a stream of bytes to one guest, and what else can be done to it.
+
+Decides how bytes move between a socket and the event loop at the least cost. Leaves out what they mean
+(``session.py``) and what is behind the door (each provider).
+"""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import contextlib
+import signal
+import socket
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from ramify.errors import SandboxError
+from ramify.sandbox.base import SandboxCapabilities
+from ramify.sandbox.shared_buffers import ScratchBuffer, SharedMemoryBuffers
+
+
+class Transport(Protocol):
+    """The way to one guest. All methods are called on the event loop's thread and return at once."""
+
+    caps: SandboxCapabilities
+    shared_buffers: SharedMemoryBuffers | None
+    """For long blobs, where host and guest are on one machine."""
+
+    def attach(self, received: Callable[[memoryview], None], lost: Callable[[], None]) -> None:
+        """From now on hand bytes to ``received``, which does not keep them, and call ``lost`` at the end of the stream."""
+        ...
+
+    def write(self, data: list[Any]) -> None:
+        """Send buffers, in order, some of them later where the other end does not read."""
+        ...
+
+    def pause(self) -> None:
+        """Stop reading until ``resume``."""
+        ...
+
+    def resume(self) -> None: ...
+
+    def interrupt(self) -> None:
+        """Raise KeyboardInterrupt in the guest's main thread, if it runs a cell and the door can."""
+        ...
+
+    def kill(self) -> None:
+        """End the guest, if the door can; ``lost`` follows."""
+        ...
+
+    def leftover(self, start: int) -> bytes:
+        """What a guest that is gone had printed and not sent, where the door can know: its spool from ``start``."""
+        ...
+
+    async def exit_reason(self) -> str:
+        """Why the guest ended, as far as it is known; waits for the news a moment."""
+        ...
+
+    async def close(self) -> None:
+        """End the guest and wait until it is gone. Idempotent."""
+        ...
+
+
+def how_it_ended(status: int) -> str:
+    """An exit status, as ``subprocess`` gives it, in words."""
+    if status >= 0:
+        return f"its process exited with status {status}"
+    try:
+        name = signal.Signals(-status).name
+    except ValueError:
+        name = "unknown"
+    return f"its process was killed by signal {-status} ({name})"
+
+
+@runtime_checkable
+class ForkingTransport(Transport, Protocol):
+    """A door whose guest can go on in two processes."""
+
+    async def prepare_branch(self) -> None:
+        """Whatever must be waited for before ``begin_branch``. Raises SandboxError."""
+        ...
+
+    def begin_branch(self, frame: list[Any], moved: Callable[[], None]) -> Transport:
+        """Send ``frame``, and let one process be created. The door to the branch. ``heartbeat`` is called if the session itself
+        gets a new stream and new files."""
+        ...
+
+    def check_apart(self) -> None:
+        """Raises SandboxError if the session and its branch share memory."""
+        ...
+
+    def end_branch(self, transport: Any) -> None:
+        """The branch behind ``door`` has come, or will not: no process may be created any more."""
+        ...
+
+
+SCRATCH_BYTES = 1 << 18
+_MOST_READS = 16
+"""More than a socket holds."""
+MAX_UNSENT_BYTES = 64 << 20
+"""Waiting to be sent to a guest; from there on it is not heard until it has read."""
+
+
+class ReadBuffers:
+    """What all doors of one event loop read into: whoever gets bytes from there does not keep them."""
+
+    __slots__ = ("shared_buffers", "stream")
+
+    def __init__(self) -> None:
+        self.stream = bytearray(SCRATCH_BYTES)
+        self.shared_buffers = ScratchBuffer()
+
+
+class SocketStream:
+    """Bytes over a socket, without a transport in between: two callbacks less on every round trip."""
+
+    __slots__ = ("_backlog", "_is_paused", "_loop", "_lost", "_received", "_scratch", "_sock", "_unsent", "_view")
+
+    def __init__(self, sock: socket.socket, scratch: bytearray) -> None:
+        sock.setblocking(False)
+        self._sock = sock
+        self._loop = asyncio.get_running_loop()
+        self._scratch = scratch
+        """Shared by all streams of a loop, since ``received`` does not keep what it is given."""
+        self._view = memoryview(scratch)
+        self._backlog: deque[memoryview] | None = None
+        self._unsent = 0
+        """Bytes in the backlog."""
+        self._is_paused = False
+
+    def attach(self, received: Callable[[memoryview], None], lost: Callable[[], None]) -> None:
+        self._received, self._lost = received, lost
+        self._loop.add_reader(self._sock, self._readable)
+
+    def _readable(self) -> None:
+        try:
+            count = self._sock.recv_into(self._scratch)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            count = 0
+        if count:
+            self._received(self._view[:count])
+        else:
+            self.pause()
+            self._lost()
+
+    def pause(self) -> None:
+        self._is_paused = True
+        self._listen()
+
+    def resume(self) -> None:
+        self._is_paused = False
+        self._listen()
+
+    def _listen(self) -> None:
+        """Read, or not: a guest that asks and does not read its answers must not fill the host's memory with them."""
+        if self._sock.fileno() < 0:
+            return
+        if self._is_paused or self._unsent > MAX_UNSENT_BYTES:
+            self._loop.remove_reader(self._sock)
+        else:
+            self._loop.add_reader(self._sock, self._readable)
+
+    def drain(self) -> None:
+        """Take what has come, and no more."""
+        with contextlib.suppress(OSError):
+            for _ in range(_MOST_READS):
+                count = self._sock.recv_into(self._scratch)
+                if not count:
+                    break
+                self._received(self._view[:count])
+
+    def successor(self, sock: socket.socket) -> SocketStream:
+        """Close this stream; the one over ``sock`` takes its place."""
+        self.close()
+        stream = SocketStream(sock, self._scratch)
+        stream.attach(self._received, self._lost)
+        return stream
+
+    def lose(self) -> None:
+        """There is nobody at the other end any more."""
+        self._lost()
+
+    def write_with(self, data: list[Any], fds: Sequence[int]) -> None:
+        """Send buffers and descriptors at once, or raise SandboxError."""
+        count = -1
+        if self._backlog is None:
+            with contextlib.suppress(OSError):
+                count = self._sock.sendmsg(data, [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))])
+        if count != sum(map(len, data)):
+            raise SandboxError("the session does not read what it is sent")
+
+    def write(self, data: list[Any]) -> None:
+        if self._backlog is not None:
+            self._keep(self._backlog, [memoryview(part) for part in data])
+            return
+        try:
+            count = self._sock.send(data[0]) if len(data) == 1 else self._sock.sendmsg(data[:64])
+        except (BlockingIOError, InterruptedError):
+            count = 0
+        except OSError:
+            return  # the reader will see the end
+        rest = self._after(deque(memoryview(part) for part in data), count)
+        if rest:
+            self._backlog = deque()
+            self._keep(self._backlog, rest)
+            self._loop.add_writer(self._sock, self._writable)
+
+    def _keep(self, backlog: deque[memoryview], parts: Iterable[memoryview]) -> None:
+        was = self._unsent
+        for part in parts:
+            backlog.append(part)
+            self._unsent += len(part)
+        if was <= MAX_UNSENT_BYTES < self._unsent:
+            self._listen()
+
+    @staticmethod
+    def _after(parts: deque[memoryview], count: int) -> deque[memoryview]:
+        while parts and count >= len(parts[0]):
+            count -= len(parts.popleft())
+        if count:
+            parts[0] = parts[0][count:]
+        return parts
+
+    def _writable(self) -> None:
+        backlog = self._backlog
+        assert backlog is not None
+        was = self._unsent
+        try:
+            count = self._sock.send(backlog[0])
+            self._after(backlog, count)
+            self._unsent -= count
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            backlog.clear()
+            self._unsent = 0
+        if self._unsent <= MAX_UNSENT_BYTES < was:
+            self._listen()
+        if not backlog:
+            self._backlog = None
+            self._loop.remove_writer(self._sock)
+
+    def close(self) -> None:
+        if self._sock.fileno() >= 0:
+            self._loop.remove_reader(self._sock)
+            self._loop.remove_writer(self._sock)
+            with contextlib.suppress(OSError):
+                self._sock.close()

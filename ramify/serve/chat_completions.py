@@ -1,0 +1,176 @@
+"""Chat completions over runs: a body in, ``AnswerRequest`` out; an ``ServedAnswer`` in, a body or the events of a stream out.
+
+What a policy of one's own is asked over the same API is ``completions.py``, which has the shapes that both share.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import msgspec
+
+from ramify.serve import completions
+from ramify.serve.answer import ServedAnswer
+from ramify.serve.answer_request import AnswerRequest, RamifyRequestFields, decode, refuse_unsupported, schema_of
+from ramify.serve.caller_tools import OfferedFunction, offer_of
+from ramify.serve.content_parts import Content, Role, said
+from ramify.serve.web import RequestRejected
+
+PATH = "/v1/chat/completions"
+_CHUNK_CHARS = 8000
+"""Of an answer in one event: some clients refuse longer lines than 64 KiB."""
+_HARMLESS: dict[str, tuple[Any, ...]] = {
+    "n": (1,), "frequency_penalty": (0,), "presence_penalty": (0,), "logit_bias": ({},), "logprobs": (False,),
+    "top_logprobs": (0,), "functions": ([],), "function_call": ("none",),
+    "audio": (), "modalities": (["text"],), "web_search_options": (), "return_token_ids": (False,),
+}  # fmt: skip
+"""Field -> the values at which it changes nothing."""
+
+
+class _Function(msgspec.Struct):
+    name: str = ""
+    arguments: str = ""
+
+
+class _Call(msgspec.Struct):
+    id: str = ""
+    function: _Function = msgspec.field(default_factory=_Function)
+
+
+class _Tool(msgspec.Struct):
+    function: OfferedFunction
+    type: Literal["function"] = "function"
+
+
+class _Message(msgspec.Struct):
+    role: Role
+    content: Content = None
+    tool_calls: list[_Call] | None = None
+    tool_call_id: str | None = None
+
+
+class _StreamOptions(msgspec.Struct):
+    include_usage: bool = False
+
+
+class _Body(msgspec.Struct):
+    messages: list[_Message]
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stream: bool | None = None
+    stream_options: _StreamOptions | None = None
+    response_format: Any = None
+    tools: list[_Tool] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    ramify: RamifyRequestFields | None = None
+
+
+_decoder = msgspec.json.Decoder(_Body)
+
+
+def read(body: bytes) -> AnswerRequest:
+    """Raises Rejected that names the field."""
+    asked = decode(_decoder, body)
+    refuse_unsupported(body, _HARMLESS)
+    if not asked.messages:
+        raise RequestRejected("there are no messages: give at least one", param="messages")
+    schema, field = schema_of(asked.response_format, "response_format", nested=True)
+    limit = asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens
+    limit_field = "max_tokens" if asked.max_completion_tokens is None else "max_completion_tokens"
+    stops = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
+    tools = [each.function for each in asked.tools or ()]
+    names = {call.id: call.function.name for each in asked.messages for call in each.tool_calls or ()}
+    return AnswerRequest(
+        tuple(
+            said(each.role, each.content, f"messages[{index}]", _calls(each), names.get(each.tool_call_id or "", ""))
+            for index, each in enumerate(asked.messages)
+        ),
+        bool(asked.stream), schema, field, limit, limit_field, asked.temperature, asked.top_p, asked.ramify or RamifyRequestFields(),
+        asked.seed, tuple(stops), offer_of(tools, asked.tool_choice, asked.parallel_tool_calls is not False, schema, field),
+        asked.stream_options is not None and asked.stream_options.include_usage,
+    )  # fmt: skip
+
+
+FIELD = "messages"
+
+
+def new_id() -> str:
+    return f"chatcmpl-{uuid.uuid4().hex[:24]}"
+
+
+def whole(answer: ServedAnswer, wanted: AnswerRequest, id: str, model: str) -> dict[str, Any]:
+    """The whole body."""
+    message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
+    if answer.calls:
+        message |= {"content": None, "tool_calls": _called(answer)}
+    choice = {"index": 0, "message": message, "finish_reason": answer.finish, "logprobs": None}
+    usage = completions.usage_fields(answer.usage)
+    return {
+        **completions.head(id, model, "chat.completion"),
+        "choices": [choice],
+        "usage": usage,
+        "ramify": answer.about,
+    }
+
+
+class ChatStream:
+    """The events of one streamed completion, in order: ``begin``, any number of ``progress``, then ``end`` or ``fail``."""
+
+    def __init__(self, wanted: AnswerRequest, id: str, model: str) -> None:
+        self._wanted, self._id, self._model = wanted, id, model
+
+    def begin(self) -> bytes:
+        return _sse(completions.opening(self._id, self._model))
+
+    def progress(self, text: str) -> bytes:
+        return self._delta({"reasoning_content": text})
+
+    def end(self, answer: ServedAnswer) -> Iterator[bytes]:
+        for at in range(0, len(answer.text), _CHUNK_CHARS):
+            yield self._delta({"content": answer.text[at : at + _CHUNK_CHARS]})
+        for index, call in enumerate(_called(answer)):
+            yield self._delta({"tool_calls": [{"index": index, **call}]})
+        last = completions.event(self._id, self._model, {})
+        last["choices"][0]["finish_reason"] = answer.finish
+        yield _sse({**last, "ramify": answer.about})
+        if self._wanted.with_usage:
+            usage = completions.usage_fields(answer.usage)
+            yield _sse(
+                {**completions.head(self._id, self._model, "chat.completion.chunk"), "choices": [], "usage": usage}
+            )
+        yield b"data: [DONE]\n\n"
+
+    def fail(self, error: RequestRejected) -> Iterator[bytes]:
+        yield b"data: " + error.body() + b"\n\n"
+        yield b"data: [DONE]\n\n"
+
+    def _delta(self, delta: dict[str, Any]) -> bytes:
+        return _sse(completions.event(self._id, self._model, delta))
+
+
+def _called(answer: ServedAnswer) -> list[dict[str, Any]]:
+    return [
+        {"id": id, "type": "function", "function": {"name": call.name, "arguments": call.written()}}
+        for id, call in answer.calls
+    ]
+
+
+def _calls(message: _Message) -> str:
+    """Calls of other tools in an earlier message, as text."""
+    calls = [each.function for each in message.tool_calls or ()]
+    return "\n".join(f"(called {call.name}({call.arguments}))" for call in calls)
+
+
+def _sse(event: dict[str, Any]) -> bytes:
+    return b"data: " + completions.encode(event) + b"\n\n"
+
+
+open_stream = ChatStream
+"""The name that ``run_server`` calls it by."""

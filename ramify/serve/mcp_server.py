@@ -1,0 +1,118 @@
+"""Questions over files as a tool of the Model Context Protocol, by the official SDK (the extra ``mcp``).
+
+    client ── ask(question, paths) ──> read below the roots ──> a run ──> answer, with progress on the way
+Paths that lead out of the roots, by ``..`` or by a link, are refused: whoever starts the server says what may be read, and a
+model on the other side says what is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import glob
+import os
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+from mcp.server import MCPServer
+from mcp.server.mcpserver import Context
+from mcp.server.mcpserver.exceptions import ToolError
+from mcp.types import CallToolResult, TextContent
+from pydantic import Field
+
+from ramify import __version__
+from ramify.engine.call import jsonable
+from ramify.engine.rlm import RLM
+from ramify.errors import ConfigError, RamifyError
+from ramify.serve.request_watcher import RequestWatcher
+from ramify.sources.base import LoadedContext
+from ramify.sources.load_sources import load
+from ramify.types.trajectory import Stop
+
+_PATIENCE_S = 15.0
+"""Between signs of life."""
+_ABOUT = """\
+Answer a question over files and folders, however large: a recursive language model reads them with code and with calls of \
+its own. Give one whole question, with all that it needs to be understood; the answer is the text. Use it where files are \
+too many or too long to read. May be read: {roots}"""
+
+
+def server(rlm: RLM, roots: Sequence[str]) -> MCPServer[Any]:
+    """A server of the one tool ``ask``; ``rlm`` is entered by whoever runs it. Raises ConfigError for a root that is not
+    there."""
+    real = [os.path.realpath(os.path.expanduser(root)) for root in roots]
+    for given, root in zip(roots, real, strict=True):
+        if not os.path.exists(root):
+            raise ConfigError(f"{given} does not exist: name folders or files that may be read")
+    made: MCPServer[Any] = MCPServer("ramify", version=__version__, log_level="ERROR")
+
+    @made.tool(name="ask", description=_ABOUT.format(roots=", ".join(real)), structured_output=False)
+    async def ask(
+        question: Annotated[str, Field(description="what is to be answered")],
+        ctx: Context[Any, Any],
+        paths: Annotated[
+            list[str] | None, Field(description="files, folders or globs, relative to a root or absolute; none: all")
+        ] = None,
+        answer_schema: Annotated[
+            dict[str, Any] | None, Field(description="JSON schema that the answer must meet")
+        ] = None,
+    ) -> CallToolResult:
+        try:
+            inside = [found for path in paths for found in resolve(path, real)] if paths else real
+            loaded = await asyncio.to_thread(load, inside)
+            return await _asked(rlm, ctx, loaded, question, answer_schema)
+        except RamifyError as error:
+            raise ToolError(str(error)) from None
+
+    return made
+
+
+async def run(rlm: RLM, roots: Sequence[str]) -> None:
+    """Serve over standard input and output until the input ends."""
+    made = server(rlm, roots)
+    async with rlm:
+        await rlm.prepare()
+        await made.run_stdio_async()
+
+
+def resolve(path: str, roots: Sequence[str]) -> list[str]:
+    """The files or folders that ``path`` means, all of them below the roots. Raises ConfigError."""
+    for root in roots:
+        place = os.path.join(root, path)  # which is ``path`` itself where that is absolute
+        found = [place] if os.path.lexists(place) else []
+        if not found and any(char in path for char in "*?["):
+            found = sorted(glob.glob(place, recursive=True))
+        inside = [os.path.realpath(each) for each in found if _is_inside(os.path.realpath(each), roots)]
+        if inside:
+            return inside
+        if found:
+            raise ConfigError(f"{path} leads out of what may be read ({', '.join(roots)}): name something in there")
+    raise ConfigError(f"{path} does not exist in {', '.join(roots)}: check the name, or leave paths out to read all")
+
+
+def _is_inside(real: str, roots: Sequence[str]) -> bool:
+    return any(real == root or real.startswith(root.rstrip(os.sep) + os.sep) for root in roots)
+
+
+async def _asked(
+    rlm: RLM, ctx: Context[Any, Any], loaded: LoadedContext, question: str, schema: dict[str, Any] | None
+) -> CallToolResult:
+    watch = RequestWatcher()
+    try:
+        watch.begin(rlm.start(loaded, question, answer_type=schema, on_event=watch.apply))
+        count = 0
+        async with contextlib.aclosing(watch.texts(_PATIENCE_S)) as texts:
+            async for text in texts:
+                count += 1
+                await ctx.report_progress(count, message=text.strip() or None)
+        result = await watch.result()
+    finally:
+        await watch.stop()
+    if result.answer is None:
+        raise ToolError(f"{result.error or f'no answer: the run ended with {result.stop}'} (run {result.run_id})")
+    about = {
+        "answer": jsonable(result.answer), "stop": str(result.stop), "run": result.run_id, "cost": result.cost,
+        "not_loaded": [str(problem) for problem in loaded.problems],
+    }  # fmt: skip
+    text = result.response if result.stop is Stop.FINAL else f"{result.response}\n\n(Cut short: {result.stop}.)"
+    return CallToolResult(content=[TextContent(type="text", text=text)], structured_content=about)

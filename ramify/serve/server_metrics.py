@@ -1,0 +1,76 @@
+"""What the server counts, in the text form that Prometheus reads: ``GET /metrics``.
+
+Names of keys and models are not labels: a label must have few values, and callers are not for everyone to see.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from ramify.types.message import Usage
+
+TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_SECONDS = (0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
+"""Upper bounds of the histogram of runs."""
+_ABOUT = {
+    "ramify_requests_total": "Requests answered, by path and HTTP status; 499 is a caller who hung up.",
+    "ramify_runs_total": "Runs that ended, by their stop.",
+    "ramify_tokens_total": "Tokens of ended runs over their whole trees, by kind.",
+    "ramify_model_calls_total": "Requests to models by ended runs.",
+    "ramify_cost_dollars_total": "Dollars of ended runs, where models have prices.",
+    "ramify_events_sent_total": "Events sent to callers that stream.",
+}
+_IN_FLIGHT = "ramify_runs_in_flight"
+_DURATION = "ramify_run_seconds"
+
+
+class ServerMetrics:
+    """Counters since the server began."""
+
+    def __init__(self) -> None:
+        self._counts: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(int))
+        self._buckets = [0] * (len(_SECONDS) + 1)
+        self._seconds = 0.0
+        self.in_flight = 0
+        """Runs that go on now."""
+
+    def request(self, path: str, status: int) -> None:
+        self._counts["ramify_requests_total"][f'path="{path}",status="{status}"'] += 1
+
+    def events(self, count: int = 1) -> None:
+        self._counts["ramify_events_sent_total"][""] += count
+
+    def run(self, stop: str, usage: Usage, cost: float | None, seconds: float) -> None:
+        """A run ended."""
+        self._counts["ramify_runs_total"][f'stop="{stop}"'] += 1
+        tokens = self._counts["ramify_tokens_total"]
+        tokens['kind="input"'] += usage.input_tokens
+        tokens['kind="output"'] += usage.output_tokens
+        self._counts["ramify_model_calls_total"][""] += usage.calls
+        self._counts["ramify_cost_dollars_total"][""] += cost or 0.0
+        self._buckets[sum(seconds > bound for bound in _SECONDS)] += 1
+        self._seconds += seconds
+
+    def text(self) -> str:
+        """All of it."""
+        lines = []
+        for name, about in _ABOUT.items():
+            lines += [f"# HELP {name} {about}", f"# TYPE {name} counter"]
+            values = self._counts[name]
+            lines += [
+                f"{name}{{{labels}}} {value}" if labels else f"{name} {value}" for labels, value in values.items()
+            ]
+        lines += [
+            f"# HELP {_IN_FLIGHT} Runs that go on now.",
+            f"# TYPE {_IN_FLIGHT} gauge",
+            f"{_IN_FLIGHT} {self.in_flight}",
+        ]
+        return "\n".join([*lines, *self._histogram()]) + "\n"
+
+    def _histogram(self) -> list[str]:
+        lines = [f"# HELP {_DURATION} Seconds from question to answer.", f"# TYPE {_DURATION} histogram"]
+        total = 0
+        for bound, count in zip((*map(str, _SECONDS), "+Inf"), self._buckets, strict=True):
+            total += count
+            lines.append(f'{_DURATION}_bucket{{le="{bound}"}} {total}')
+        return [*lines, f"{_DURATION}_sum {self._seconds:.6f}", f"{_DURATION}_count {total}"]

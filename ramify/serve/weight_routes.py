@@ -1,0 +1,286 @@
+"""New weights for a policy that is served: the routes of vLLM and those of SGLang, over one embedded engine.
+
+    vLLM     POST /pause?mode=abort|wait|keep  /resume  /reset_prefix_cache
+             POST /init_weight_transfer_engine  /start_weight_update  /update_weights  /finish_weight_update
+             GET  /is_paused  /weight_info  /get_world_size
+    SGLang   POST /pause_generation  /continue_generation  /flush_cache  /update_weights_from_disk
+    ours     GET  /fingerprint
+    memory   of both: ``sleep.py``
+
+They are there only where the server was started with ``--weight-transfer``: who reaches them decides what the model says.
+Nothing is sampled between the beginning of an update and its end; one that broke off is said to whoever asks for a reply,
+until a whole one has arrived.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from ramify import __version__
+from ramify.errors import ConfigError, RamifyError
+from ramify.inference.base import PROTOCOL
+from ramify.inference.local.local_client import LocalClient
+from ramify.inference.weight_sync.base import (
+    WEIGHT_SYNCS,
+    Info,
+    StaleWeights,
+    WeightPiece,
+    WeightReceiver,
+    weight_sync_class,
+)
+from ramify.serve.sleep import WAIT_S, Body, PolicySleep
+from ramify.serve.web import failed
+
+_MODES = ("abort", "wait", "keep")
+_SGLANG_MODES = {"abort": "abort", "retract": "keep", "in_place": "keep"}
+_POLL_S = 0.01
+_NOT_WHOLE = "half of the weights are new"
+
+
+class WeightRoutes:
+    """Their state: what is paused, what is being updated, and whether the weights are whole."""
+
+    def __init__(
+        self,
+        client: LocalClient,
+        in_flight: Callable[[], int],
+        *,
+        weight_syncs: Sequence[str] = (),
+        root: Path | None = None,
+        wait_s: float = WAIT_S,
+    ) -> None:
+        """``in_flight`` counts the requests that are being answered; ``carriers`` are classes of one's own that may be
+        asked for besides the built-in; with ``root`` files of weights are read below that folder alone. ``wait_s``: how long
+        requests wait while it sleeps."""
+        self._client, self._in_flight = client, in_flight
+        self._carriers = {*WEIGHT_SYNCS, *weight_syncs}
+        self._root = root.resolve() if root is not None else None
+        self._receiver: WeightReceiver | None = None
+        self._is_paused = self._is_updating = False
+        self.sleep = PolicySleep(client, self._stopped, self._go_on, lambda: self._is_updating, wait_s)
+        self._num_taken = 0
+        """Chunks of the update that is under way."""
+        self.broken = ""
+        """Why the weights are not whole; empty where they are."""
+
+    def add_to(self, app: web.Application) -> None:
+        for path, act in {
+            "/pause": self._pause, "/resume": self._resume, "/reset_prefix_cache": self._reset, "/sleep": self.sleep.sleep,
+            "/wake_up": self.sleep.wake, "/init_weight_transfer_engine": self._init, "/start_weight_update": self._start,
+            "/update_weights": self._update, "/finish_weight_update": self._finish,
+            "/shutdown_weight_transfer_engine": self._shut_down, "/pause_generation": self._pause_generation,
+            "/continue_generation": self._resume, "/flush_cache": self._reset,
+            "/update_weights_from_disk": self._from_disk, "/release_memory_occupation": self.sleep.release,
+            "/resume_memory_occupation": self.sleep.resume,
+        }.items():  # fmt: skip
+            app.router.add_post(path, _answered(act))
+        for path, tell in {
+            "/is_paused": self._tell_paused, "/is_sleeping": self.sleep.tell, "/weight_info": self._tell_version,
+            "/get_world_size": self._tell_size, "/fingerprint": self._tell_fingerprint,
+        }.items():  # fmt: skip
+            app.router.add_get(path, _answered(tell))
+
+    def close(self) -> None:
+        """Leave the trainer's group, or let go of its memory: a broadcast would wait for who is gone. Idempotent."""
+        receiver, self._receiver = self._receiver, None
+        if receiver is not None:
+            receiver.close()
+
+    # --- pause -----------------------------------------------------------------------------------------
+
+    async def _pause(self, http: web.Request, _: Body) -> Body:
+        return await self._stop(http.query.get("mode", "abort"))
+
+    async def _pause_generation(self, _: web.Request, body: Body) -> Body:
+        mode = str(body.get("mode", "abort"))
+        return await self._stop(_SGLANG_MODES.get(mode, mode))
+
+    async def _stop(self, mode: str) -> Body:
+        await self._stopped(mode)
+        self._is_paused = True
+        return {"status": "paused"}
+
+    async def _stopped(self, mode: str) -> None:
+        """Nothing more is sampled."""
+        if mode not in _MODES:
+            raise ValueError(f"mode='{mode[:20]}': give {', '.join(_MODES)}")
+        while mode == "wait" and self._in_flight():  # noqa: ASYNC110 (rare, and the server counts)
+            await asyncio.sleep(_POLL_S)
+        self._client.pause(abort=mode == "abort")
+
+    async def _resume(self, _: web.Request, __: Body) -> Body:
+        self._is_paused = False
+        self._go_on()
+        return {"status": "resumed"}
+
+    async def _reset(self, _: web.Request, __: Body) -> Body:
+        await self._client.forget(self._client.version)
+        return {"success": True}
+
+    def _go_on(self) -> None:
+        if not (self._is_paused or self._is_updating) and self.sleep.is_there:
+            self._client.resume()
+        self.sleep.told()
+
+    # --- weights -------------------------------------------------------------------------------------------------
+
+    async def _init(self, http: web.Request, body: Body) -> Body:
+        info = _object(body, "init_info")
+        name = str(info.get("weight_sync", ""))
+        if name not in self._carriers:
+            raise ConfigError(
+                f"the carrier '{name[:80]}' is not taken here; there are {', '.join(sorted(self._carriers))}: one of your own "
+                "is named when the server is started (--weight-sync)"
+            )
+        if name == "file":
+            self._check_folder(Path(str(info["folder"])))
+        await self._shut_down(http, body)
+        make = weight_sync_class(name).receiver
+        self._receiver = await asyncio.get_running_loop().run_in_executor(None, make, info)
+        return {"message": "Weight transfer initialized"}
+
+    async def _shut_down(self, _: web.Request, __: Body) -> Body:
+        self.close()
+        return {"message": "Weight transfer shut down"}
+
+    async def _start(self, _: web.Request, __: Body) -> Body:
+        if self._receiver is None:
+            raise StaleWeights("there is no update before init_weight_transfer_engine: was this engine started anew?")
+        self._check_awake()
+        self._client.pause()
+        self._is_updating, self._num_taken = True, 0
+        return {"message": "Weight update started"}
+
+    async def _update(self, http: web.Request, body: Body) -> Body:
+        """A chunk; with ``begins`` also the beginning of an update, with ``weight_version`` also its end."""
+        info = _object(body, "update_info")
+        if body.get("begins"):
+            await self._start(http, body)
+        receiver = self._receiver
+        if receiver is None or not self._is_updating:
+            raise RuntimeError("start_weight_update comes before update_weights")
+        ends = "weight_version" in body
+        await self._take(lambda: receiver.take(info), self._number(body["weight_version"]) if ends else None)
+        if ends:
+            self._finished(receiver, body["weight_version"])
+        return {"message": "Weights updated"}
+
+    async def _take(self, pieces: Callable[[], Iterator[WeightPiece]], version: int | None = None) -> None:
+        try:
+            await self._client.take(pieces, version)
+        except StaleWeights:  # nothing of it was taken
+            self.broken = self.broken or (f"an update broke off: {_NOT_WHOLE}" if self._num_taken else "")
+            raise
+        except BaseException as error:
+            self.broken = f"an update broke off ({error}): {_NOT_WHOLE}"
+            raise
+        self._num_taken += 1
+
+    async def _finish(self, _: web.Request, body: Body) -> Body:
+        if self._receiver is None or not self._is_updating:
+            raise RuntimeError("start_weight_update comes before finish_weight_update")
+        version = body.get("weight_version")
+        if not self._client.missing:
+            await self._client.forget(self._number(version))
+        self._finished(self._receiver, version)
+        return {"message": "Weight update finished"}
+
+    def _finished(self, receiver: WeightReceiver, version: object) -> None:
+        if self._client.missing:
+            raise StaleWeights(self.sleep.why())
+        receiver.finished(str(version))
+        self._end()
+
+    def _end(self) -> None:
+        self.broken, self._is_updating = "", False
+        self._go_on()
+
+    def _number(self, version: object) -> int:
+        """What weights that are called ``version`` are called here."""
+        text = str(version)
+        return int(text) if text.isdigit() else self._client.version + 1
+
+    async def _from_disk(self, _: web.Request, body: Body) -> Body:
+        from ramify.models.weights import check_weights, read_weights
+
+        self._check_awake()
+        path = Path(str(body["model_path"]))
+        self._check_folder(path)
+        found = await asyncio.get_running_loop().run_in_executor(None, read_weights, path)
+        check_weights(self._client.policy.model, found, str(path))
+        self._client.pause(abort=bool(body.get("abort_all_requests")))
+        self._is_updating, self._num_taken = True, 0
+        version = self._number(body.get("weight_version"))
+        await self._take(lambda: (WeightPiece(name, tensor) for name, tensor in found.items()), version)
+        self._end()
+        return {"success": True, "message": "Succeeded to update model weights."}
+
+    def _check_awake(self) -> None:
+        if "weights" in self.sleep.asleep:
+            raise RuntimeError("its weights sleep: wake them first (POST /wake_up?tags=weights)")
+
+    def _check_folder(self, folder: Path) -> None:
+        if self._root is not None and not folder.resolve().is_relative_to(self._root):
+            raise ConfigError(f"weights are read below {self._root} alone, and {folder} is not there")
+
+    # --- what is asked -------------------------------------------------------------------------------------------
+
+    async def _tell_paused(self, _: web.Request, __: Body) -> Body:
+        return {"is_paused": self._is_paused}
+
+    async def _tell_version(self, _: web.Request, __: Body) -> Body:
+        return {"weight_version": str(self._client.version)}
+
+    async def _tell_size(self, _: web.Request, __: Body) -> Body:
+        return {"world_size": 1}
+
+    async def _tell_fingerprint(self, _: web.Request, __: Body) -> Body:
+        if "weights" in self.sleep.asleep or self._client.missing:
+            raise RuntimeError(self.sleep.why())
+        return {"fingerprint": await self._client.fingerprint(), "version": self._client.version}
+
+
+def facts(client: LocalClient, name: str) -> dict[str, Any]:
+    """What a trainer compares with its policy."""
+    policy = client.policy
+    return {
+        "version": __version__, "ramify_protocol": PROTOCOL, "model": name, "max_model_len": client.window,
+        "vocab_size": policy.config.vocab_size, "dtype": str(policy.dtype).removeprefix("torch."),
+        "logprobs_mode": "processed_logprobs", "weight_version": str(client.version),
+    }  # fmt: skip
+
+
+def _answered(
+    act: Callable[[web.Request, Body], Awaitable[Body]],
+) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+    async def answer(http: web.Request) -> web.StreamResponse:
+        if (
+            http.method == "POST" and http.content_type != "application/json"
+        ):  # a page in a browser may post other types
+            return failed(415, "send the body as application/json")
+        try:
+            body = msgspec.json.decode(await http.read() or b"{}")
+            if not isinstance(body, dict):
+                raise ValueError("the body is no JSON object")
+            return web.json_response(await act(http, body))
+        except StaleWeights as error:
+            return failed(409, str(error), code="stale_base")
+        except KeyError as error:
+            return failed(400, f"{http.path}: the body has no {error}")
+        except (ValueError, TypeError, RuntimeError, RamifyError) as error:
+            return failed(400, f"{http.path}: {error}")
+
+    return answer
+
+
+def _object(body: Mapping[str, Any], name: str) -> Info:
+    found = body.get(name)
+    if not isinstance(found, dict):
+        raise ValueError(f"the body has no object '{name}'")
+    return found

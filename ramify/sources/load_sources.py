@@ -1,0 +1,210 @@
+"""What a user points at -> a context: files, folders, globs, ``-`` for standard input, databases, archives, PDF.
+
+    one file or standard input   the text itself
+    several, a folder, a zip …   a dict from name to text, in order of names
+A path that the user named and that cannot be read is a SourceError with a remedy; a file found in a folder, a glob or
+an archive that cannot be read is a ``SourceProblem``. Which kind a file is, and who reads it, is ``file_kinds.py``'s to say.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import stat
+import sys
+import time
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from ramify.errors import SourceError
+from ramify.progress import report_progress
+from ramify.sources.base import (
+    MAX_FILE_S,
+    LoadedContext,
+    SourceItem,
+    SourceLoader,
+    SourceProblem,
+    UnreadableSource,
+    listing,
+)
+from ramify.sources.file_kinds import SourceFile, read_file, read_regular
+
+__all__ = ["LoadedContext", "SourceItem", "SourceProblem", "load"]
+
+MAX_BYTES = 1 << 30
+"""Of all that is read and unpacked."""
+WRITER_S = 1.0
+"""Most time that a pipe may have nobody who writes to it."""
+_STDIN = "-"
+_BLOCK_BYTES = 1 << 20
+_MANY = 3
+
+
+def load(
+    paths: Sequence[str | Path], *, stdin: BinaryIO | None = None, max_bytes: int = MAX_BYTES,
+    max_file_s: float = MAX_FILE_S,
+) -> LoadedContext:  # fmt: skip
+    """Read everything that ``paths`` name. SourceError where one cannot be read, or nothing is in them; ``max_file_s`` is
+    the most that parsing one PDF may take."""
+    names = [os.fspath(path) for path in ([paths] if isinstance(paths, str | Path) else paths)]
+    if not names:
+        raise SourceError("nothing to read: name a file, a folder, or '-' for standard input")
+    given = [found for name in names for found in _expand(name)]
+    labels = _labels([path for path, _ in given])
+    with report_progress("reading", unit="bytes") as work:
+        loading = SourceLoader(max_bytes, max_file_s, work)
+        for (path, named), label in zip(given, labels, strict=True):
+            _read_path(path, label, named, stdin, loading)
+    single = len(given) == 1 and not os.path.isdir(given[0][0])
+    return _finish(loading, names, single)
+
+
+def _expand(name: str) -> list[tuple[str, bool]]:
+    """(path, whether the user named it), several for a glob that the shell left as it is."""
+    if name == _STDIN:
+        return [(name, True)]
+    if "://" in name:
+        raise SourceError(f"{name} is an address, not a path: fetch it first, as in curl -sL URL | ramify ask … -")
+    name = os.path.expanduser(name)
+    if os.path.lexists(name) or not any(char in name for char in "*?["):
+        return [(name, True)]
+    import glob
+
+    found = sorted(glob.glob(name, recursive=True))
+    if "**" in name:
+        found = [path for path in found if not os.path.isdir(path)]
+    if not found:
+        raise SourceError(f"{name} matches nothing: check the pattern, or name the folder itself")
+    return [(path, len(found) == 1) for path in found]
+
+
+def _labels(paths: list[str]) -> list[str]:
+    """A name for each path: as given where that is short and plain, else relative to the folder common to all."""
+    if len(paths) == 1:
+        return ["stdin" if paths[0] == _STDIN else "" if os.path.isdir(paths[0]) else os.path.basename(paths[0])]
+    files = [os.path.normpath(path) for path in paths if path != _STDIN]
+    if any(os.path.isabs(path) or path.startswith("..") for path in files):
+        whole = [os.path.abspath(path) for path in files]
+        common = os.path.commonpath([os.path.dirname(path) for path in whole])
+        files = [os.path.relpath(path, common) for path in whole]
+    rest = iter(files)
+    return ["stdin" if path == _STDIN else next(rest).replace(os.sep, "/") for path in paths]
+
+
+def _read_path(path: str, label: str, named: bool, stdin: BinaryIO | None, loading: SourceLoader) -> None:
+    shown = "standard input" if path == _STDIN else path
+    try:
+        if path == _STDIN:
+            stream = stdin if stdin is not None else sys.stdin.buffer
+            read_file(SourceFile(label, _drain(stream, shown, loading)), loading)
+        elif os.path.isdir(path):
+            from ramify.sources.folder import read_folder
+
+            read_folder(Path(path), f"{label}/" if label not in ("", ".") else "", loading)
+        else:
+            _read_one(path, label, loading)
+    except UnreadableSource as error:
+        if named:
+            raise SourceError(f"{shown} {error.reason}: {error.remedy or 'convert it to text first'}") from None
+        loading.problem(label, str(error))
+    except FileNotFoundError:
+        raise SourceError(f"{path} does not exist: {_nearest(path)}") from None
+    except OSError as error:
+        if named:
+            raise SourceError(f"{shown} cannot be read: {error.strerror}; check its permissions") from None
+        loading.problem(label, f"cannot be read: {error.strerror}")
+
+
+def _read_one(path: str, label: str, loading: SourceLoader) -> None:
+    real = os.path.realpath(path)
+    mode = os.stat(path).st_mode
+    if stat.S_ISREG(mode):
+        if real in loading.seen:
+            return
+        loading.seen.add(real)
+        data = read_regular(path, path, loading, flags=0)
+    elif stat.S_ISFIFO(mode):
+        data = _read_pipe(path, loading)
+    else:  # a device
+        with open(path, "rb") as stream:
+            data = _drain(stream, path, loading)
+    read_file(SourceFile(label, data, Path(path) if stat.S_ISREG(mode) else None), loading)
+
+
+def _read_pipe(path: str, loading: SourceLoader) -> bytes:
+    """All of a pipe with a name, such as <(zcat log.gz)."""
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # or opening waits for a writer, for ever
+    with open(fd, "rb", buffering=0) as stream:
+        head = _first_block(fd)
+        os.set_blocking(fd, True)
+        loading.spend(len(head), path)
+        return head + _drain(stream, path, loading)
+
+
+def _first_block(fd: int) -> bytes:
+    """What is in a pipe that does not block; nothing where its writer has written nothing yet, or is done.
+
+    Raises Unreadable where there is no writer within ``WRITER_S``."""
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    until = time.monotonic() + WRITER_S
+    while time.monotonic() < until:
+        was_written_to = bool(poll.poll(10))
+        try:
+            block = os.read(fd, _BLOCK_BYTES)
+        except BlockingIOError:
+            return b""
+        if block or was_written_to:
+            return block
+    raise UnreadableSource("is a pipe that nobody writes to", "start what writes to it first")
+
+
+def _drain(stream: BinaryIO, name: str, loading: SourceLoader) -> bytes:
+    data = bytearray()
+    read = getattr(stream, "read1", stream.read)  # one read at a time: a terminal says its end, Ctrl-D, only once
+    while block := read(_BLOCK_BYTES):
+        data += block
+        loading.spend(len(block), name)
+    return bytes(data)
+
+
+def _finish(loading: SourceLoader, names: list[str], single: bool) -> LoadedContext:
+    chars = sum(item.chars for item in loading.items)
+    if chars == 0:
+        shown = listing(["standard input" if name == _STDIN else name for name in names])
+        raise SourceError(f"{shown} {_why_empty(loading, single)}")
+    items = sorted(loading.items, key=lambda item: item.name)
+    texts = {item.name: loading.texts[item.name] for item in items}
+    context = loading.texts[items[0].name] if single and len(items) == 1 and "/" not in items[0].name else texts
+    return LoadedContext(context, items, loading.problems, loading.left_out, _tools(loading.databases))
+
+
+def _why_empty(loading: SourceLoader, single: bool) -> str:
+    if single and loading.items:
+        return "is empty: name something that has text in it"
+    reasons = [str(problem) for problem in loading.problems[:_MANY]]
+    reasons += [f"{len(left)} left out, {reason}" for reason, left in loading.left_out.items()]
+    return f"has no text to read ({'; '.join(reasons) or 'no files, or only empty ones'}): name something that has"
+
+
+def _tools(databases: dict[str, Path]) -> dict[str, Callable[..., Any]]:
+    if not databases:
+        return {}
+    from ramify.sources.sqlite import SqliteDatabases
+
+    return {"sql": SqliteDatabases(databases).sql}
+
+
+def _nearest(path: str) -> str:
+    named, name = os.path.split(path.rstrip("/"))
+    folder = named or "."
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return f"nor does the folder {folder}" if not os.path.exists(folder) else f"{folder} cannot be listed"
+    close = get_close_matches(name, names, n=1)
+    if close:
+        return f"did you mean {os.path.join(named, close[0])}?"
+    return f"check its name, or look into {folder if named else 'this folder'}"

@@ -1,0 +1,163 @@
+"""Rows of a ledger: made at random so that habits which are nearly right go wrong, written in a format, read again, asked.
+
+    Row = (user, label, quantity)        Format(",", order=(2, 0, 1), header=True):    qty,user,label
+                                                                                       17,bavo,red
+Decides what a row may hold and which right answers there are. Leaves out how the question is put (``task.py``) and how
+a model goes about it (``demos.py``).
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import random
+from typing import Literal
+
+import msgspec
+
+Kind = Literal["count", "sum", "max", "top", "latest"]
+KINDS: tuple[Kind, ...] = ("count", "sum", "max", "top", "latest")
+COMBINED: tuple[Kind, ...] = ("count", "sum", "max")
+"""Kinds whose answer over several documents follows from the answers over each."""
+FIELDS = ("user", "label", "qty")
+LABELS = ("red", "blue", "green", "gold", "pink", "gray")
+LOOKALIKES = {
+    "red": ("fred", "jared"), "blue": ("bluey", "bluet"), "green": ("greene", "greeny"), "gold": ("goldie", "marigold"),
+    "pink": ("pinkie", "pinky"), "gray": ("grayson", "mcgray"),
+}  # fmt: skip
+"""Users whose name holds a label, so that counting a label in the text counts too many."""
+SEPARATORS = (",", ";", "|", ":", "/", "~", "&", "^")
+ORDERS = ((0, 1, 2), (2, 0, 1), (1, 2, 0))
+"""Column of the user, of the label, of the quantity."""
+HELD_OUT_FORMAT = (";", (2, 0, 1))
+"""Separator and order that no training item has."""
+SCALES = (1, 1, 10, 100, 1000)
+"""How large quantities are, so that a policy has seen short rows and long ones."""
+NUM_NAMES, NUM_HELD_OUT_NAMES = 400, 80
+LOWEST = 5
+_SHARE_LOOKALIKE = 0.15
+
+Row = tuple[str, str, int]
+"""(user, label, quantity)"""
+
+
+def _names() -> tuple[str, ...]:
+    """Two-syllable words that are no label, in an order of their own: the same on every machine."""
+    syllables = ["".join(pair) for pair in itertools.product("bdfklmnprstvz", "aeiou")]
+    words = ["".join(pair) for pair in itertools.product(syllables, repeat=2)]
+    plain = [word for word in words if not any(label in word for label in LABELS)]
+    return tuple(random.Random("names of the ledger").sample(plain, NUM_NAMES))
+
+
+NAMES = _names()
+HELD_OUT_NAMES, KNOWN_NAMES = NAMES[:NUM_HELD_OUT_NAMES], NAMES[NUM_HELD_OUT_NAMES:]
+"""Users that are never asked about in training, though they stand in its rows; and the others."""
+
+
+class RowFormat(msgspec.Struct, frozen=True):
+    """How rows are written."""
+
+    separator: str
+    order: tuple[int, int, int]
+    """Column of the user, of the label, of the quantity."""
+    header: bool
+
+    @property
+    def columns(self) -> list[int]:
+        """The field in each column."""
+        return [self.order.index(column) for column in range(len(FIELDS))]
+
+    def write(self, rows: list[Row]) -> str:
+        """Lines joined by newlines, none at the end."""
+        users, labels, quantities = zip(*rows, strict=True)
+        fields = (users, labels, map(str, quantities))
+        columns = [fields[field] for field in self.columns]
+        lines = map(self.separator.join, zip(*columns, strict=True))
+        first = [self.separator.join(FIELDS[field] for field in self.columns)] if self.header else []
+        return "\n".join([*first, *lines])
+
+    def read(self, text: str) -> list[Row]:
+        """The rows that ``write`` wrote."""
+        user, label, quantity = self.order
+        lines = text.split("\n")[1 if self.header else 0 :]
+        parts = (line.split(self.separator) for line in lines)
+        return [(part[user], part[label], int(part[quantity])) for part in parts]
+
+
+FORMATS = tuple(RowFormat(s, o, header) for s in SEPARATORS for o in ORDERS for header in (False, True))
+HELD_OUT_FORMATS = tuple(each for each in FORMATS if (each.separator, each.order) == HELD_OUT_FORMAT)
+KNOWN_FORMATS = tuple(each for each in FORMATS if each not in HELD_OUT_FORMATS)
+
+
+def solve(rows: list[Row], kind: Kind, about: str) -> int | str:
+    """The right answer: to ``top`` a user, to every other kind a number. Raises ValueError where there is none."""
+    if kind == "top":
+        return max(rows, key=operator.itemgetter(2))[0]
+    field = 0 if kind == "latest" else 1
+    found = [row[2] for row in rows if row[field] == about]
+    if kind == "count":
+        return len(found)
+    if kind == "sum":
+        return sum(found)
+    if not found:
+        raise ValueError(f"no row is about {about!r}")
+    return max(found) if kind == "max" else found[-1]
+
+
+def make_rows(rng: random.Random, kind: Kind, about: str, header: bool, num: int, scale: int = 1) -> list[Row]:
+    """``num`` rows over which the question can be answered and the usual mistakes show: a label occurs in names, the
+    greatest text is not the greatest number, the first row matters where a header is expected and not there. Quantities
+    are below ``scale`` times ``highest_quantity``."""
+    if num < 4:
+        raise ValueError(f"a ledger of {num} rows: give at least 4")
+    while True:
+        rows = _plain_rows(rng, about, num, highest_quantity(num) * scale)
+        _plant(rng, rows, kind, about, header)
+        if _shows_mistakes(rows, kind, about):
+            return rows
+
+
+def highest_quantity(num_rows: int) -> int:
+    """Quantities are below it, all different."""
+    return max(1500, 20 * num_rows)
+
+
+def mean_digits(high: int) -> float:
+    """Of whole numbers below ``high``, drawn evenly."""
+    return sum(1 - 10.0**digit / high for digit in range(len(str(high))))
+
+
+def _plain_rows(rng: random.Random, about: str, num: int, highest: int) -> list[Row]:
+    lookalikes = LOOKALIKES.get(about) or tuple(itertools.chain(*LOOKALIKES.values()))
+    quantities = rng.sample(range(LOWEST, highest), num)
+    users = rng.choices(NAMES, k=num)
+    for index in rng.sample(range(num), round(_SHARE_LOOKALIKE * num)):
+        users[index] = rng.choice(lookalikes)
+    return list(zip(users, rng.choices(LABELS, k=num), quantities, strict=True))
+
+
+def _plant(rng: random.Random, rows: list[Row], kind: Kind, about: str, header: bool) -> None:
+    """Rows that the question is about; where there is no header, the first row among them."""
+    high = max(quantity for _, _, quantity in rows)
+    if kind in COMBINED:
+        for index in [*rng.sample(range(len(rows)), 3), *([] if header else [0])]:
+            user, _, quantity = rows[index]
+            rows[index] = (user, about, quantity)
+    if kind == "latest":
+        for index in rng.sample(range(len(rows)), 2):
+            rows[index] = (about, *rows[index][1:])
+    if not header and (kind == "max" or (kind == "top" and rng.random() < 0.5)):
+        rows[0] = (*rows[0][:2], high + 1 + rng.randrange(200))
+
+
+def _shows_mistakes(rows: list[Row], kind: Kind, about: str) -> bool:
+    """Whether the habits of ``demos.py`` give wrong answers."""
+    if kind in ("count", "sum"):
+        return any(about in user for user, _, _ in rows)
+    if kind == "max":
+        found = [quantity for _, label, quantity in rows if label == about]
+        return max(found) != int(max(map(str, found)))
+    if kind == "top":
+        return max(rows, key=lambda row: row[2])[0] != max(rows, key=lambda row: str(row[2]))[0]
+    quantities = [quantity for user, _, quantity in rows if user == about]
+    return len(quantities) > 1 and quantities[0] != quantities[-1]

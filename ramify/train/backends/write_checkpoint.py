@@ -1,0 +1,103 @@
+"""A Hugging Face folder written tensor by tensor: no more than one of them is held, however large the model.
+
+    config.json      model.safetensors, or model-00001-of-00003.safetensors … and model.safetensors.index.json
+
+The format is a length, a JSON header with names, types, shapes and places, and the values one after another: since shapes
+are known beforehand, the header comes first and values follow as they come.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+_MAX_BYTES = 5_000_000_000
+"""Of a file."""
+_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+
+
+class ExportedWeights(NamedTuple):
+    """What is to be written."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    """In the order in which values will come."""
+    dtype: torch.dtype | None = None
+    """None: fp32."""
+
+
+def export(
+    folder: Path,
+    config: Any,
+    weights: ExportedWeights,
+    tensors: Iterable[tuple[str, Tensor]],
+    max_bytes: int = _MAX_BYTES,
+) -> None:
+    """Write a model's configuration and weights into ``folder``, which is made. ValueError where ``tensors`` come otherwise
+    than ``weights`` says."""
+    folder.mkdir(parents=True, exist_ok=True)
+    dtype = weights.dtype or torch.float32
+    parts = _parts(weights.shapes, dtype.itemsize, max_bytes)
+    coming = iter(tensors)
+    for index, part in enumerate(parts):
+        with (folder / _name(index, len(parts))).open("wb") as file:
+            _write_header(file, {name: weights.shapes[name] for name in part}, dtype)
+            for name in part:
+                found, tensor = next(coming)
+                if (found, tuple(tensor.shape)) != (name, weights.shapes[name]):
+                    raise ValueError(
+                        f"'{found}' {tuple(tensor.shape)} came, where '{name}' {weights.shapes[name]} was to"
+                    )
+                file.write(_bytes(tensor, dtype))
+    if len(parts) > 1:
+        places = {name: _name(index, len(parts)) for index, part in enumerate(parts) for name in part}
+        total = sum(math.prod(shape) for shape in weights.shapes.values()) * dtype.itemsize
+        told = {"metadata": {"total_size": total}, "weight_map": places}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(told, indent=2) + "\n")
+    _write_config(folder, config, dtype)
+
+
+def _parts(shapes: Mapping[str, tuple[int, ...]], itemsize: int, max_bytes: int) -> list[list[str]]:
+    parts: list[list[str]] = [[]]
+    size = 0
+    for name, shape in shapes.items():
+        num = math.prod(shape) * itemsize
+        if parts[-1] and size + num > max_bytes:
+            parts.append([])
+            size = 0
+        parts[-1].append(name)
+        size += num
+    return parts
+
+
+def _name(index: int, num: int) -> str:
+    return "model.safetensors" if num == 1 else f"model-{index + 1:05d}-of-{num:05d}.safetensors"
+
+
+def _write_header(file: Any, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> None:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, shape in shapes.items():
+        start, end = end, end + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # values begin at a multiple of eight
+    file.write(len(text).to_bytes(8, "little") + text)
+
+
+def _bytes(tensor: Tensor, dtype: torch.dtype) -> Any:
+    return (tensor.detach().to("cpu", dtype).contiguous().flatten().view(torch.uint8).numpy()).data
+
+
+def _write_config(folder: Path, config: Any, dtype: torch.dtype) -> None:
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    known: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    written = config.__class__.from_dict(config.to_dict())
+    written.architectures, written.dtype = [known.__name__], dtype
+    written.save_pretrained(folder)

@@ -1,0 +1,112 @@
+"""A call as one sequence of token ids: what the model was given and what it sampled, exactly as it was.
+
+The tree stores each id once: a turn holds what its prompt adds to the path so far, and the ids that were sampled. Here
+they are put together again:
+
+    turn 0   prompt_ids 1 2 3      token_ids 7 8           reused_ids 0     path  1 2 3 7 8
+    turn 1   prompt_ids 4          token_ids 9             reused_ids 5     path  1 2 3 7 8 4 9
+    turn 2   prompt_ids 5          token_ids 6             reused_ids 3     path  1 2 3 5 6      (does not extend it)
+
+Legend: T tokens of a path.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+if TYPE_CHECKING:
+    from ramify.types.trajectory import Turn
+
+
+class TokenSpan(msgspec.Struct, frozen=True):
+    """Tokens ``[start, end)`` of a path were sampled as the reply of ``turn`` of ``call``."""
+
+    call: str
+    turn: int
+    start: int
+    end: int
+
+
+class TokenPath(msgspec.Struct, frozen=True):
+    """One row of tokens, from the first that the model was given to the last that it sampled."""
+
+    ids: tuple[int, ...]
+    """[T]"""
+    sampled: tuple[bool, ...]
+    """[T] whether the model sampled the token; otherwise it was given."""
+    logprobs: tuple[float, ...] | None
+    """[T] log-probability at sampling time, 0 where given; None where some reply came without."""
+    versions: tuple[int, ...]
+    """[T] policy version that sampled the token; -1 where it was given or the version is not known."""
+    spans: tuple[TokenSpan, ...]
+    """The sampled stretches, in order: whose they are. Paths of one tree share some of them."""
+    kept: tuple[tuple[int, ...], ...] | None = None
+    """[T] what top-p and top-k left to draw the token from, empty for everything; None where no reply says."""
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+class TokenPathBuilder:
+    """Turns in, in order; the path up to the last of them out. Takes time linear in the ids that the turns store."""
+
+    def __init__(self) -> None:
+        self._ids: list[int] = []
+        self._spans: list[TokenSpan] = []
+        self._logprobs: list[tuple[float, ...] | None] = []
+        self._versions: list[list[int]] = []
+        self._kept: list[tuple[tuple[int, ...], ...] | None] = []
+
+    def is_extended_by(self, turn: Turn) -> bool:
+        """Whether the path with ``turn`` begins with the whole path without it."""
+        return turn.num_ids is not None and turn.reused_ids == len(self._ids)
+
+    def add(self, call: str, index: int, turn: Turn) -> None:
+        """``turn`` is number ``index`` of ``call``. One without ids makes the path unknown, up to the next that has."""
+        reply = turn.reply
+        if reply.prompt_ids is None or reply.token_ids is None:
+            self._cut(0)
+            return
+        self._cut(turn.reused_ids)
+        start, num = turn.reused_ids + len(reply.prompt_ids), len(reply.token_ids)
+        self._ids += [*reply.prompt_ids, *reply.token_ids]
+        self._spans.append(TokenSpan(call, index, start, start + num))
+        self._logprobs.append(reply.logprobs)
+        self._kept.append(reply.kept)
+        versions = [-1] * num
+        for span in reply.versions or ():
+            versions[span.start : span.end] = [span.version] * (span.end - span.start)
+        self._versions.append(versions)
+
+    def built(self) -> TokenPath | None:
+        """The path so far; None where it is not known."""
+        if not self._ids:
+            return None
+        length = len(self._ids)
+        sampled, versions, logprobs = [False] * length, [-1] * length, [0.0] * length
+        kept: list[tuple[int, ...]] = [()] * length
+        for index, span in enumerate(self._spans):
+            at = slice(span.start, span.end)
+            num = span.end - span.start
+            sampled[at], versions[at] = [True] * num, self._versions[index][:num]
+            logprobs[at] = (self._logprobs[index] or [0.0] * num)[:num]
+            kept[at] = (self._kept[index] or [()] * num)[:num]
+        has_logprobs = all(each is not None for each in self._logprobs)
+        has_kept = any(each is not None for each in self._kept)
+        return TokenPath(
+            tuple(self._ids), tuple(sampled), tuple(logprobs) if has_logprobs else None, tuple(versions),
+            tuple(self._spans), tuple(kept) if has_kept else None,
+        )  # fmt: skip
+
+    def _cut(self, length: int) -> None:
+        """Keep the first ``length`` ids; a stretch that goes on beyond is cut short."""
+        del self._ids[length:]
+        self._spans = [
+            TokenSpan(span.call, span.turn, span.start, min(span.end, length))
+            for span in self._spans
+            if span.start < length
+        ]
+        for values in (self._logprobs, self._versions, self._kept):
+            del values[len(self._spans) :]

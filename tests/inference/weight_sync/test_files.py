@@ -1,0 +1,202 @@
+"""Files of weights: whole or refused, the pointer last, old versions dropped."""
+
+from __future__ import annotations
+
+import mmap
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from ramify.errors import ConfigError, StoreError
+from ramify.inference.weight_sync.file_sync import FileReceiver, FileSync, read_pointer
+from ramify.inference.weight_sync.held_weights import MEMORY
+from ramify.inference.weight_sync.layout import source, sources
+
+WEIGHTS = {"a": torch.arange(600.0), "b": torch.ones(3, 3)}
+
+
+def written(folder: Path, version: int = 1) -> tuple[FileReceiver, dict[str, object]]:
+    weight_sync = FileSync(folder=str(folder), file_bytes=1000)
+    info = weight_sync.open(1)[0]
+    (chunk,) = weight_sync.chunks(sources(WEIGHTS.items(), torch.float32), version, whole=False)
+    return weight_sync.receiver(info), chunk.info
+
+
+def test_the_last_two_versions_stay_and_any_engine_can_load_them(tmp_path: Path) -> None:
+    from ramify.models.weights import read_weights
+
+    weight_sync = FileSync(folder=str(tmp_path), file_bytes=1000)
+    weight_sync.open(1)
+    (tmp_path / "v000009").mkdir()  # of an earlier run
+    for version in (1, 2, 3):
+        list(weight_sync.chunks(sources(WEIGHTS.items(), torch.float32), version, whole=False))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["current.json", "v000002", "v000003"]
+    folder, pointer = read_pointer(tmp_path)
+    assert (folder.name, pointer.version, len(pointer.files)) == ("v000003", 3, 2)
+    assert {name: tensor.shape for name, tensor in read_weights(folder).items()} == {"a": (600,), "b": (3, 3)}
+
+
+@pytest.mark.parametrize(
+    ("tear", "says"),
+    [
+        (lambda data: data[:-8], r"model-00001.safetensors is torn: it has \d+ bytes instead of \d+"),
+        (lambda data: data[:-64] + bytes(64), "is torn: its bytes differ"),
+        (lambda data: b"", "it has 0 bytes instead of"),
+    ],
+)
+def test_a_torn_file_is_refused_by_name(tear: object, says: str, tmp_path: Path) -> None:
+    receiver, info = written(tmp_path)
+    path = tmp_path / "v000001/model-00001.safetensors"
+    path.write_bytes(tear(path.read_bytes()))  # type: ignore[operator]
+    with pytest.raises(ValueError, match=says):
+        list(receiver.take(info))
+
+
+def test_tensors_of_odd_lengths_are_read_as_they_were_written(tmp_path: Path) -> None:
+    """Their sum does not depend on the pieces in which they were written, nor how they lie in 64-bit words."""
+    from safetensors.torch import load_file
+
+    odd = {
+        "true": torch.tensor([True, False, True]), "half": torch.arange(5.0).to(torch.bfloat16), "none": torch.zeros(0),
+        "one": torch.tensor(7.0), "long": torch.arange(3, dtype=torch.int64), "many": torch.randn(700_001),
+        "b": torch.ones(2, 3).T,
+    }  # fmt: skip
+    given = [source(name, tensor, tensor.dtype) for name, tensor in odd.items()]
+    weight_sync = FileSync(folder=str(tmp_path))
+    info = weight_sync.open(1)[0]
+    (chunk,) = weight_sync.chunks(given, 1, whole=False)
+    for found in (
+        {piece.name: piece.tensor for piece in weight_sync.receiver(info).take(chunk.info)},
+        load_file(tmp_path / "v000001/model-00001.safetensors"),
+    ):
+        assert found.keys() == odd.keys()
+        assert all(torch.equal(found[name], odd[name]) and found[name].dtype == odd[name].dtype for name in odd)
+
+
+@pytest.mark.skipif(not MEMORY.is_dir(), reason="files in memory are Linux's")
+def test_in_memory_a_version_is_written_over_where_nobody_has_it_open() -> None:
+    with tempfile.TemporaryDirectory(dir=MEMORY) as below:
+        folder = Path(below)
+        weight_sync = FileSync(folder=below, file_bytes=1000)
+        weight_sync.open(1)
+
+        def write(version: int, weights: dict[str, torch.Tensor]) -> Path:
+            list(weight_sync.chunks(sources(weights.items(), torch.float32), version, whole=False))
+            read = {
+                piece.name: piece.tensor for piece in weight_sync.receiver({"folder": below}).take({"version": version})
+            }
+            assert all(torch.equal(read[name], tensor) for name, tensor in weights.items())
+            return folder / f"v{version:06d}"
+
+        first = (write(1, WEIGHTS) / "model-00001.safetensors").stat().st_ino
+        write(2, WEIGHTS)
+        third = write(3, {"a": WEIGHTS["a"] + 1})  # shorter, and one file less
+        assert (third / "model-00001.safetensors").stat().st_ino == first
+        assert sorted(path.name for path in third.iterdir()) == [
+            "model-00001.safetensors",
+            "model.safetensors.index.json",
+        ]
+        with (third / "model-00001.safetensors").open("rb") as file:
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        before = bytes(mapped)
+        write(4, WEIGHTS)
+        assert (write(5, WEIGHTS) / "model-00001.safetensors").stat().st_ino != first
+        assert bytes(mapped) == before
+        mapped.close()
+
+
+def test_a_kill_while_writing_leaves_what_was_there_before(tmp_path: Path) -> None:
+    class Killed(BaseException):
+        pass
+
+    receiver, info = written(tmp_path)
+    weight_sync = FileSync(folder=str(tmp_path))
+    weight_sync.open(1)
+    each = sources(WEIGHTS.items(), torch.float32)
+
+    def killed() -> torch.Tensor:
+        raise Killed
+
+    with pytest.raises(Killed):
+        list(weight_sync.chunks([each[0], each[1]._replace(full=killed)], 2, whole=False))
+    assert [piece.name for piece in receiver.take(info)] == ["a", "b"]
+
+
+def test_what_the_pointer_can_get_wrong(tmp_path: Path) -> None:
+    receiver, info = written(tmp_path)
+    with pytest.raises(ValueError, match="points to version 1, and version 2 was asked for"):
+        list(receiver.take({**info, "version": 2}))
+    pointer = tmp_path / "current.json"
+    whole = pointer.read_text()
+    pointer.write_text(whole.replace("v000001", "../v000001"))
+    with pytest.raises(ValueError, match="points out of its folder"):
+        list(receiver.take(info))
+    pointer.write_text(whole[:20])
+    with pytest.raises(ValueError, match="is no pointer to weights"):
+        list(receiver.take(info))
+    pointer.unlink()
+    with pytest.raises(ValueError, match="the engine needs to see the trainer's folder"):
+        list(receiver.take(info))
+
+
+def test_a_folder_that_cannot_be_had(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="weights cannot be put into"):
+        FileSync(folder=str(tmp_path / "file/weights")).open(1)
+
+
+def test_a_folder_of_its_own_goes_away() -> None:
+    weight_sync = FileSync()
+    folder = Path(weight_sync.open(1)[0]["folder"])
+    list(weight_sync.chunks(sources(WEIGHTS.items(), torch.float32), 1, whole=False))
+    weight_sync.close()
+    assert not folder.exists()
+
+
+def test_folders_of_a_dead_trainer_are_removed_and_those_of_a_living_one_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    living = FileSync()
+    held = Path(living.open(1)[0]["folder"])
+    dead = tmp_path / "ramify-weights-held-dead" / "v000001"
+    dead.mkdir(parents=True)
+    (dead / "model-00001.safetensors").write_bytes(b"0" * 64)
+    (tmp_path / "ramify-weights-held-dead-0").write_bytes(b"0" * 64)  # of shared memory, which lay here for want of any
+    (tmp_path / "another").mkdir()
+    next_one = FileSync()
+    fresh = Path(next_one.open(1)[0]["folder"])
+    assert {path.name for path in tmp_path.iterdir()} == {held.name, fresh.name, "another"}
+    assert held.stat().st_mode & 0o777 == 0o700
+    for each in (living, next_one):
+        each.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["another"]
+
+
+def test_folders_of_the_users_stay_whatever_they_are_called(tmp_path: Path) -> None:
+    for mine in ("venv/kept.py", "viewer/kept.js", "v2/kept", "v000007/kept", "v0000001/model-00001.safetensors.bak"):
+        (tmp_path / mine).parent.mkdir()
+        (tmp_path / mine).write_text("mine")
+    (tmp_path / "v000008").symlink_to(tmp_path / "venv")
+    (tmp_path / "videos").write_text("mine")
+    before = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")}
+    for version in (1, 2, 3):
+        written(tmp_path, version)
+    assert before <= {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")}
+
+
+def test_a_folder_in_the_place_of_a_version_is_not_written_over(tmp_path: Path) -> None:
+    (tmp_path / "v000001").mkdir()
+    (tmp_path / "v000001/kept").write_text("mine")
+    with pytest.raises(StoreError, match="v000001 holds other files: give the carrier a folder of its own"):
+        written(tmp_path)
+    assert (tmp_path / "v000001/kept").read_text() == "mine"
+
+
+def test_a_file_in_the_place_of_the_pointer_is_not_written_over(tmp_path: Path) -> None:
+    (tmp_path / "current.json").write_text('{"theme": "dark"}')
+    with pytest.raises(ConfigError, match=r"current\.json is no pointer to weights.*give a folder of their own"):
+        written(tmp_path)
+    assert (tmp_path / "current.json").read_text() == '{"theme": "dark"}'

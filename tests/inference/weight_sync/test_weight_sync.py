@@ -1,0 +1,372 @@
+"""Every carrier brings what was sent: the same suite for all that run on this machine, both halves of each in one process,
+with their threads where they have to meet."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+
+from ramify.errors import ConfigError
+from ramify.inference.weight_sync.base import (
+    WEIGHT_SYNCS,
+    AdaptedMatrix,
+    StaleWeights,
+    WeightReceiver,
+    WeightSync,
+    reserve,
+    weight_sync_class,
+)
+from ramify.inference.weight_sync.layout import source, sources
+
+RUN_HERE: dict[str, dict[str, Any]] = {
+    **{name: {} for name in ("shared", "file", "gloo", "delta")},
+    "shared in place": {"in_place": True},
+    "delta by gloo": {"by": "gloo"},
+}
+Weights = dict[str, Tensor]
+
+
+def weights(seed: int = 0) -> Weights:
+    """Shapes that do not fill their places: odd lengths, a number, two precisions, one longer than a chunk."""
+    make = torch.Generator().manual_seed(seed)
+    shapes = {"a": (3, 5), "b": (), "c.weight": (7,), "long": (50, 41), "d": (1, 1)}
+    found = {name: torch.randn(shape, generator=make) for name, shape in shapes.items()}
+    return {**found, "half": torch.randn(9, generator=make).to(torch.bfloat16)}
+
+
+@contextmanager
+def carrying(name: str, num_engines: int = 1, **options: Any) -> Iterator[tuple[WeightSync, list[WeightReceiver]]]:
+    weight_sync: WeightSync = weight_sync_class(name.split()[0])(
+        **{**({"chunk_bytes": 600} if name != "file" else {}), **options}
+    )
+    receivers: list[WeightReceiver | None] = [None] * num_engines
+    try:
+        infos = [msgspec.json.decode(msgspec.json.encode(info)) for info in weight_sync.open(num_engines)]
+
+        def make(index: int) -> None:
+            receivers[index] = weight_sync_class(infos[index]["weight_sync"]).receiver(infos[index])
+
+        threads = [threading.Thread(target=make, args=(index,)) for index in range(num_engines)]
+        for thread in threads:
+            thread.start()
+        weight_sync.join()
+        for thread in threads:
+            thread.join()
+        yield weight_sync, receivers  # type: ignore[misc]
+    finally:
+        for receiver in receivers:
+            if receiver is not None:
+                receiver.close()
+        weight_sync.close()
+
+
+def sync(
+    weight_sync: WeightSync,
+    receivers: list[WeightReceiver],
+    trained: Weights,
+    have: list[Weights],
+    version: int,
+    whole: bool = False,
+) -> int:
+    """Carry ``trained`` as it is into each of ``have``; how many chunks that took. A chunk is read while the next is
+    written, as the client does it."""
+    ahead = None
+    num = 0
+
+    def take(receiver: WeightReceiver, into: Weights, info: Any) -> None:
+        for piece in receiver.take(info):
+            if piece.places is None:
+                into[piece.name] = piece.tensor.clone()
+            else:
+                into[piece.name].view(-1)[piece.places] = piece.tensor
+
+    chunks = weight_sync.chunks(sources(trained.items(), torch.float32), version, whole=whole)
+    ahead = next(chunks, None)
+    while ahead is not None:
+        info = msgspec.json.decode(msgspec.json.encode(ahead.info))
+        threads = [threading.Thread(target=take, args=(*each, info)) for each in zip(receivers, have, strict=True)]
+        if ahead.send is None:
+            following = next(chunks, None)
+        for thread in threads:
+            thread.start()
+        if ahead.send is not None:
+            ahead.send()
+            following = next(chunks, None)
+        for thread in threads:
+            thread.join()
+        ahead, num = following, num + 1
+    for receiver in receivers:
+        receiver.finished(str(version))
+    return num
+
+
+def same(one: Weights, other: Weights) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name].float(), other[name].float()) for name in one)
+
+
+@pytest.mark.parametrize("name", RUN_HERE)
+def test_what_was_sent_arrives_at_every_engine(name: str) -> None:
+    with carrying(name, 2, **RUN_HERE[name]) as (weight_sync, receivers):
+        have: list[Weights] = [{}, {}]
+        trained = weights()
+        for version in (1, 2, 3):
+            num = sync(weight_sync, receivers, trained, have, version)
+            assert num == 1 if name in ("file", "shared in place") else num >= 1
+            assert all(same(trained, each) for each in have)
+            for tensor in trained.values():
+                tensor += 0.25
+
+
+def test_a_precision_of_the_engines_own() -> None:
+    with carrying("shared") as (weight_sync, receivers):
+        have: Weights = {}
+        for chunk in weight_sync.chunks(sources(weights().items(), torch.bfloat16), 1, whole=False):
+            have |= {piece.name: piece.tensor.clone() for piece in receivers[0].take(chunk.info)}
+        assert {tensor.dtype for tensor in have.values()} == {torch.bfloat16}
+        assert torch.equal(have["long"], weights()["long"].to(torch.bfloat16))
+
+
+def test_a_delta_is_what_changed() -> None:
+    with carrying("delta") as (weight_sync, receivers):
+        trained, have = weights(), [{}]
+        sync(weight_sync, receivers, trained, have, 1)
+        assert weight_sync.num_bytes == sum(4 * tensor.numel() for tensor in trained.values())
+        sync(weight_sync, receivers, trained, have, 2)
+        assert weight_sync.num_bytes == 0
+        trained["a"] += 1  # all of it: whole
+        trained["long"][3, 4] += 1  # a place (4 bytes) and a value (4 bytes)
+        trained["d"].copy_(trained["d"].clone())  # written, and the same
+        sync(weight_sync, receivers, trained, have, 3)
+        assert weight_sync.num_bytes == 15 * 4 + 8
+        assert same(trained, have[0])
+
+
+def test_small_tensors_of_a_delta_come_as_one_and_are_taken_apart() -> None:
+    """Whichever of them are trained: those that are held still are not looked at, and may be trained again."""
+    shapes: dict[str, tuple[int, ...]] = {"a": (4,), "b": (2, 3), "none": (0,), "c": (), "d": (512,), "large": (513,)}
+    trained = {name: torch.nn.Parameter(torch.ones(shape)) for name, shape in shapes.items()}
+    with carrying("delta", chunk_bytes=1 << 20) as (weight_sync, receivers), torch.no_grad():
+        have: list[Weights] = [{}]
+        sync(weight_sync, receivers, trained, have, 1)
+        for changes, still, expected in (
+            ({"a", "d"}, set(), 4 + 512), ({"b"}, {"a", "c"}, 6), (set(), {"a", "c"}, 0), ({"a"}, {"b"}, 4 + 1),
+        ):  # fmt: skip
+            for name, tensor in trained.items():
+                tensor.requires_grad_(name not in still)
+                if name in changes:
+                    tensor += 1
+            sync(weight_sync, receivers, trained, have, 2)
+            assert same(trained, have[0])
+            assert weight_sync.num_bytes == 4 * expected  # 'c' was held still and is not: it is sent, whatever it is
+        trained["a"] += 1
+        chunk = next(weight_sync.chunks(sources(trained.items(), torch.float32), 3, whole=False))
+        assert chunk.info["names"] == ["::together-0"]
+        assert chunk.info["together"] == {"::together-0": {"names": ["a"], "shapes": [(4,)]}}
+        for wrong in (
+            {},
+            {"names": ["a"], "shapes": [[5]]},
+            {"names": ["a", "b"], "shapes": [[4]]},
+            {"names": 1, "shapes": 2},
+        ):
+            with pytest.raises(ValueError, match="the table of tensors that came together does not describe them"):
+                list(receivers[0].take({**chunk.info, "together": {"::together-0": wrong}}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("by", ["shared", "gloo"])
+def test_of_a_matrix_with_an_adapter_only_that_is_carried(by: str, dtype: torch.dtype) -> None:
+    """Bit for bit what the trainer adds up; whole again once it has none, or where adapters are not to be sent."""
+    make = torch.Generator().manual_seed(1)
+    base = torch.randn(60, 50, generator=make).to(torch.bfloat16).float()  # of a checkpoint in bf16
+    pair = [torch.randn(4, 50, generator=make), torch.randn(60, 4, generator=make)]
+    held = torch.nn.Parameter(torch.randn(30, generator=make), requires_grad=False)
+    adapted = AdaptedMatrix(base, lambda: (pair[0], pair[1]), 0.5)
+
+    def carried(
+        weight_sync: WeightSync, receiver: WeightReceiver, given: Callable[[], Tensor] | None, version: int
+    ) -> Weights:
+        found: Weights = {}
+        both = [source("held", held, dtype), source("w", base, dtype, given)]
+
+        def take(info: dict[str, Any]) -> None:
+            found.update({piece.name: piece.tensor.clone() for piece in receiver.take(info)})
+
+        for chunk in weight_sync.chunks(both, version, whole=False):
+            taking = threading.Thread(target=take, args=(msgspec.json.decode(msgspec.json.encode(chunk.info)),))
+            taking.start()
+            if chunk.send is not None:
+                chunk.send()
+            taking.join()
+        receiver.finished(str(version))
+        return found
+
+    first, size = (3000 + 30) * dtype.itemsize, (4 * 50 + 60 * 4) * 4
+    with carrying("delta", by=by) as (weight_sync, receivers):
+        found = carried(weight_sync, receivers[0], adapted, 1)
+        assert weight_sync.num_bytes == first + size
+        assert same(found, {"held": held.to(dtype), "w": adapted().to(dtype)})
+        pair[1] = pair[1] + 0.25
+        found = carried(weight_sync, receivers[0], adapted, 2)
+        assert weight_sync.num_bytes == size
+        assert same(found, {"w": adapted().to(dtype)})
+        assert found["w"].dtype == dtype
+        assert torch.equal(found["w"].float(), (base + 0.5 * pair[1] @ pair[0]).to(dtype).float())
+        assert same(carried(weight_sync, receivers[0], lambda: base, 3), {"w": base.to(dtype)})
+        assert same(carried(weight_sync, receivers[0], adapted, 4), {"w": adapted().to(dtype)})
+        assert weight_sync.num_bytes == size
+        assert same(carried(weight_sync, receivers[0], lambda: base, 5), {"w": base.to(dtype)})
+    with carrying("delta", by=by, adapters=False) as (weight_sync, receivers):
+        carried(weight_sync, receivers[0], adapted, 1)
+        pair[1] = pair[1] + 0.25
+        assert same(carried(weight_sync, receivers[0], adapted, 2), {"w": adapted().to(dtype)})
+        assert weight_sync.num_bytes == 3000 * dtype.itemsize
+
+
+def test_of_a_layer_all_is_carried_where_engines_fuse() -> None:
+    with carrying("delta", layers=True, places=False) as (weight_sync, receivers):
+        make = torch.Generator().manual_seed(0)
+        shapes = {
+            "embed.weight": (40, 20), "layers.0.attn.q.weight": (30, 20), "layers.0.attn.k.weight": (10, 20),
+            "layers.0.attn.k.bias": (10,), "layers.0.mlp.up.weight": (30, 20), "layers.1.attn.q.weight": (30, 20),
+            "norm": (20,),
+        }  # fmt: skip
+        trained, have = {name: torch.randn(shape, generator=make) for name, shape in shapes.items()}, [{}]
+        sync(weight_sync, receivers, trained, have, 1)
+        assert same(trained, have[0])
+        trained["layers.0.attn.k.bias"][3] += 1
+        trained["norm"] += 1
+        have[0].clear()
+        sync(weight_sync, receivers, trained, have, 2)
+        assert same(have[0], {name: each for name, each in trained.items() if "0.attn" in name or name == "norm"})
+        have[0].clear()
+        sync(weight_sync, receivers, trained, have, 3)
+        assert not have[0]
+
+
+def test_not_a_number_and_the_sign_of_zero_are_changes() -> None:
+    with carrying("delta") as (weight_sync, receivers):
+        trained, have = {"x": torch.zeros(1000)}, [{}]
+        sync(weight_sync, receivers, trained, have, 1)
+        trained["x"][7], trained["x"][8] = float("nan"), -0.0
+        sync(weight_sync, receivers, trained, have, 2)
+        assert weight_sync.num_bytes == 2 * 8
+        assert torch.equal(trained["x"].view(torch.int32), have[0]["x"].view(torch.int32))
+        sync(weight_sync, receivers, trained, have, 3)
+        assert weight_sync.num_bytes == 0
+
+
+def test_an_engine_with_another_base_gets_everything() -> None:
+    with carrying("delta") as (weight_sync, receivers):
+        trained, have = weights(), [{}]
+        sync(weight_sync, receivers, trained, have, 1)
+        fresh = weight_sync_class("delta").receiver(weight_sync.open(1)[0])
+        trained["a"] += 1
+        chunk = next(weight_sync.chunks(sources(trained.items(), torch.float32), 2, whole=False))
+        with pytest.raises(StaleWeights, match=r"builds on the weights '\w+', and this engine has 'none of them'"):
+            list(fresh.take(chunk.info))
+        anew: list[Weights] = [{}]
+        sync(weight_sync, [fresh], trained, anew, 2, whole=True)
+        assert same(trained, anew[0])
+
+
+def test_a_sync_that_broke_off_is_no_base() -> None:
+    with carrying("delta") as (weight_sync, receivers):
+        trained, have = weights(), [{}]
+        sync(weight_sync, receivers, trained, have, 1)
+        for tensor in trained.values():
+            tensor += 1
+        broken = weight_sync.chunks(sources(trained.items(), torch.float32), 2, whole=False)
+        list(receivers[0].take(next(broken).info))
+        del broken
+        sync(weight_sync, receivers, trained, have, 3)
+        assert same(trained, have[0])
+        assert weight_sync.num_bytes == sum(4 * tensor.numel() for tensor in trained.values())
+
+
+def test_chunks_are_made_when_they_are_asked_for() -> None:
+    """Resharding streams: no more tensors are made than two chunks hold."""
+    made: list[str] = []
+
+    def tracked(name: str, tensor: Tensor) -> Any:
+        def full() -> Tensor:
+            made.append(name)
+            return tensor
+
+        return full
+
+    each = sources(((f"p{index}", torch.ones(100)) for index in range(6)), torch.float32)
+    tracking = [source._replace(full=tracked(source.name, source.full())) for source in each]
+    with carrying("shared") as (weight_sync, _):
+        chunks = weight_sync.chunks(tracking, 1, whole=False)
+        next(chunks)
+        assert made == ["p0"]
+        next(chunks)
+        assert made == ["p0", "p1"]
+
+
+def test_engines_that_cannot_reach_the_bytes_say_so() -> None:
+    with carrying("shared") as (weight_sync, receivers):
+        chunk = next(weight_sync.chunks(sources(weights().items(), torch.float32), 1, whole=False))
+        with pytest.raises(ValueError, match="shared memory is for engines on the trainer's machine"):
+            list(
+                weight_sync_class("shared")
+                .receiver({"folder": "/nowhere", "name": "ramify-weights-x"})
+                .take(chunk.info)
+            )
+        with pytest.raises(ValueError, match=r"bytes, and \d+ were carried"):
+            list(receivers[0].take({**chunk.info, "shapes": [[1 << 20] for _ in chunk.info["shapes"]]}))
+        with pytest.raises(ValueError, match="do not describe tensors"):
+            list(receivers[0].take({**chunk.info, "dtype_names": ["int99" for _ in chunk.info["shapes"]]}))
+    with pytest.raises(ValueError, match="is no name of a buffer"):
+        weight_sync_class("shared").receiver({"folder": "/etc", "name": "../passwd"})
+
+
+def test_a_group_that_nobody_joins_is_not_waited_for_for_ever() -> None:
+    weight_sync = weight_sync_class("gloo")(timeout_s=0.3)
+    info = weight_sync.open(1)[0]
+    with pytest.raises(RuntimeError):
+        weight_sync.join()
+    weight_sync.close()
+    with pytest.raises(ValueError, match=r"the trainer's group at 127\.0\.0\.1:\d+ was not joined"):
+        weight_sync_class("gloo").receiver(info)
+
+
+def test_names_of_carriers() -> None:
+    assert all(weight_sync_class(name).__doc__ for name in WEIGHT_SYNCS)
+    assert weight_sync_class("ramify.inference.weight_sync.shared_memory:SharedMemorySync") is weight_sync_class(
+        "shared"
+    )
+    with pytest.raises(ConfigError, match=r"unknown carrier 'shred': did you mean 'shared'\?"):
+        weight_sync_class("shred")
+    with pytest.raises(ConfigError, match="cannot be imported"):
+        weight_sync_class("nowhere:Carrier")
+    with pytest.raises(ConfigError, match="cannot be carried by 'file'"):
+        weight_sync_class("delta")(by="file")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has what is missed")
+@pytest.mark.parametrize("name", ["nccl", "cuda_ipc"])
+def test_carriers_of_gpus_say_what_they_need(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"the carrier '{name}' needs a"):
+        weight_sync_class(name)().open(1)
+
+
+@pytest.mark.parametrize("options", [{}, {"allocate": None}])
+def test_room_is_had_before_it_is_written_on_systems_with_and_without_a_call_for_it(
+    options: dict[str, None], tmp_path: Path
+) -> None:
+    with (tmp_path / "buffer").open("w+b") as file:
+        for length, expected in ((100, 100), (40, 100), (5000, 5000)):
+            reserve(file.fileno(), length, **options)
+            assert os.fstat(file.fileno()).st_size == expected
+        with pytest.raises(OSError, match=r"File too large|No space left"):
+            reserve(file.fileno(), 1 << 60, **options)

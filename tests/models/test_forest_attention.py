@@ -1,0 +1,118 @@
+"""Attention over a forest against attention over each path alone, written naively in fp64."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ramify.models.attention_kernels import CpuFlashKernel, PlainAttentionKernel, PlainVarlenKernel
+from ramify.models.forest_attention import DescendantRange, ForestAttention, ForestAttentionPlan
+from ramify.types.sequence import Segment
+
+KERNELS = [CpuFlashKernel(), PlainAttentionKernel(), PlainVarlenKernel()]
+TREES = {
+    "a row": [Segment(0, 7, -1)],
+    "rows of one length": [Segment(0, 5, -1), Segment(5, 10, -1), Segment(10, 15, -1)],
+    "siblings": [Segment(0, 33, -1), Segment(33, 50, 0), Segment(50, 67, 0), Segment(67, 70, 0)],
+    "two levels": [
+        Segment(0, 4, -1), Segment(4, 9, 0), Segment(9, 12, 1), Segment(12, 15, 1), Segment(15, 16, 0),
+        Segment(16, 20, -1), Segment(20, 21, 5), Segment(21, 22, 6), Segment(22, 23, 7), Segment(23, 24, 6),
+    ],
+    "nothing of its own": [Segment(0, 3, -1), Segment(3, 3, 0), Segment(3, 6, 1), Segment(6, 8, 1)],
+}  # fmt: skip
+
+
+def parents(tokens: list[Segment]) -> list[int]:
+    """Token -> the one before it on its path, -1 for the first."""
+    last = {-1: -1}
+    found: list[int] = []
+    for index, segment in enumerate(tokens):
+        before = last[segment.parent]
+        for token in range(segment.start, segment.end):
+            found.append(before)
+            before = token
+        last[index] = before
+    return found
+
+
+def naive(segments: list[Segment], q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Each query by itself, over the keys of its path."""
+    before, rows = parents(segments), []
+    for token in range(len(q)):
+        path = [token]
+        while before[path[-1]] >= 0:
+            path.append(before[path[-1]])
+        groups = q.shape[1] // k.shape[1]
+        keys, values = (x[path].repeat_interleave(groups, 1) for x in (k, v))
+        weights = (torch.einsum("hd,nhd->hn", q[token], keys) * scale).softmax(-1)
+        rows.append(torch.einsum("hn,nhd->hd", weights, values))
+    return torch.stack(rows)
+
+
+def tensors(num: int, heads: int, kv_heads: int, dtype: torch.dtype) -> list[Tensor]:
+    rng = torch.Generator().manual_seed(num)
+    sizes = [(num, heads, 8), (num, kv_heads, 8), (num, kv_heads, 8)]
+    return [(2 * torch.randn(size, generator=rng, dtype=torch.double)).to(dtype).requires_grad_() for size in sizes]
+
+
+def check(segments: list[Segment], kernel: object, dtype: torch.dtype, tolerance: float) -> None:
+    attend = ForestAttention(segments, kernel)  # type: ignore[arg-type]
+    q, k, v = tensors(segments[-1].end, 4, 2, dtype)
+    given_grad = torch.randn(q.shape, generator=torch.Generator().manual_seed(1), dtype=torch.double)
+    o = attend(0, q, k, v, 0.3)
+    grads = torch.autograd.grad(o, (q, k, v), given_grad.to(dtype))
+    exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    o_exact = naive(segments, *exact, 0.3)
+    grads_exact = torch.autograd.grad(o_exact, exact, given_grad.to(dtype).double())
+    for found, wanted in zip((o, *grads), (o_exact, *grads_exact), strict=True):
+        torch.testing.assert_close(found.double(), wanted, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: type(kernel).__name__)
+@pytest.mark.parametrize("tree", TREES)
+def test_each_token_sees_its_path(tree: str, kernel: object):
+    check(TREES[tree], kernel, torch.float32, 2e-5)
+
+
+def test_in_fp64_it_is_exact():
+    check(TREES["two levels"], CpuFlashKernel(), torch.float64, 1e-12)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 5)), min_size=1, max_size=12), st.sampled_from(KERNELS))
+def test_any_forest(shape: list[tuple[int, int]], kernel: object):
+    """Each pair: how many tokens the segment has, and how far up the path to the last one its parent is."""
+    segments: list[Segment] = []
+    path: list[int] = []
+    for num, up in [(1, 0), *shape]:
+        path = path[: max(0, len(path) - up)]
+        start = segments[-1].end if segments else 0
+        segments.append(Segment(start, start + num, path[-1] if path else -1))
+        path.append(len(segments) - 1)
+    check(segments, kernel, torch.float32, 5e-5)
+
+
+def test_the_plan_of_a_forest():
+    plan = ForestAttentionPlan.of(TREES["two levels"][:5])
+    assert plan.own == [4, 5, 3, 3, 1]
+    assert plan.below == [DescendantRange(0, 4, 16, 0), DescendantRange(4, 9, 15, 1)]
+
+
+def test_long_blocks_are_walked_in_stretches(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("ramify.models.attention_kernels._MAX_SCORES", 100)
+    check(TREES["siblings"], PlainAttentionKernel(), torch.float32, 2e-5)
+
+
+def test_siblings_of_any_number_are_one_block_below_their_prefix():
+    bounds = [10]
+    for index in range(100):
+        bounds.append(bounds[-1] + 1 + index % 7)
+    segments = [Segment(0, 10, -1), *(Segment(a, b, 0) for a, b in pairwise(bounds))]
+    plan = ForestAttentionPlan.of(segments)
+    assert len(plan.below) == 1
+    assert (len(plan.own), sum(plan.own)) == (101, bounds[-1])

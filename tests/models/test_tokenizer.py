@@ -1,0 +1,66 @@
+"""The tokenizer that is trained in code: what it keeps apart, that it is the same each time, that it loses nothing."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from ramify.errors import ConfigError
+from ramify.models.tokenizer import SPECIAL_TOKENS, train_tokenizer
+from tests.models.templates import tokenizer_of
+
+
+def texts() -> list[str]:
+    draw = random.Random(0)
+    names = ["".join(draw.choice("bdfgklmnprst") + draw.choice("aeiou") for _ in range(3)) for _ in range(60)]
+    return [f"sum qty of '{draw.choice(names)}'\nlen {draw.randrange(900)}\nprint(context[:70])" for _ in range(300)]
+
+
+def test_the_same_texts_give_the_same_tokenizer() -> None:
+    one, other = (train_tokenizer(texts(), 400).backend_tokenizer.to_str() for _ in range(2))
+    assert one == other
+
+
+def test_its_size_and_its_markers() -> None:
+    tokenizer = train_tokenizer(texts(), 400)
+    assert len(tokenizer) == 400
+    assert tokenizer.convert_ids_to_tokens([0, 1, 2, 3]) == list(SPECIAL_TOKENS)
+    assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (0, 3)
+
+
+def test_what_has_to_be_copied_is_kept_apart() -> None:
+    tokens = train_tokenizer(texts(), 400).tokenize("sum qty of 'red'\nlen 812")
+    assert [token for token in tokens if token.isdigit()] == ["8", "1", "2"]
+    quotes = [token.removeprefix("Ġ") for token in tokens if "'" in token]
+    assert quotes == ["'", "'"]
+
+
+@given(st.text())
+def test_any_text_comes_back(text: str) -> None:
+    tokenizer = tokenizer_of("tiny")
+    ids = tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+    assert tokenizer.decode(ids) == text
+
+
+def test_it_is_saved_whole(tmp_path: Path) -> None:
+    tokenizer = train_tokenizer(texts(), 400)
+    tokenizer.save_pretrained(tmp_path)
+    again = AutoTokenizer.from_pretrained(tmp_path)
+    talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "1"}, {"role": "user", "content": "?"}]
+    rendered = [
+        each.apply_chat_template(talk, add_generation_prompt=True, tokenize=False) for each in (tokenizer, again)
+    ]
+    assert rendered == ["<|u|>hi<|a|>1<|end|><|u|>?<|a|>"] * 2
+    assert again.get_vocab() == tokenizer.get_vocab()
+
+
+def test_sizes_that_cannot_be() -> None:
+    with pytest.raises(ConfigError, match="259 is too small: 260"):
+        train_tokenizer(texts(), 259)
+    with pytest.raises(ConfigError, match="give more texts"):
+        train_tokenizer(["ab ab"], 512)
